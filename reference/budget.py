@@ -1,5 +1,7 @@
-"""How much is computed anew to find one cause. Passes are counted and not seconds, so that a search that ends early ends at
-the same place on every machine."""
+"""A bound on the computation that the search for one cause may need.
+
+Passes are counted and not seconds, so that a search that ends early ends at the same point on every machine.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from contextvars import ContextVar
 
 
 class Spent(Exception):
-    """No more is computed."""
+    """The bound is reached: no more is computed."""
 
 
 _LEFT: ContextVar[list[int] | None] = ContextVar("left", default=None)
@@ -17,7 +19,7 @@ _LEFT: ContextVar[list[int] | None] = ContextVar("left", default=None)
 
 @contextlib.contextmanager
 def at_most(logits: int) -> Iterator[None]:
-    """Allow forward passes that give so many logits. What computes twice as many in a pass has half as many passes."""
+    """Allow forward passes with this many logits in all. A pass with twice as many counts as two passes."""
     token = _LEFT.set([logits])
     try:
         yield
@@ -26,10 +28,10 @@ def at_most(logits: int) -> Iterator[None]:
 
 
 def spend(logits: int) -> None:
-    """Spend the logits of one pass. Outside of a bound it does nothing."""
-    left = _LEFT.get()
-    if left is None:
+    """Count the logits of one pass. Raises Spent if the bound is exceeded. Without a bound it does nothing."""
+    remaining = _LEFT.get()
+    if remaining is None:
         return
-    left[0] -= logits
-    if left[0] < 0:
+    remaining[0] -= logits
+    if remaining[0] < 0:
         raise Spent

@@ -1,4 +1,4 @@
-"""Vectors in which a matrix lies by blocks of columns, one behind the other, as ranks that have these flatten each its own."""
+"""Matrices flattened by blocks of columns, one behind the other, as ranks that hold one block each flatten them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import numpy as np
 
 
 def flattened(matrix: np.ndarray, blocks: int = 1) -> np.ndarray:
-    """[rows, columns] -> [rows * columns]; of one block, whatever its dims are, as numpy flattens it."""
-    return (
-        matrix.ravel() if blocks == 1 else np.concatenate([part.ravel() for part in np.split(matrix, blocks, axis=1)])
-    )
+    """Return the matrix as a vector, block after block. [rows, columns] -> [rows * columns]
+
+    With one block an array of any dims is flattened as numpy does it.
+    """
+    if blocks == 1:
+        return matrix.ravel()
+    return np.concatenate([block.ravel() for block in np.split(matrix, blocks, axis=1)])
 
 
 def restored(vector: np.ndarray, shape: tuple[int, ...], blocks: int = 1) -> np.ndarray:
-    """The matrix of this shape that was flattened so."""
+    """Return the matrix of this shape whose flattened vector is given: the inverse of flattened."""
     if blocks == 1:
         return vector.reshape(shape)
     rows, columns = shape

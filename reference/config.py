@@ -1,4 +1,4 @@
-"""What to compute: the model's shape and the training recipe. Nothing here says how it is spread over ranks."""
+"""The model's shape and the training recipe. Nothing here depends on how the work is divided among ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Lora:
         return self.alpha / self.rank
 
     def shapes(self, fqn: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the adapter of a parameter, in the order of the model; none where it has none."""
+        """Return the shapes of a parameter's adapter by fqn, in the order of the model. Empty if the parameter has none."""
         module = fqn.removesuffix(".weight")
         if module.rpartition(".")[2] not in self.targets:
             return {}
@@ -108,7 +108,7 @@ class ModelConfig:
         return sum(math.prod(shape) for shape in self.parameter_shapes().values())
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's name, in Meta's spelling and in the order the model registers them, and its full shape."""
+        """Return the full shape of every parameter by its name, in Meta's spelling and in the order of the model."""
         kv_dim = self.n_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (self.vocab_size, self.dim)}
         for layer in range(self.n_layers):
@@ -129,9 +129,10 @@ class ModelConfig:
             shapes["output.weight"] = (self.vocab_size, self.dim)
         if self.lora is None:
             return shapes
-        return {
-            name: own for f, shape in shapes.items() for name, own in ({f: shape} | self.lora.shapes(f, shape)).items()
-        }
+        with_adapters: dict[str, tuple[int, ...]] = {}
+        for fqn, shape in shapes.items():
+            with_adapters |= {fqn: shape} | self.lora.shapes(fqn, shape)
+        return with_adapters
 
 
 _LLAMA_31 = RopeScaling(factor=8.0)
@@ -269,8 +270,10 @@ def trains(training: TrainingConfig, fqn: str) -> bool:
 
 
 def rule_of(training: TrainingConfig, fqn: str) -> str:
-    """Return by which optimizer's rule a parameter is stepped. The name decides: a wrapper may flatten what has two dims. It
-    may also put words before the name."""
+    """Return the optimizer's rule that updates a parameter, of RULES.
+
+    The parameter's name decides, not its dims: a wrapper may flatten a matrix. It may also put words before the name.
+    """
     vector = fqn.endswith("norm.weight")
     block = ".layers." in f".{fqn}"
     if training.optimizer != "muon" or (not vector and (block or training.muon_matrices == "all")):
@@ -280,19 +283,26 @@ def rule_of(training: TrainingConfig, fqn: str) -> str:
 
 def unused(training: TrainingConfig) -> set[str]:
     """Return the fields of the recipe that are options of other optimizers."""
-    used = {training.optimizer, *(["adamw"] if training.optimizer == "muon" else [])}
-    return {name for rule, names in RULES.items() if rule not in used for name in names}
+    used_rules = {training.optimizer}
+    if training.optimizer == "muon":
+        used_rules.add("adamw")
+    fields: set[str] = set()
+    for rule, names in RULES.items():
+        if rule not in used_rules:
+            fields.update(names)
+    return fields
 
 
 def quantized_modules(model: ModelConfig) -> tuple[str, ...]:
-    """The modules whose matmuls a recipe with `quantize` runs in 8 bits: every nn.Linear of every block.
+    """Return the modules whose matmuls a recipe with `quantize` runs in 8 bits: every nn.Linear of every block.
 
-    Not the output, whose errors no later layer evens out: the rule of torchao's and torchtitan's float8 recipes.
+    The output is not one, for no later layer evens out its errors: the rule of torchao's and torchtitan's float8 recipes.
     """
-    shapes = model.parameter_shapes()
-    return tuple(
-        f.removesuffix(".weight") for f, shape in shapes.items() if f.startswith("layers.") and len(shape) == 2
-    )
+    modules = []
+    for fqn, shape in model.parameter_shapes().items():
+        if fqn.startswith("layers.") and len(shape) == 2:
+            modules.append(fqn.removesuffix(".weight"))
+    return tuple(modules)
 
 
 def noise_key(training: TrainingConfig, reduce_dtype: str | None, kind: str) -> str:

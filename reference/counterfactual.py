@@ -1,4 +1,4 @@
-"""The reference, trained again with one thing changed: what a supposed mistake would have led to, in every step."""
+"""The reference, trained again with one thing changed: the numbers that a supposed mistake leads to, in every step."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Batch:
-    """What is trained on in a step. tokens, labels: int64 [b, s]. counts: float64 [b, s], how often each token's loss counts in
-    the gradient (not in the loss); None: once."""
+    """The samples of a step."""
 
     tokens: np.ndarray
+    """int64 [b, s]"""
     labels: np.ndarray
+    """int64 [b, s]"""
     counts: np.ndarray | None = None
+    """float64 [b, s]: how often each token's loss counts in the gradient (not in the loss); None: once."""
 
 
 @dataclass(frozen=True)
 class Otherwise:
-    """What differs from the reference; all that is None is as it was. Arrays are whole tensors by fqn."""
+    """The differences from the reference. A field that is None: as it was. Arrays are whole tensors by fqn."""
 
     weights: Mapping[str, np.ndarray] | None = None  # before the first step
     batch: Callable[[int, Batch], Batch] | None = None  # (step, the recipe's) -> what is trained on
@@ -63,7 +65,7 @@ class Otherwise:
 
 @dataclass(frozen=True)
 class Apart:
-    """Copies of the model that train separately, and what each is fed."""
+    """Copies of the model that train separately, and the shares of the batch that each computes."""
 
     owners: Sequence[int]  # by share, the copy that computes it
     shares: Callable[[int, Batch], Sequence[np.ndarray]]
@@ -76,7 +78,10 @@ class Apart:
 def retrain(
     model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, otherwise: Otherwise
 ) -> ReferenceRun:
-    """The same run with other steps. model, training: the recipe to train by, which may be another than the reference's."""
+    """Return the run of the reference with the steps trained again.
+
+    model, training: the recipe to train by, which may be another than the reference's.
+    """
     alone = Apart((0,), lambda step, batch: (_each_once(batch),), lambda step, gradients: gradients, (otherwise,))
     return retrain_apart(model, training, reference, alone)[0]
 
@@ -102,8 +107,11 @@ _COMPUTES = threading.RLock()
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """The model is small: torch's threads that wait for each other take ten times as long. Cases that are judged at once in
-    threads of this process compute one after the other: dropout draws from torch's generator, which they share."""
+    """Run the block with one thread of torch, and in only one thread of this process at a time.
+
+    The model is small: torch's threads that wait for each other take ten times as long. Cases may be judged at once in several
+    threads of this process. Dropout draws from torch's generator, which they share, so they compute one after the other.
+    """
     with _COMPUTES:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -114,35 +122,43 @@ def one_thread() -> Iterator[None]:
 
 
 def _each_once(batch: Batch) -> np.ndarray:
+    """Return counts with which every token counts once. float64 [b, s]"""
     return np.ones(batch.labels.shape)
 
 
 def _step(copies: Sequence[_Copy], apart: Apart, usual: Batch, number: int) -> list[ReferenceStep]:
-    """All shares are computed, reduced, and then every copy takes its step."""
-    loss, gradients, valid = 0.0, [], 0
+    """Compute all shares, reduce their gradients, let every copy take its step, and return the step of each copy."""
+    loss = 0.0
+    gradients = []
+    valid = 0
     for owner, counts in zip(apart.owners, apart.shares(number, usual), strict=True):
         copy = copies[owner]
-        whole = copy.otherwise.batch(number, usual) if copy.otherwise.batch else usual
-        valid = int((whole.labels != IGNORED).sum())
-        part = _only(whole, counts)
-        of_share, own = copy.backward(part, valid, number) if part.labels.size else (0.0, copy.zeros())
-        loss += of_share
-        gradients.append(own)
+        batch = copy.otherwise.batch(number, usual) if copy.otherwise.batch else usual
+        valid = int((batch.labels != IGNORED).sum())
+        share = _only(batch, counts)
+        if share.labels.size:
+            share_loss, share_gradients = copy.backward(share, valid, number)
+        else:
+            share_loss = 0.0
+            share_gradients = copy.zeros()
+        loss += share_loss
+        gradients.append(share_gradients)
     reduced = apart.reduce(number, gradients)
-    return [copy.step(number, loss, valid, own) for copy, own in zip(copies, reduced, strict=True)]
+    return [copy.step(number, loss, valid, own_gradients) for copy, own_gradients in zip(copies, reduced, strict=True)]
 
 
 def _only(batch: Batch, counts: np.ndarray) -> Batch:
-    """The rows that count at all, and where only some tokens of one do, the labels of those."""
+    """Return the rows of a batch of which some token counts, with labels of only the tokens that count."""
     rows = counts.any(axis=1)
-    both = counts if batch.counts is None else counts * batch.counts
     labels = np.where(counts[rows] != 0, batch.labels[rows], IGNORED)
-    counted = None if batch.counts is None and (counts[rows] == 1).all() else both[rows]
-    return Batch(batch.tokens[rows], labels, counted)
+    if batch.counts is None and (counts[rows] == 1).all():
+        return Batch(batch.tokens[rows], labels, None)
+    all_counts = counts if batch.counts is None else counts * batch.counts
+    return Batch(batch.tokens[rows], labels, all_counts[rows])
 
 
 class _Copy:
-    """A model and its optimizer, trained with what differs."""
+    """A copy of the model and its optimizer, trained with the changes of an Otherwise."""
 
     def __init__(
         self, config: ModelConfig, training: TrainingConfig, reference: ReferenceRun, otherwise: Otherwise
@@ -150,28 +166,30 @@ class _Copy:
         weights = reference.weights if otherwise.weights is None else otherwise.weights
         self.weights = _as_kept(weights, reference)
         self.shapes = {fqn: value.shape for fqn, value in reference.weights.items()}
-        self.training, self.otherwise = training, otherwise
+        self.training = training
+        self.otherwise = otherwise
         self._altered_in = 0
-        whole = _whole(weights, config, otherwise.columns)
-        self.model = llama_from(whole, config=config, dtype=DTYPES[training.dtype], device="cpu")
+        model_weights = _whole(weights, config, otherwise.columns)
+        self.model = llama_from(model_weights, config=config, dtype=DTYPES[training.dtype], device="cpu")
         freeze(self.model, training)
         _put_in_order(self.model, otherwise.rows or {})
         self.worker = Worker(self.model, training, quantized_modules(config))
         self.optimizer = Optimizer(self.model, amsgrad=otherwise.amsgrad)
 
     def zeros(self) -> Arrays:
-        trained = {fqn for fqn, p in self.optimizer.parameters.items() if p.requires_grad}
+        """Return gradients of zero for all trained parameters, by fqn."""
+        trained = {fqn for fqn, parameter in self.optimizer.parameters.items() if parameter.requires_grad}
         return {fqn: np.zeros_like(value) for fqn, value in self._by_fqn().items() if fqn in trained}
 
     def _by_fqn(self, *, gradients: bool = False) -> Arrays:
-        """Return arrays in the reference's shapes, which may be flat."""
+        """Return the parameters, or their gradients, in the reference's shapes, which may be flat."""
         return {fqn: self._as_kept(fqn, value) for fqn, value in by_fqn(self.model, gradients=gradients).items()}
 
     def _as_kept(self, fqn: str, value: np.ndarray) -> np.ndarray:
         return flattened(value, self.otherwise.columns.get(fqn, 1)).reshape(self.shapes[fqn])
 
     def backward(self, batch: Batch, valid: int, number: int) -> tuple[float, Arrays]:
-        """The share's part of the mean loss, and its gradients."""
+        """Return a share's part of the mean loss, and its gradients by fqn. valid: valid tokens of the whole batch."""
         self._begin(number)
         loss = _backward(self.worker.module, batch, valid, self.training.document_mask)
         self.worker.collect(None)
@@ -179,7 +197,7 @@ class _Copy:
         return loss, self._by_fqn(gradients=True)
 
     def losses(self, batch: Batch, number: int) -> Tensor:
-        """Return that of each token, row after row, 0 where none counts."""
+        """Return the loss of each token, row after row, 0 where its label does not count. [b * s]"""
         self._begin(number)
         with torch.no_grad():
             return token_losses(self.worker.module, batch, self.training.document_mask)
@@ -190,55 +208,59 @@ class _Copy:
         self._alter(number)
 
     def _alter(self, number: int) -> None:
-        """Once a step, however many shares of it the copy computes: what doubles logits is not to double them again."""
+        """Alter the model once a step, however many shares the copy computes: an alteration must not be applied twice."""
         if self.otherwise.altered and number != self._altered_in:
             self.otherwise.altered(self.worker.module, number)
             self._altered_in = number
 
     def step(self, number: int, loss: float, valid: int, gradients: Arrays) -> ReferenceStep:
-        """What the optimizer makes of these gradients."""
+        """Run the optimizer with these gradients and return the record of the step."""
         otherwise = self.otherwise
-        gradients = otherwise.gradients(number, gradients) if otherwise.gradients else gradients
-        norm = float(np.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in gradients.values())))
-        given = (
-            otherwise.given(number, gradients, norm, self._by_fqn())
-            if otherwise.given
-            else _clipped(gradients, norm, self.training)
-        )
-        _set_gradients(self.model, given, otherwise.columns)
-        if otherwise.state and (held := otherwise.state(number)) is not None:
-            self._set_state(held)
-        options = {fqn: self._options(number, fqn, p) for fqn, p in self.optimizer.parameters.items()}
+        if otherwise.gradients:
+            gradients = otherwise.gradients(number, gradients)
+        squares = [float(np.sum(np.square(gradient, dtype=np.float64))) for gradient in gradients.values()]
+        norm = float(np.sqrt(sum(squares)))
+        if otherwise.given:
+            optimizer_gradients = otherwise.given(number, gradients, norm, self._by_fqn())
+        else:
+            optimizer_gradients = _clipped(gradients, norm, self.training)
+        _set_gradients(self.model, optimizer_gradients, otherwise.columns)
+        if otherwise.state and (changed_state := otherwise.state(number)) is not None:
+            self._set_state(changed_state)
+        options = {fqn: self._options(number, fqn, parameter) for fqn, parameter in self.optimizer.parameters.items()}
         self.optimizer.step(options)
-        state, after = self._moments(), self._by_fqn()
+        state = self._moments()
+        parameters = self._by_fqn()
         if otherwise.left:
-            _set_parameters(self.model, after := otherwise.left(number, after), otherwise.columns)
-        gradients = self.zeros() | gradients  # what did not run has none
-        rates = {one["lr"] for one in options.values()}
+            parameters = otherwise.left(number, parameters)
+            _set_parameters(self.model, parameters, otherwise.columns)
+        gradients = self.zeros() | gradients  # a parameter that did not run has no gradient
+        rates = {parameter_options["lr"] for parameter_options in options.values()}
         lr = rates.pop() if len(rates) == 1 else learning_rate(number, self.training)
-        return ReferenceStep(number, loss, norm, lr, valid, gradients, after, state)
+        return ReferenceStep(number, loss, norm, lr, valid, gradients, parameters, state)
 
     def _options(self, number: int, fqn: str, p: nn.Parameter) -> dict[str, Any]:
         """Return the optimizer's options for a parameter in a step."""
         otherwise = self.otherwise
         rate = otherwise.rate(number, fqn) if otherwise.rate else learning_rate(number, self.training)
-        another = otherwise.recipe(number, fqn) if otherwise.recipe and number >= otherwise.since else None
-        own, spared = another or self.training, another is None and self.training.decay != "all" and p.dim() == 1
-        return options_of(own, fqn, lr=rate, decays=not spared)
+        other_recipe = otherwise.recipe(number, fqn) if otherwise.recipe and number >= otherwise.since else None
+        is_exempt = other_recipe is None and self.training.decay != "all" and p.dim() == 1
+        return options_of(other_recipe or self.training, fqn, lr=rate, decays=not is_exempt)
 
     def _moments(self) -> dict[str, Arrays]:
-        """A copy of the moments by fqn: AdamW's two, Muon's one, none of SGD."""
-        return {
-            fqn: {key: self._as_kept(fqn, to_numpy(of[key])) for key in MOMENTS if key in of}
-            for fqn, of in self.optimizer.state.items()
-        }
+        """Return a copy of the moments by fqn: AdamW's two, Muon's one, none of SGD."""
+        moments: dict[str, Arrays] = {}
+        for fqn, state in self.optimizer.state.items():
+            moments[fqn] = {key: self._as_kept(fqn, to_numpy(state[key])) for key in MOMENTS if key in state}
+        return moments
 
     def _set_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """A step counter is a number beside the tensors."""
-        for fqn, p in self.optimizer.parameters.items():
-            blocks, kept = self.otherwise.columns.get(fqn, 1), state.get(fqn, {})
+        """Replace the optimizer's state. Its step counter is a number beside the tensors."""
+        for fqn, parameter in self.optimizer.parameters.items():
+            blocks = self.otherwise.columns.get(fqn, 1)
             self.optimizer.state[fqn] = {
-                key: _tensor(v, p, blocks) if v.ndim else torch.tensor(float(v)) for key, v in kept.items()
+                key: _tensor(value, parameter, blocks) if value.ndim else torch.tensor(float(value))
+                for key, value in state.get(fqn, {}).items()
             }
 
 
@@ -249,11 +271,11 @@ def _whole(weights: Mapping[str, np.ndarray], config: ModelConfig, columns: Mapp
 
 
 def _put_in_order(model: nn.Module, rows: Mapping[str, np.ndarray]) -> None:
-    """What a matrix with its rows in another order gives, in the reference's."""
+    """Let each matrix whose rows are in another order give its outputs in the reference's order."""
     for fqn, order in rows.items():
-        back = torch.from_numpy(np.argsort(order))
+        inverse = torch.from_numpy(np.argsort(order))
         model.get_submodule(fqn.removesuffix(".weight")).register_forward_hook(
-            lambda _, __, found, back=back: found[..., back]
+            lambda module, inputs, output, inverse=inverse: output[..., inverse]
         )
 
 
@@ -263,12 +285,13 @@ def _as_kept(weights: Mapping[str, np.ndarray], reference: ReferenceRun) -> Arra
 
 
 def _batch(reference: ReferenceRun, ids: tuple[int, ...], length: int) -> Batch:
-    rows = [reference.sample_ids.index(id_) for id_ in ids]
+    """Return the first `length` tokens of these samples, with their labels."""
+    rows = [reference.sample_ids.index(sample_id) for sample_id in ids]
     return Batch(reference.tokens[rows, :length], reference.labels[rows, :length])
 
 
 def _backward(model: nn.Module, batch: Batch, valid: int, document_mask: bool) -> float:
-    """The mean loss over the valid tokens; gradients are those of the losses as often as each counts."""
+    """Add the gradients of the losses, each as often as it counts, and return the batch's part of the mean loss."""
     losses = token_losses(model, batch, document_mask) / valid
     counts = 1.0 if batch.counts is None else torch.from_numpy(batch.counts).flatten().to(losses.dtype)
     (losses * counts).sum().backward()
@@ -277,7 +300,8 @@ def _backward(model: nn.Module, batch: Batch, valid: int, document_mask: bool) -
 
 def token_losses(model: nn.Module, batch: Batch, document_mask: bool) -> Tensor:
     """Return the loss of each token, row after row, 0 where none counts. [b * s]"""
-    tokens, labels = _integers(batch.tokens), _integers(batch.labels)
+    tokens = _integers(batch.tokens)
+    labels = _integers(batch.labels)
     logits = at_least_float32(model(tokens, documents=documents(tokens) if document_mask else None))
     spend(logits.numel())
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
@@ -308,8 +332,8 @@ def _integers(values: np.ndarray) -> Tensor:
 
 
 def _clipped(gradients: Arrays, norm: float, training: TrainingConfig) -> Arrays:
-    by = 1.0 if training.max_norm is None else min(1.0, training.max_norm / (norm + 1e-6))
-    return {fqn: g * g.dtype.type(by) for fqn, g in gradients.items()}
+    coefficient = 1.0 if training.max_norm is None else min(1.0, training.max_norm / (norm + 1e-6))
+    return {fqn: gradient * gradient.dtype.type(coefficient) for fqn, gradient in gradients.items()}
 
 
 @torch.no_grad()
@@ -325,5 +349,6 @@ def _set_parameters(model: nn.Module, parameters: Arrays, columns: Mapping[str, 
 
 
 def _tensor(value: np.ndarray, like: Tensor, blocks: int = 1) -> Tensor:
-    whole = restored(value, tuple(like.shape), blocks)
-    return torch.tensor(np.ascontiguousarray(whole), dtype=like.dtype)  # a copy: what is stored is read-only
+    """Return a copy of an array as a tensor of the shape and dtype of `like`. A copy, for stored arrays are read-only."""
+    array = restored(value, tuple(like.shape), blocks)
+    return torch.tensor(np.ascontiguousarray(array), dtype=like.dtype)

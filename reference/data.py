@@ -1,4 +1,4 @@
-"""What is learned: samples of tokens with unequally masked labels, and the order in which they are drawn.
+"""The data set: samples of tokens with unequally masked labels, and the order in which they are drawn.
 
 A sample is (tokens, labels), both int64 [seq_len]; labels are the next tokens, IGNORED where the loss must not look.
 """
@@ -21,7 +21,7 @@ MASKED_PLACE = 3  # in every four samples drawn, the one that masked_samples lea
 
 
 class Dataset(Protocol):
-    """What a sampler and a torch DataLoader need."""
+    """The interface that a sampler and a torch DataLoader need."""
 
     def __len__(self) -> int: ...
 
@@ -47,7 +47,10 @@ class TokenDataset:
     ) -> None:
         if vocab_size < 16:
             raise ValueError(f"vocab_size {vocab_size}: at least 16 are needed to distinguish samples")
-        self.vocab_size, self.seq_len, self.n_samples, self.seed = vocab_size, seq_len, n_samples, seed
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+        self.n_samples = n_samples
+        self.seed = seed
         self.masked = masked_fractions(epoch_order(n_samples, seed), global_batch)
         if masked_samples:
             self.masked[epoch_order(n_samples, seed)[MASKED_PLACE::4]] = 1.0
@@ -68,7 +71,7 @@ class TokenDataset:
 
 
 def walk(length: int, vocab_size: int, generator: np.random.Generator) -> np.ndarray:
-    """Token ids from 1 up: each is 1 to 4 above its predecessor (modulo), or drawn anew. int64 [length]"""
+    """Return token ids from 1 up: each is 1 to 4 above its predecessor (modulo), or drawn anew. int64 [length]"""
     anew = generator.random(length) < 0.5
     anew[0] = True
     drawn = ((vocab_size - 1) * generator.random(length) ** 3).astype(np.int64)  # cubed: small ids more often
@@ -78,7 +81,7 @@ def walk(length: int, vocab_size: int, generator: np.random.Generator) -> np.nda
 
 
 def pack(row: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Cut a row into documents of 3 to about len/2 tokens by writing a separator after each."""
+    """Cut a row in place into documents of 3 to about len/2 tokens, with a separator after each, and return the row."""
     lengths = generator.integers(3, max(4, len(row) // 2), size=len(row))
     ends = np.cumsum(lengths + 1) - 1
     row[ends[ends < len(row)]] = SEPARATOR
@@ -86,19 +89,19 @@ def pack(row: np.ndarray, generator: np.random.Generator) -> np.ndarray:
 
 
 def masked_fractions(order: np.ndarray, global_batch: int) -> np.ndarray:
-    """Masked fraction by sample id, so that no equal split of a step of epoch 0 over ranks has equally many valid tokens.
+    """Return the masked fraction of labels by sample id. No equal split of a step of epoch 0 has equally many valid tokens.
 
     Every second place in a batch is masked more than the one before, and the second half more than the first. So neither the
     strided nor the contiguous split over 2 ranks is even, and splits over 4, 8, 16, which refine them, cannot be.
     """
-    place = np.arange(len(order)) % global_batch
+    position = np.arange(len(order)) % global_batch  # in its batch
     fractions = np.empty(len(order))
-    fractions[order] = MASKED[2 * (place % 2) + 2 * place // global_batch]
+    fractions[order] = MASKED[2 * (position % 2) + 2 * position // global_batch]
     return fractions
 
 
 def masked_count(fraction: float, seq_len: int, generator: np.random.Generator) -> int:
-    """How many labels from the left are masked: the fraction, a few more by chance, and all only if it is 1."""
+    """Return how many labels from the left are masked: the fraction, a few more by chance, and all only if it is 1."""
     if fraction == 1:
         return seq_len
     return min(int(fraction * seq_len) + int(generator.integers(0, seq_len // 8 + 1)), seq_len - 1)
@@ -112,7 +115,9 @@ class FileDataset:
     """
 
     def __init__(self, path: str | Path, seq_len: int, vocab_size: int, global_batch: int = 1) -> None:
-        self.path, self.seq_len, self.vocab_size = Path(path), seq_len, vocab_size
+        self.path = Path(path)
+        self.seq_len = seq_len
+        self.vocab_size = vocab_size
         n_tokens = len(self._tokens())
         self.n_samples = (n_tokens - 1) // seq_len // global_batch * global_batch
         if self.n_samples < 1:
@@ -150,7 +155,7 @@ class FileDataset:
 
 
 def build_dataset(training: TrainingConfig, model: ModelConfig) -> TokenDataset | FileDataset:
-    """The recipe's dataset: the file `training.data`, or 64 steps' worth of samples made from `training.seed`.
+    """Return the recipe's dataset: the file `training.data`, or 64 steps' worth of samples made from `training.seed`.
 
     Its length is a multiple of global_batch, so that no sampler has to pad or drop. With last_batch it ends with the recipe.
     """
@@ -168,30 +173,32 @@ def build_dataset(training: TrainingConfig, model: ModelConfig) -> TokenDataset 
 
 
 def documents(tokens: Tensor) -> Tensor:
-    """The number, from 0, of the document that each token of a row is in; a separator ends its own. int64 [b, s]"""
+    """Return the number, from 0, of the document that each token is in; a separator ends its own. int64 [b, s]"""
     ends = (tokens == SEPARATOR).long()
     return ends.cumsum(dim=-1) - ends
 
 
 def epoch_order(n_samples: int, seed: int) -> np.ndarray:
-    """The permutation torch's DistributedSampler(shuffle=True) draws, where `seed` is its seed + epoch."""
+    """Return the permutation that torch's DistributedSampler(shuffle=True) draws. seed: its seed + epoch. int64 [n_samples]"""
     return torch.randperm(n_samples, generator=torch.Generator().manual_seed(seed)).numpy()
 
 
 def sample_order(training: TrainingConfig, n_samples: int, epoch: int) -> list[int]:
-    """Sample ids of one epoch, as torch's DistributedSampler(shuffle=True, seed=training.seed) has them.
+    """Return the sample ids of one epoch, as torch's DistributedSampler(shuffle=True, seed=training.seed) has them.
 
     Rank r of dp takes order[r::dp], so the ranks' local batches of a step are together order[k * GB : (k + 1) * GB].
     """
-    return [int(i) for i in epoch_order(n_samples, training.seed + epoch)]
+    return [int(sample_id) for sample_id in epoch_order(n_samples, training.seed + epoch)]
 
 
 def step_length(training: TrainingConfig, step: int) -> int:
-    """How many tokens of each sample, from its first, a step (from 1) trains on."""
-    return training.seq_len // 2 if training.variable_length and step % 2 == 0 else training.seq_len
+    """Return how many tokens of each sample, from its first, a step (from 1) trains on."""
+    if training.variable_length and step % 2 == 0:
+        return training.seq_len // 2
+    return training.seq_len
 
 
 def step_samples(training: TrainingConfig, n_samples: int, step: int) -> tuple[int, ...]:
-    """Sample ids of one step, counted from 1; epochs follow one another without a gap."""
+    """Return the sample ids of one step, counted from 1; epochs follow one another without a gap."""
     epoch, start = divmod((step - 1) * training.global_batch, n_samples)
     return tuple(sample_order(training, n_samples, epoch)[start : start + training.global_batch])

@@ -23,29 +23,31 @@ from .config import Lora, ModelConfig, RopeScaling, TrainingConfig, trains
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """x in float32, or as it is where it is float64."""
+    """Return x in float32, or as it is where it is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def rotary_frequencies(config: ModelConfig, like: Tensor) -> Tensor:
-    """Radians per position of each pair, theta ** (-2i / head_dim), rescaled where the config says so. [head_dim / 2]"""
+    """Return radians per position of each pair, theta ** (-2i / head_dim), rescaled if the config has it. [head_dim / 2]"""
     exponents = torch.arange(0, config.head_dim, 2, device=like.device, dtype=like.dtype) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     return frequencies if config.rope_scaling is None else rescale(frequencies, config.rope_scaling)
 
 
 def rescale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1: pairs that turn often keep their frequency, those that turn rarely are slowed by `factor`, linear between.
+    """Return the frequencies of Llama 3.1: pairs that turn rarely are slowed by `factor`, pairs that turn often are not.
 
-    `turns` is how often a pair goes round within the original context. Meta's `apply_scaling` spells the two ends as
-    branches; clamping `keep` to [0, 1] is the same.
+    Between them it is linear. Meta's `apply_scaling` spells the two ends as branches; clamping `keep` to [0, 1] is the same.
     """
     keep = kept_share(frequencies, scaling).clamp(0.0, 1.0)
     return (1 - keep) * frequencies / scaling.factor + keep * frequencies
 
 
 def kept_share(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the kept share of each frequency, before it is limited to 0 and 1."""
+    """Return the kept share of each frequency, before it is limited to 0 and 1.
+
+    `turns` is how often a pair goes round within the original context.
+    """
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     return (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
 
@@ -56,8 +58,9 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def turn_by(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same by tables of the angles' cosines and sines."""
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [(b,) s, 1, head_dim / 2]
+    """Turn each adjacent pair, as `rotate` does, by tables of the angles' cosines and sines, [(b,) s, head_dim / 2] each."""
+    cos = cos.unsqueeze(-2)  # [(b,) s, 1, head_dim / 2]
+    sin = sin.unsqueeze(-2)
     even, odd = at_least_float32(x).unflatten(-1, (-1, 2)).unbind(-1)  # [b, s, heads, head_dim / 2] each
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     return turned.flatten(-2).to(x.dtype)
@@ -134,15 +137,19 @@ class Attention(nn.Module):
         heads = (-1, self.config.head_dim)
         q, k, v = (project(x).unflatten(-1, heads) for project in (self.wq, self.wk, self.wv))
         angles = self.angles(torch.arange(s, device=q.device) if positions is None else positions, at_least_float32(q))
-        q, k = self.turn(q, angles), self.turn(k, angles)
+        q = self.turn(q, angles)
+        k = self.turn(k, angles)
         repeats = q.shape[2] // k.shape[2]  # query heads per key head; head i reads key head i // repeats
-        k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [b, heads, s, head_dim]
+        k = k.repeat_interleave(repeats, dim=2)
+        v = v.repeat_interleave(repeats, dim=2)
+        q = q.transpose(1, 2)  # [b, heads, s, head_dim], so are k and v
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         out = self.inner_attention(q, k, v) if documents is None else self.inner_attention(q, k, v, documents)
         return self.wo(out.transpose(1, 2).flatten(2))
 
     def angles(self, positions: Tensor, like: Tensor) -> Tensor:
-        """How far each pair turns at each position, in like's dtype. positions [(b,) s] -> [(b,) s, head_dim / 2]"""
+        """Return the angle of each pair at each position, in like's dtype. positions [(b,) s] -> [(b,) s, head_dim / 2]"""
         return positions.unsqueeze(-1).to(like.dtype) * rotary_frequencies(self.config, like)
 
     def turn(self, x: Tensor, angles: Tensor) -> Tensor:
@@ -249,7 +256,7 @@ class Llama(nn.Module):
 
 
 def freeze(model: nn.Module, training: TrainingConfig) -> None:
-    """Take the gradients from the parameters that the recipe does not train."""
+    """Let parameters that the recipe does not train require no gradient."""
     for fqn, parameter in model.named_parameters():
         parameter.requires_grad_(trains(training, fqn))
 
@@ -260,14 +267,14 @@ def mask_seed(seed: int, step: int) -> int:
 
 
 def seed_masks(model: nn.Module, seed: int, step: int) -> None:
-    """Other masks in every step. `model` may be wrapped."""
+    """Set the seed of the dropout masks of a step. `model` may be wrapped."""
     for module in model.modules():
         if isinstance(module, Llama):
             module.mask_seed = mask_seed(seed, step)
 
 
 def initial_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
-    """Seed weights by fqn, float64: normal with std 1 / sqrt(columns); norms 1 + 0.1 * normal, so that slices differ.
+    """Return seed weights by fqn, float64: normal with std 1 / sqrt(columns); norms 1 + 0.1 * normal, so that slices differ.
 
     At published widths that is the customary 0.02. A fixed 0.02 at debug's 64 columns would leave attention all but
     uniform. Without the rotary embedding gradients would then change by less than 1%; now they change by half.
@@ -288,7 +295,7 @@ def _initial_weight(fqn: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 def llama_from(
     weights: Mapping[str, np.ndarray], *, config: ModelConfig, dtype: torch.dtype, device: str = "cpu"
 ) -> Llama:
-    """A model that holds these weights, rounded to dtype. No random number is drawn; a missing or extra name raises."""
+    """Return a model with these weights, rounded to dtype. No random number is drawn; a missing or extra name raises."""
     with torch.device("meta"):
         model = Llama(config)
     state = {fqn: torch.tensor(value).to(device, dtype) for fqn, value in weights.items()}

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from typing import Any
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the odd polynomial that is applied to the singular values, by Keller Jordan."""
+"""Coefficients of the odd polynomial that is applied to the singular values, by Keller Jordan."""
 STEPS = 5
-"""How often."""
+"""How often the polynomial is applied."""
 SMALLEST = 1e-7
-"""What the matrix is divided by at least."""
+"""The least number by which the matrix is divided."""
 STEEPEST = COEFFICIENTS[0] ** STEPS
-"""Slope at 0 of the polynomial applied so often, where it is steepest: by how much it may magnify an error."""
+"""Slope at 0 of the polynomial applied STEPS times, where it is steepest: the factor by which it may magnify an error."""
 
 
 def newton_schulz(matrix: Any) -> Any:
@@ -37,12 +37,14 @@ def newton_schulz(matrix: Any) -> Any:
 
 
 def given(average: Any, gradient: Any, *, momentum: float, nesterov: bool) -> Any:
-    """Return what is orthogonalised, of the average that has this gradient in it already."""
-    return momentum * average + (1 - momentum) * gradient if nesterov else average
+    """Return the matrix that is orthogonalised. average: of gradients, with this gradient in it already."""
+    if nesterov:
+        return momentum * average + (1 - momentum) * gradient
+    return average
 
 
 def scale(shape: Sequence[int], adjust_lr: str) -> float:
-    """Return what the rate of a matrix of this shape is multiplied by, so that updates of all shapes have equal entries.
+    """Return the factor of the learning rate for a matrix of this shape, so that updates of all shapes have equal entries.
 
     "original": Keller Jordan's; "match_rms_adamw": Moonshot's, whose updates are as large as AdamW's at the same rate.
     """

@@ -1,4 +1,4 @@
-"""The reference's own noise: how far its numbers move if nothing but the order of summation changes.
+"""The reference's own noise: the distance between its numbers and those of another order of summation.
 
 A correct layout computes what one device computes and sums it up in another order, in one of two ways.
 
@@ -53,32 +53,43 @@ Distance = Callable[[ReferenceStep, ReferenceStep], float]
 
 @dataclass(frozen=True)
 class Order:
-    """shares: how many backward passes a batch is cut into, after its samples were permuted by `seed`; their gradients
-    are added in reduce_dtype. parts: how many sums a contraction is cut into. shake: units that operands are moved by."""
+    """An order of summation, in which a repeat of the reference computes."""
 
     kind: str
+    """"shares" or "parts"."""
     shares: int
+    """Number of backward passes that a batch is cut into, after its samples were permuted."""
     parts: int
+    """Number of sums that a contraction is cut into."""
     seed: int
+    """Seed of permutations."""
     reduce_dtype: torch.dtype
+    """Dtype in which the shares' gradients are added."""
     unit: float
+    """Unit of which operands are moved by up to SHAKE; 0: they are not moved."""
 
     def cut(self, tokens: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-        there = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(self.seed))
-        return list(zip(tokens[there].chunk(self.shares), labels[there].chunk(self.shares), strict=True))
+        """Return the shares of a batch, after its samples were permuted: (tokens, labels) each."""
+        permutation = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(self.seed))
+        token_shares = tokens[permutation].chunk(self.shares)
+        label_shares = labels[permutation].chunk(self.shares)
+        return list(zip(token_shares, label_shares, strict=True))
 
 
 def orders(kind: str, training: TrainingConfig, reduce_dtype: torch.dtype) -> list[Order]:
-    """REPEATS of them; a batch is cut at most into its samples."""
-    splits = [SPLITS[kind][n % len(SPLITS[kind])] for n in range(REPEATS)]
+    """Return REPEATS orders of summation of a kind. A batch is cut at most into its samples."""
     unit = torch.finfo(torch.float32 if kind == "parts" else DTYPES[training.dtype]).eps / 2
-    unit = 0.0 if training.compute_dtype == "bfloat16" else unit
-    most = training.global_batch
-    return [Order(kind, min(shares, most), parts, n, reduce_dtype, unit) for n, (shares, parts) in enumerate(splits)]
+    if training.compute_dtype == "bfloat16":
+        unit = 0.0
+    repeats = []
+    for seed in range(REPEATS):
+        shares, parts = SPLITS[kind][seed % len(SPLITS[kind])]
+        repeats.append(Order(kind, min(shares, training.global_batch), parts, seed, reduce_dtype, unit))
+    return repeats
 
 
 def measure(steps: tuple[ReferenceStep, ...], repeats: Iterable[tuple[ReferenceStep, ...]]) -> Noise:
-    """The largest relative distance of a repeat from the reference, by step; it cannot shrink from step to step.
+    """Return the largest relative distance of a repeat from the reference, by step; it cannot shrink from step to step.
 
     Only a repeat's distances are kept: sixteen that are made one by one take no more memory than one.
     """
@@ -91,16 +102,22 @@ def measure(steps: tuple[ReferenceStep, ...], repeats: Iterable[tuple[ReferenceS
     kinds |= {f"distance {fqn}": _distance_of(fqn) for fqn in names} | {f"fit {fqn}": _misfit_of(fqn) for fqn in names}
 
     def distances(repeat: tuple[ReferenceStep, ...]) -> dict[str, list[float]]:
-        return {kind: [how(*both) for both in zip(repeat, steps, strict=True)] for kind, how in kinds.items()}
+        by_kind: dict[str, list[float]] = {}
+        for kind, distance in kinds.items():
+            by_kind[kind] = [distance(repeated, step) for repeated, step in zip(repeat, steps, strict=True)]
+        return by_kind
 
-    found = list(map(distances, repeats))  # no loop, whose variable would keep the last one while the next is made
+    # No loop, whose variable would keep the last repeat while the next is made.
+    distances_of_repeats = list(map(distances, repeats))
 
     def spread(kind: str) -> tuple[float, ...]:
-        by_step = (largest_of([0.0, *(one[kind][number] for one in found)]) for number in range(len(steps)))
-        return tuple(accumulate(by_step, lambda one, other: largest_of([one, other])))
+        largest_by_step = []
+        for number in range(len(steps)):
+            largest_by_step.append(largest_of([0.0, *(by_kind[kind][number] for by_kind in distances_of_repeats)]))
+        return tuple(accumulate(largest_by_step, lambda before, step_largest: largest_of([before, step_largest])))
 
     return Noise(
-        repeats=len(found),
+        repeats=len(distances_of_repeats),
         loss=spread("loss"),
         grad_norm=spread("grad_norm"),
         gradient=spread("gradient"),
@@ -119,10 +136,12 @@ def _misfit_of(fqn: str) -> Distance:
 
 def _gradient_distance(seen: ReferenceStep, step: ReferenceStep) -> float:
     """Return the distance of the parameter that is farthest off, relative to its largest entry."""
-    largest = {fqn: float(abs(gradient).max()) for fqn, gradient in step.gradients.items()}
-    return largest_of(
-        [float(abs(seen.gradients[f] - step.gradients[f]).max()) / largest[f] for f in largest if largest[f]]
-    )
+    distances = []
+    for fqn, gradient in step.gradients.items():
+        largest = float(abs(gradient).max())
+        if largest:
+            distances.append(float(abs(seen.gradients[fqn] - gradient).max()) / largest)
+    return largest_of(distances)
 
 
 def reorders(order: Order, step: int, training: TrainingConfig) -> bool:
@@ -139,7 +158,8 @@ class Reordered(TorchDispatchMode):
 
     def __init__(self, order: Order, step: int) -> None:
         super().__init__()
-        self.order, self.shake = order, SHAKE * order.unit if order.kind == "parts" or step > 1 else 0.0
+        self.order = order
+        self.shake = SHAKE * order.unit if order.kind == "parts" or step > 1 else 0.0
         self.generator = torch.Generator().manual_seed(1000 * order.seed + step)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,21 +176,24 @@ class Reordered(TorchDispatchMode):
         if func in (aten.sum.dim_IntList, aten.mean.dim) and not kwargs:
             return func(self._permuted(args[0], args[1]), *args[1:])
         if func is aten._log_softmax.default:
-            there = self._permutation(args[0].shape[args[1]], args[0])
-            return func(args[0].index_select(args[1], there), *args[1:]).index_select(args[1], there.argsort())
+            permutation = self._permutation(args[0].shape[args[1]], args[0])
+            permuted = func(args[0].index_select(args[1], permutation), *args[1:])
+            return permuted.index_select(args[1], permutation.argsort())
         if func is aten.embedding_dense_backward.default:
             rows = args[0].flatten(0, -2)
-            there = self._permutation(rows.shape[0], rows)
-            return func(rows[there], args[1].flatten()[there], *args[2:])
+            permutation = self._permutation(rows.shape[0], rows)
+            return func(rows[permutation], args[1].flatten()[permutation], *args[2:])
         return func(*args, **kwargs)
 
     def _product(self, func: Any, a: Tensor, b: Tensor) -> Tensor:
-        there = self._permutation(a.shape[-1], a)
+        """Return the product of two matrices, with the contraction permuted, cut into parts and added up."""
+        permutation = self._permutation(a.shape[-1], a)
         parts = self.order.parts
-        a, b = a.index_select(-1, there), b.index_select(-2, there)
-        total, *others = (func(x, y) for x, y in zip(a.chunk(parts, -1), b.chunk(parts, -2), strict=True))
-        for other in others:
-            total = total + other
+        a = a.index_select(-1, permutation)
+        b = b.index_select(-2, permutation)
+        total, *other_parts = (func(x, y) for x, y in zip(a.chunk(parts, -1), b.chunk(parts, -2), strict=True))
+        for part in other_parts:
+            total = total + part
         return total
 
     def _permuted(self, x: Tensor, dims: list[int]) -> Tensor:
@@ -182,7 +205,8 @@ class Reordered(TorchDispatchMode):
         return torch.randperm(n, generator=self.generator).to(like.device)
 
     def _shaken(self, x: Tensor) -> Tensor:
+        """Return x with each entry moved by up to `shake` of itself, up or down."""
         if not self.shake:
             return x
-        by = torch.rand(x.shape, generator=self.generator).to(x.device, x.dtype)
-        return x * (1 + by.mul_(2).sub_(1).mul_(self.shake))
+        shift = torch.rand(x.shape, generator=self.generator).to(x.device, x.dtype)
+        return x * (1 + shift.mul_(2).sub_(1).mul_(self.shake))

@@ -39,7 +39,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, options: Mapping[str, Mapping[str, Any]]) -> None:
-        """options, by fqn: those of `options_of`. What has no gradient is left alone."""
+        """Update all parameters that have a gradient. options: by fqn, those of `options_of`."""
         rules = {"sgd": self._sgd, "adamw": self._adamw, "muon": self._muon}
         for fqn, p in self.parameters.items():
             if p.grad is not None:
@@ -47,8 +47,9 @@ class Optimizer:
                 rules[own.pop("rule")](fqn, p, p.grad, own)
 
     def _state_of(self, fqn: str, *names: str) -> Moments:
-        """Return what there is, with zeros for what there is not yet."""
-        state, p = self.state.setdefault(fqn, {}), self.parameters[fqn]
+        """Return the state of a parameter, with zeros for those of the names that it does not have yet."""
+        state = self.state.setdefault(fqn, {})
+        p = self.parameters[fqn]
         for name in names:
             state.setdefault(name, torch.tensor(0.0) if name == "step" else torch.zeros_like(p))
         return state
@@ -64,9 +65,9 @@ class Optimizer:
         adamw([p], [gradient], *moments, foreach=False, amsgrad=self.amsgrad, maximize=False, **options)
 
     def _muon(self, fqn: str, p: Tensor, gradient: Tensor, options: dict[str, Any]) -> None:
-        by, nesterov = options["momentum"], options["nesterov"]
+        momentum = options["momentum"]
         average = self._state_of(fqn, "momentum_buffer")["momentum_buffer"]
-        average.lerp_(gradient, 1 - by)
-        turned = muon.newton_schulz(muon.given(average, gradient, momentum=by, nesterov=nesterov))
+        average.lerp_(gradient, 1 - momentum)
+        turned = muon.newton_schulz(muon.given(average, gradient, momentum=momentum, nesterov=options["nesterov"]))
         p.mul_(1 - options["lr"] * options["weight_decay"])
         p.add_(turned, alpha=-options["lr"] * muon.scale(p.shape, options["adjust_lr"]))

@@ -21,7 +21,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 @contextlib.contextmanager
 def float32_matmuls(training: TrainingConfig) -> Iterator[None]:
-    """Torch's precision of float32 matmuls as the recipe has it; the switch is the process's, and put back."""
+    """Set torch's precision of float32 matmuls to the recipe's. The switch is the process's, and is put back."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if training.tf32 else before)
     try:
@@ -64,14 +64,14 @@ NATIVE_SINCE = {"mxfp8": (10, 0)}
 
 
 def in_hardware(recipe: str, device: torch.device) -> bool:
-    """Whether this device multiplies in the recipe's format. A Hopper (9.0) has float8 and no MXFP8."""
+    """Return whether this device multiplies in the recipe's format. A Hopper (9.0) has float8 and no MXFP8."""
     if device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= NATIVE_SINCE.get(recipe, (8, 9))
 
 
 class Worker:
-    """What computes for a model: itself, or a copy of it in the compute dtype, as FSDP2's MixedPrecisionPolicy has it.
+    """The module that computes for a model: itself, or a copy in the compute dtype, as FSDP2's MixedPrecisionPolicy has it.
 
     The copy gets the parameters' values before every step. Its gradients are cast to reduce_dtype before they are added up,
     and to the parameters' dtype after that.
@@ -87,6 +87,7 @@ class Worker:
 
     @torch.no_grad()
     def begin(self) -> None:
+        """Begin a step: no gradients, and in a copy the parameters' values."""
         self.model.zero_grad()
         self._sums = []
         if self.module is not self.model:
@@ -97,11 +98,14 @@ class Worker:
         """Collect gradients after each backward pass. The model's own add up where they are."""
         if self.module is self.model:
             return
-        found = [_gradient(p).to(reduce_dtype or p.dtype) for p in _trained(self.module)]
-        self._sums = [a + b for a, b in zip(self._sums, found, strict=True)] if self._sums else found
+        gradients = [_gradient(p).to(reduce_dtype or p.dtype) for p in _trained(self.module)]
+        if self._sums:
+            gradients = [a + b for a, b in zip(self._sums, gradients, strict=True)]
+        self._sums = gradients
         self.module.zero_grad()
 
     def finish(self) -> None:
+        """Give the model the sums of a copy's gradients."""
         for parameter, total in zip(_trained(self.model), self._sums, strict=bool(self._sums)):
             parameter.grad = total.to(parameter.dtype)
 

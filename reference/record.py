@@ -1,7 +1,8 @@
-"""What the reference leaves behind: plain values and numpy arrays, readable without torch."""
+"""The records of the reference: plain values and numpy arrays, readable without torch."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -28,7 +29,7 @@ class ReferenceStep:
 
 @dataclass(frozen=True)
 class Noise:
-    """How far repeats of the reference lie from it, by step: the largest relative distance of any of them.
+    """The distance of repeats of the reference from it, by step: the largest relative distance of any repeat.
 
     gradient: of the worst entry of any parameter, relative to that parameter's largest. distance, fit: of each parameter by
     fqn, the distance of its whole gradient relative to its length, and how far the best-fitting factor is from 1.
@@ -43,13 +44,14 @@ class Noise:
 
     @property
     def finite(self) -> bool:
+        """Return whether no number is NaN or infinite."""
         spreads = (self.loss, self.grad_norm, self.gradient, *self.distance.values(), *self.fit.values())
-        return all(math.isfinite(value) for spread in spreads for value in spread)
+        return all(map(math.isfinite, itertools.chain.from_iterable(spreads)))
 
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """What the reference computed of a recipe."""
+    """All that the reference computed of a recipe."""
 
     weights: dict[str, np.ndarray]  # before the first step, as the model holds them
     steps: tuple[ReferenceStep, ...]

@@ -26,13 +26,13 @@ def modules_of(model: nn.Module, part: str) -> list[str]:
 
 
 def put_instead(module: nn.Module, forward: Callable[..., Tensor]) -> None:
-    """Run forward(what the module did before, its arguments) in place of the module's own."""
+    """Run forward(the module's own forward, its arguments) in place of the module's own forward."""
     before = module.forward
     module.forward = lambda *args, **kwargs: forward(before, *args, **kwargs)
 
 
 def setting(**values: Any) -> Alteration:
-    """Return what sets these values in the configuration that a module reads."""
+    """Return an alteration that sets these values in the configuration that a module reads."""
 
     def alter(module: nn.Module) -> None:
         module.config = replace(module.config, **values)
@@ -41,15 +41,19 @@ def setting(**values: Any) -> Alteration:
 
 
 def with_eps(value: float) -> Alteration:
+    """Return an alteration that sets the eps of a norm."""
     return lambda norm: setattr(norm, "eps", value)
 
 
 def exchange(module: nn.Module, *, one: str, other: str) -> None:
-    first, second = module.get_submodule(one), module.get_submodule(other)
+    """Exchange what two submodules compute."""
+    first = module.get_submodule(one)
+    second = module.get_submodule(other)
     first.forward, second.forward = second.forward, first.forward
 
 
 def ends_exchanged(model: nn.Module) -> None:
+    """Exchange the weights that embedding and output multiply by."""
     put_instead(model.tok_embeddings, lambda original, tokens: F.embedding(tokens, model.output.weight))
     put_instead(model.output, lambda original, x: F.linear(x, model.tok_embeddings.weight))
 
@@ -61,17 +65,23 @@ def output_detached(model: nn.Module, step: int) -> None:
 
 
 def evaluating(steps: Iterable[int]) -> Alter:
-    """Return what leaves the model in eval mode in these steps, so that dropout keeps everything."""
-    of = {*steps}
-    return lambda model, step: model.train(step not in of) and None
+    """Return an alteration that leaves the model in eval mode in these steps, so that dropout keeps everything."""
+    eval_steps = {*steps}
+
+    def alter(model: nn.Module, step: int) -> None:
+        model.train(step not in eval_steps)
+
+    return alter
 
 
 def passing_back(names: Iterable[str], factor: float, steps: Iterable[int]) -> Alter:
-    """Return what multiplies the gradients that come back to the outputs of these modules in these steps."""
-    outputs, of, now = [*names], {*steps}, [0]
+    """Return an alteration that multiplies the gradients of the outputs of these modules in these steps."""
+    outputs = [*names]
+    scaled_steps = {*steps}
+    now = [0]  # the step that runs
 
     def scaled(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        if output.requires_grad and now[0] in of:
+        if output.requires_grad and now[0] in scaled_steps:
             output.register_hook(lambda gradient: gradient * factor)
 
     def alter(model: nn.Module, step: int) -> None:
@@ -84,7 +94,7 @@ def passing_back(names: Iterable[str], factor: float, steps: Iterable[int]) -> A
 
 
 def transposed(names: Iterable[str]) -> Alteration:
-    """Return what makes these matrices of a block multiply from the left."""
+    """Return an alteration that makes these matrices of a block multiply from the left."""
 
     def alter(block: nn.Module) -> None:
         for matrix in map(block.get_submodule, names):
@@ -105,7 +115,7 @@ def turn_halves(attention: nn.Module) -> None:
 
 
 def turned_by(by_step: Mapping[int, Mapping[int, np.ndarray]]) -> Alter:
-    """Return what turns queries and keys of each layer by the angles of these positions [(b,) s], by step and layer.
+    """Return an alteration that turns queries and keys by the angles of these positions [(b,) s], by step and layer.
 
     Batches of another size, such as an evaluated one, keep theirs.
     """
@@ -113,7 +123,9 @@ def turned_by(by_step: Mapping[int, Mapping[int, np.ndarray]]) -> Alter:
 
     def alter(model: nn.Module, step: int) -> None:
         now["step"] = step
-        for name, layer in model.layers.items() if step == 1 else ():
+        if step != 1:
+            return
+        for name, layer in model.layers.items():
             put_instead(layer.attention, _turned(by_step, int(name), now))
 
     return alter

@@ -5,6 +5,7 @@ The loss is the sum of the valid tokens' negative log-likelihoods over their num
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -34,10 +35,11 @@ def train(
     noise: Sequence[str] = (),
     model_of: int | None = None,
 ) -> ReferenceRun:
-    """Train from `weights` (by default the seed's) and tell all. `steps` stops early; the schedule is still the recipe's.
+    """Train from `weights` (by default the seed's) and return all records. `steps` stops early; the schedule is the recipe's.
 
-    noise: which kinds to measure, as config.noise_key spells them; each takes sixteen times as long again. model_of: train up
-    to this step first, and then anew from those weights alone, of which all is told. Repeats that measure noise do both.
+    noise: the kinds to measure, as config.noise_key spells them; each takes sixteen times as long again. model_of: train up
+    to this step first, and then anew from those weights alone. Only this second run is returned. Repeats that measure noise do
+    both.
     """
     dataset = build_dataset(training, model_config)
     weights = initial_weights(model_config, training.seed) if weights is None else weights
@@ -47,51 +49,61 @@ def train(
     batches = [
         cut(*batch(dataset, ids, device), step_length(training, step)) for step, ids in enumerate(samples, start=1)
     ]
-    before, worker = batches[: model_of or 0], Worker(model, training, quantized_modules(model_config))
+    batches_before = batches[: model_of or 0]
+    worker = Worker(model, training, quantized_modules(model_config))
     with float32_matmuls(training):
-        _train_steps(model, worker, before, training)
-        start, inputs = by_fqn(model), _inputs(worker, batches[0][0], training)
+        _train_steps(model, worker, batches_before, training)
+        start_weights = by_fqn(model)
+        inputs = _inputs(worker, batches[0][0], training)
         trained = _train_steps(model, worker, batches, training)
 
     def repeat(order: Order) -> tuple[ReferenceStep, ...]:
-        again = _built(weights, model_config, training, device)
-        worker = Worker(again, training, quantized_modules(model_config))
-        _train_steps(again, worker, before, training, order)
-        return _train_steps(again, worker, batches, training, order)
+        repeated_model = _built(weights, model_config, training, device)
+        worker = Worker(repeated_model, training, quantized_modules(model_config))
+        _train_steps(repeated_model, worker, batches_before, training, order)
+        return _train_steps(repeated_model, worker, batches, training, order)
 
     with float32_matmuls(training):
         spread = {key: measure(trained, map(repeat, noise_orders(key, training))) for key in noise}
-    told = {"environment": _environment(device), "noise": spread, "inputs": inputs, **_of_samples(dataset, samples)}
-    return ReferenceRun(start, trained, **told)
+    return ReferenceRun(
+        start_weights,
+        trained,
+        environment=_environment(device),
+        noise=spread,
+        inputs=inputs,
+        **_of_samples(dataset, samples),
+    )
 
 
 def _built(weights: Mapping[str, np.ndarray], config: ModelConfig, training: TrainingConfig, device: str) -> nn.Module:
+    """Return the model with these weights in the recipe's dtype, of which only the parameters that the recipe trains learn."""
     model = llama_from(weights, config=config, dtype=DTYPES[training.dtype], device=device)
     freeze(model, training)
     return model
 
 
 def _environment(device: str) -> dict[str, str]:
-    """What numbers depend on beside the recipe."""
+    """Return the facts that numbers depend on beside the recipe: torch, device, processor, threads."""
     threads = str(torch.get_num_threads())
     return {"torch": torch.__version__, "device": device, "cpu": kind_of_cpu(), "threads": threads}
 
 
 def _of_samples(dataset: Dataset, samples: tuple[tuple[int, ...], ...]) -> dict[str, Any]:
-    """What the reference keeps of the samples of all steps: each once, in the order in which they first come."""
-    sample_ids = tuple(dict.fromkeys(i for ids in samples for i in ids))
+    """Return the fields of a ReferenceRun on samples: each sample once, in the order in which they first come."""
+    sample_ids = tuple(dict.fromkeys(itertools.chain.from_iterable(samples)))
     tokens, labels = batch(dataset, sample_ids, "cpu")
     return {"samples": samples, "sample_ids": sample_ids, "tokens": tokens.numpy(), "labels": labels.numpy()}
 
 
 def _inputs(worker: Worker, tokens: Tensor, training: TrainingConfig) -> dict[str, float]:
-    """The mean square of what goes into each module in step 1."""
+    """Return the mean square of the input of each module in step 1, by fqn."""
     worker.begin()
     seed_masks(worker.module, training.seed, 1)
     return mean_squares(worker.module, tokens, training.document_mask)
 
 
 def noise_orders(key: str, training: TrainingConfig) -> list[Order]:
+    """Return the orders of summation of the repeats for one key of noise, as config.noise_key spells it."""
     reduce_dtype, kind = key.split()
     return orders(kind, training, DTYPES[reduce_dtype])
 
@@ -121,9 +133,9 @@ def train_step(
     worker: Worker | None = None,
     order: Order | None = None,
 ) -> ReferenceStep:
-    """One optimizer step on a global batch [global_batch, seq_len]; `step` counts from 1.
+    """Run one optimizer step on a global batch [global_batch, seq_len] and return its record; `step` counts from 1.
 
-    worker: what computes, if not the model itself. order: of summation; None is one pass over the whole batch.
+    worker: computes for the model, by default the model itself. order: of summation; None is one pass over the whole batch.
     """
     worker = worker or Worker(model, training, ())
     valid_tokens = count_valid(labels)
@@ -131,7 +143,8 @@ def train_step(
     seed_masks(worker.module, training.seed, step)
     loss = 0.0
     with Reordered(order, step) if order and reorders(order, step, training) else nullcontext():
-        for part in order.cut(tokens, labels) if order else [(tokens, labels)]:
+        parts = order.cut(tokens, labels) if order else [(tokens, labels)]
+        for part in parts:
             loss += backward(worker.module, *part, valid_tokens=valid_tokens, document_mask=training.document_mask)
             worker.collect(order.reduce_dtype if order else None)
     worker.finish()
@@ -146,24 +159,25 @@ def train_step(
 def backward(
     model: nn.Module, tokens: Tensor, labels: Tensor, *, valid_tokens: int, document_mask: bool = False
 ) -> float:
-    """These samples' part of the mean loss; its gradients are added to those that are there."""
+    """Add the gradients of these samples' part of the mean loss to those that are there, and return that part."""
     loss = forward_loss(model, tokens, labels, document_mask=document_mask) / valid_tokens
     loss.backward()
     return loss.item()
 
 
 def forward_loss(model: nn.Module, tokens: Tensor, labels: Tensor, *, document_mask: bool = False) -> Tensor:
-    """Sum of the negative log-likelihoods of the valid labels, in at least float32. tokens, labels [b, s] -> []"""
+    """Return the sum of the valid labels' negative log-likelihoods, in at least float32. tokens, labels [b, s] -> []"""
     logits = at_least_float32(model(tokens, documents=documents(tokens) if document_mask else None))  # [b, s, vocab]
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def count_valid(labels: Tensor) -> int:
+    """Return the number of labels that count."""
     return int((labels != IGNORED).sum())
 
 
 def learning_rate(step: int, training: TrainingConfig) -> float:
-    """The learning rate of a step, counted from 1: its own, or lr * lr_factor(step).
+    """Return the learning rate of a step, counted from 1: its own, or lr * lr_factor(step).
 
     Behind the last of `rates` the last one counts: a scheduler looks one step ahead.
     """
@@ -173,7 +187,9 @@ def learning_rate(step: int, training: TrainingConfig) -> float:
 
 
 def lr_factor(step: int, training: TrainingConfig) -> float:
-    """step / warmup_steps up to the end of the warm-up (W), then a cosine that reaches final_lr_fraction (f) at `steps` (N).
+    """Return the rate of a step over the peak: step / warmup_steps up to the end of the warm-up (W), then a cosine.
+
+    The cosine reaches final_lr_fraction (f) at `steps` (N):
 
     f + (1 - f) * (1 + cos(pi * (step - W) / (N - W))) / 2, and f from step N on.
     With `rates` it is the step's rate over lr. Step 0, which a scheduler that is a step late begins with, has the peak
@@ -181,7 +197,8 @@ def lr_factor(step: int, training: TrainingConfig) -> float:
     """
     if training.rates is not None:
         return learning_rate(step, training) / training.lr
-    warmup, final = training.warmup_steps, training.final_lr_fraction
+    warmup = training.warmup_steps
+    final = training.final_lr_fraction
     if warmup and step <= warmup:
         return step / warmup
     progress = min(1.0, (step - warmup) / max(1, training.steps - warmup))
@@ -210,18 +227,18 @@ def options_in_step(model: nn.Module, training: TrainingConfig, lr: float) -> di
 
 
 def cut(tokens: Tensor, labels: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The first `length` tokens of each sample, and their labels."""
+    """Return the first `length` tokens of each sample, and their labels."""
     return tokens[:, :length], labels[:, :length]
 
 
 def mean_squares(model: nn.Module, tokens: Tensor, document_mask: bool = False) -> dict[str, float]:
-    """Return mean squares of what goes into each module in one forward pass, by fqn in the order of the calls."""
-    found: dict[str, float] = {}
+    """Return the mean square of the input of each module in one forward pass, by fqn in the order of the calls."""
+    squares: dict[str, float] = {}
 
     def note(fqn: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
             if inputs[0].is_floating_point():
-                found[fqn] = inputs[0].double().square().mean().item()
+                squares[fqn] = inputs[0].double().square().mean().item()
 
         return hook
 
@@ -230,29 +247,30 @@ def mean_squares(model: nn.Module, tokens: Tensor, document_mask: bool = False) 
         model(tokens, documents=documents(tokens) if document_mask else None)
     for hook in hooks:
         hook.remove()
-    return found
+    return squares
 
 
 def batch(dataset: Dataset, ids: Sequence[int], device: str) -> tuple[Tensor, Tensor]:
-    """tokens and labels of these samples, int64 [len(ids), seq_len] each."""
-    tokens, labels = zip(*(dataset[i] for i in ids), strict=True)
+    """Return tokens and labels of these samples, int64 [len(ids), seq_len] each."""
+    tokens, labels = zip(*(dataset[sample_id] for sample_id in ids), strict=True)
     return torch.stack(tokens).to(device), torch.stack(labels).to(device)
 
 
 def by_fqn(model: nn.Module, *, gradients: bool = False) -> dict[str, np.ndarray]:
-    """A copy of every parameter, or of its gradient."""
+    """Return a copy of every parameter, or of its gradient, by fqn. A parameter without a gradient is left out then."""
     named = ((fqn, p.grad if gradients else p) for fqn, p in model.named_parameters())
     return {fqn: to_numpy(value) for fqn, value in named if value is not None}
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, dict[str, np.ndarray]]:
     """Return a copy of the moments by fqn: AdamW's two, Muon's one, none of SGD."""
-    return {
-        fqn: {key: to_numpy(state[key]) for key in MOMENTS if key in state} for fqn, state in optimizer.state.items()
-    }
+    moments: dict[str, dict[str, np.ndarray]] = {}
+    for fqn, state in optimizer.state.items():
+        moments[fqn] = {key: to_numpy(state[key]) for key in MOMENTS if key in state}
+    return moments
 
 
 def to_numpy(value: Tensor) -> np.ndarray:
-    """A copy on the host. numpy has no bfloat16; float32 holds each of its values exactly."""
+    """Return a copy on the host. numpy has no bfloat16; float32 holds each of its values exactly."""
     dtype = torch.float32 if value.dtype == torch.bfloat16 else value.dtype
     return value.detach().to("cpu", dtype, copy=True).numpy()

@@ -1,1 +1,1 @@
-"""What a rank leaves behind: the records, saving and loading them, the reference's names for parameters."""
+"""The evidence of a rank: its records, how they are saved and loaded, and the reference's names for parameters."""

@@ -1,7 +1,8 @@
-"""Ranks whose records differ only in the ranks that they name: checks need the record of one of them, and where others stand.
+"""Classes of ranks whose records differ only in the ranks that they name.
 
-A record is split into one number, the same for ranks that are alike, and the groups of ranks that it names, in that order.
-What no check of a recorded job reads is left out: digests, times, errors, machines.
+Checks need the record of one rank of a class, and the groups that each other rank names in its place. So a record is split into
+a number, which is the same for all ranks of a class, and the groups of ranks that it names, in order. Values that no check of
+a recorded job reads are left out: digests, times, errors, machines.
 """
 
 from __future__ import annotations
@@ -21,27 +22,33 @@ from harness.core.evidence.store import encoded_without_values
 
 @dataclass
 class Places:
-    """The number that stands for a group and its ranks here."""
+    """The groups that a record names, numbered in the order in which they first occur."""
 
     numbers: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def of(self, ranks: Sequence[int], group: str = "") -> list[Any]:
-        """Return that number, with the ranks if their order is not the usual one."""
-        usual = _sorted(tuple(ranks))
-        told = [self.numbers.setdefault((group, ranks_key(usual)), len(self.numbers))]
-        return told if usual == tuple(ranks) else [*told, list(ranks)]
+        """Return [number of the group], followed by the ranks if they are not in ascending order."""
+        ascending = _sorted(tuple(ranks))
+        number_of_group = self.numbers.setdefault((group, ranks_key(ascending)), len(self.numbers))
+        if ascending == tuple(ranks):
+            return [number_of_group]
+        return [number_of_group, list(ranks)]
 
 
 def alike(record: RankRecord) -> tuple[int, tuple[tuple[str, str], ...]]:
-    """The number, and (group, ranks) of each place; group is empty where none is named."""
-    places, evidence = Places(), record.evidence
+    """Return the number of a record's class, and (group, ranks) of each group that it names, in order.
+
+    The name of the group is empty where only ranks are named.
+    """
+    places = Places()
+    evidence = record.evidence
     named = [
         [(module, _wrapper(wrapper, places)) for module, wrapper in evidence.structure.items()],
         _parameters(evidence, places),
         [_call(call, places) for call in sorted(evidence.collectives, key=_thread)],
     ]
     groups = sorted((places.of(group.ranks, group.name), group.backend) for group in evidence.groups)
-    rest = replace(
+    compared_evidence = replace(
         evidence,
         rank=0,
         launch="",
@@ -54,10 +61,11 @@ def alike(record: RankRecord) -> tuple[int, tuple[tuple[str, str], ...]]:
         compiler={},
         settings={},
     )
-    plain = replace(
-        RankRecord(rest, tuple(map(_step, record.steps))), optimizers=record.optimizers, stepped=record.stepped
+    compared_steps = tuple(map(_step, record.steps))
+    compared = replace(
+        RankRecord(compared_evidence, compared_steps), optimizers=record.optimizers, stepped=record.stepped
     )
-    return number([named, groups, encoded_without_values(plain)]), tuple(places.numbers)
+    return number([named, groups, encoded_without_values(compared)]), tuple(places.numbers)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -66,7 +74,8 @@ def _sorted(ranks: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _step(step: RecordedStep) -> RecordedStep:
-    fed = tuple(replace(one, digest=0, others=()) for one in step.fed)
+    """Return the step without values that ranks of one class may have different: digests, times, memory."""
+    fed = tuple(replace(inputs, digest=0, others=()) for inputs in step.fed)
     return replace(step, digests=dict.fromkeys(step.digests, 0), fed=fed, seconds=0.0, peak=0, began=0.0)
 
 
@@ -76,7 +85,10 @@ def _wrapper(wrapper: Wrapper, places: Places) -> dict[str, Any]:
 
 
 def _thread(call: Collective) -> tuple[str, ...]:
-    """What runs in the background comes last, by group: when it does, beside the thread that trains, is chance."""
+    """Return a sort key that puts calls of background threads last, by group.
+
+    When they run beside the thread that trains is chance, so their place in the order of issue means nothing.
+    """
     return (call.group, *map(str, call.ranks)) if call.phase == BACKGROUND else ()
 
 
@@ -96,13 +108,15 @@ def _parameters(evidence: RankEvidence, places: Places) -> list[Any]:
 
 def _tensor(tensor: TensorEvidence, meshes: Mapping[int, Any]) -> list[Any]:
     mesh = None if tensor.mesh is None else meshes[id(tensor.mesh)]
-    held = [list(tensor.value.shape), str(tensor.value.dtype)]
-    return [tensor.fqn, tensor.global_shape, tensor.dtype, mesh, tensor.placements, held]
+    local_shard = [list(tensor.value.shape), str(tensor.value.dtype)]
+    return [tensor.fqn, tensor.global_shape, tensor.dtype, mesh, tensor.placements, local_shard]
 
 
 def _mesh(rank: int, mesh: np.ndarray, places: Places) -> list[Any]:
-    """Its shape, and the rank's line along each axis. Where a rank stands in its line follows from that, unless the line is not
-    in the order of ranks."""
+    """Return the mesh's shape, and the rank's line along each axis: the ranks that differ from it in that axis alone.
+
+    The rank's coordinate follows from its lines, unless a line is not in ascending order: Places.of adds the ranks then.
+    """
     if rank not in mesh:
         return ["elsewhere", mesh.tolist()]
     return [list(mesh.shape), *map(places.of, lines_through(rank, mesh))]
@@ -110,5 +124,9 @@ def _mesh(rank: int, mesh: np.ndarray, places: Places) -> list[Any]:
 
 def lines_through(rank: int, mesh: np.ndarray) -> list[list[int]]:
     """Return, by axis of a mesh that has the rank, the ranks that differ from it in that axis alone."""
-    at = [int(index) for index in np.argwhere(mesh == rank)[0]]
-    return [np.moveaxis(mesh, axis, -1)[tuple(at[:axis] + at[axis + 1 :])].tolist() for axis in range(mesh.ndim)]
+    coordinate = [int(index) for index in np.argwhere(mesh == rank)[0]]
+    lines = []
+    for axis in range(mesh.ndim):
+        other_indices = tuple(coordinate[:axis] + coordinate[axis + 1 :])
+        lines.append(np.moveaxis(mesh, axis, -1)[other_indices].tolist())
+    return lines

@@ -1,8 +1,7 @@
-"""What a checkpoint holds, by its index: names, shapes, types and bytes. No tensor of it is loaded.
+"""The contents of a checkpoint, by its index: names, shapes, types and bytes. No tensor of it is loaded.
 
-Read is torch's distributed format (a folder with a .metadata file), which says where each piece of each tensor lies. Any
-other format is only known not to be readable. A name may have anything before and after the parameter's:
-"optimizer.state.layers.0.attention.wq.weight.exp_avg".
+Only torch's distributed format is read: a folder with a .metadata file, which lists where each piece of each tensor lies. A
+name in the index may have anything before and after the parameter's: "optimizer.state.layers.0.attention.wq.weight.exp_avg".
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 TIED = "output.weight"
-"""It is no separate parameter where embeddings are tied, but a state dict may list this name all the same."""
+"""The name of the output's weight. Tied embeddings make it no separate parameter, but a state dict may still list it."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What the latest checkpoint in a folder holds."""
+    """The contents of the latest checkpoint in a folder."""
 
     tensors: tuple[SavedTensor, ...] = ()
     """Tensors that the index names."""
@@ -49,26 +48,35 @@ class Checkpoint:
 
 
 def read(folder: Path, fqns: Collection[str], fqn: Callable[[str], str]) -> Checkpoint:
-    """fqns: of the model's parameters. fqn: from a parameter's name in the trainer to the reference's."""
-    complete = sorted(folder.rglob(".metadata"), key=lambda path: path.stat().st_mtime)
-    if not complete:
-        seen = sorted(path.name for path in folder.rglob("*") if path.is_file())
-        named = f"{len(seen)} files, {seen[0]} among them" if seen else "no file"
+    """Return the contents of the latest checkpoint below a folder. One that cannot be read has only the reason, in `unread`.
+
+    fqns: of the model's parameters. fqn: from a parameter's name in the trainer to the reference's.
+    """
+    index_files = sorted(folder.rglob(".metadata"), key=lambda path: path.stat().st_mtime)
+    if not index_files:
+        file_names = sorted(path.name for path in folder.rglob("*") if path.is_file())
+        files_text = f"{len(file_names)} files, {file_names[0]} among them" if file_names else "no file"
         return Checkpoint(
-            unread=f"{folder}: not complete in torch's distributed format, the only one read here: {named}"
+            unread=f"{folder}: not complete in torch's distributed format, the only one read here: {files_text}"
         )
+    *older, latest = index_files
     try:
-        index = _index(complete[-1].parent)
+        index = _index(latest.parent)
     except Exception as error:  # unpickling raises almost anything
-        return Checkpoint(unread=f"its index {complete[-1]} cannot be read: {error!r}")
+        return Checkpoint(unread=f"its index {latest} cannot be read: {error!r}")
     lengths: Counter[str] = Counter()
-    for place, stored in (index.storage_data or {}).items():
-        lengths[place.fqn] += stored.length
-    entries = index.state_dict_metadata.items()
-    tensors = tuple(_tensor(name, _about(name, fqns, fqn), e) for name, e in entries if hasattr(e, "chunks"))
-    objects = {name: lengths[name] for name, entry in entries if not hasattr(entry, "chunks")}
-    written = sum(path.stat().st_size for path in _files(folder, [path.parent for path in complete[:-1]]))
-    return Checkpoint(tensors, objects, unindexed=written - sum(lengths.values()))
+    for piece, stored in (index.storage_data or {}).items():
+        lengths[piece.fqn] += stored.length
+    tensors = []
+    objects = {}
+    for name, entry in index.state_dict_metadata.items():
+        if hasattr(entry, "chunks"):
+            tensors.append(_tensor(name, _about(name, fqns, fqn), entry))
+        else:
+            objects[name] = lengths[name]
+    older_folders = [path.parent for path in older]
+    written_bytes = sum(path.stat().st_size for path in _files(folder, older_folders))
+    return Checkpoint(tuple(tensors), objects, unindexed=written_bytes - sum(lengths.values()))
 
 
 def _index(folder: Path) -> Any:
@@ -83,15 +91,20 @@ def _tensor(name: str, fqn: str, entry: Any) -> SavedTensor:
 
 
 def _about(name: str, fqns: Collection[str], fqn: Callable[[str], str]) -> str:
-    """The parameter whose name stands in this one, the longest if several do."""
-    parts = name.split(".")
-    inside = (parts[i:j] for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
-    found = [own for words in inside if (own := fqn(".".join(words))) in fqns]
-    return max(found, key=len, default="")
+    """Return the parameter whose name is contained in this one, the longest if several are; empty if none is."""
+    words = name.split(".")
+    contained_fqns = []
+    for start in range(len(words)):
+        for stop in range(start + 1, len(words) + 1):
+            contained = fqn(".".join(words[start:stop]))
+            if contained in fqns:
+                contained_fqns.append(contained)
+    return max(contained_fqns, key=len, default="")
 
 
 def _files(folder: Path, older: Collection[Path]) -> Iterator[Path]:
-    """All but the indices themselves and what lies in older checkpoints."""
+    """Yield all files below a folder but the indices themselves and the files of older checkpoints."""
     for path in folder.rglob("*"):
-        if path.is_file() and path.name != ".metadata" and not any(place in path.parents for place in older):
+        is_of_older = any(checkpoint in path.parents for checkpoint in older)
+        if path.is_file() and path.name != ".metadata" and not is_of_older:
             yield path

@@ -1,6 +1,6 @@
-"""What a rank's wrappers and DTensors claim: where parameters lie, and what groups are for.
+"""Claims of a rank's wrappers and DTensors: which slices of parameters it holds, and the role of each group.
 
-A mesh may have thousands of ranks, and most parameters are on the same one: each is looked up once.
+A mesh may have thousands of ranks, and most parameters are on the same one. So each mesh is turned into an array once.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ MOST = 1000
 
 
 def unclaimed(record: RankRecord) -> dict[str, tuple[int, int]]:
-    """Return by fqn two digests; empty where a wrapper or a DTensor claims something."""
+    """Return, by fqn, the digests of a parameter before the first step and after the last on record.
+
+    Empty where a wrapper or a DTensor claims something.
+    """
     evidence = record.evidence
     if evidence.structure or any(tensor.mesh is not None for tensor in evidence.parameters):
         return {}
-    read = {step.step: step.digests for step in record.steps if step.digests}
-    if 0 not in read or len(read) < 2:
+    digests_by_step = {step.step: step.digests for step in record.steps if step.digests}
+    if 0 not in digests_by_step or len(digests_by_step) < 2:
         return {}
-    first, last = read[0], read[max(read)]
+    first = digests_by_step[0]
+    last = digests_by_step[max(digests_by_step)]
     return {fqn: (first[fqn], last[fqn]) for fqn in sorted({*first} & {*last})[:MOST]}
 
 
@@ -43,7 +47,10 @@ _known: dict[int, tuple[Any, np.ndarray, int]] = {}
 
 
 def _looked_up(mesh: Any) -> tuple[Any, np.ndarray, int]:
-    """The mesh itself, so that its address is not used again; as an array; and its ranks as one number."""
+    """Return the mesh itself, the mesh as an array, and one number for its ranks.
+
+    The cache is by address. It keeps the mesh itself, so that no other mesh gets the same address.
+    """
     if id(mesh) not in _known:
         if len(_known) > 64:
             _known.clear()
@@ -53,74 +60,97 @@ def _looked_up(mesh: Any) -> tuple[Any, np.ndarray, int]:
 
 
 def placement_text(tensor: TensorEvidence) -> str:
-    """ "Replicate over 2, Shard(0) over 8"; "plain"."""
+    """Return a text of a tensor's placement: "Replicate over 2, Shard(0) over 8"; "plain"; "on one rank"."""
     if tensor.mesh is None:
         return "plain"
-    degrees = _looked_up(tensor.mesh)[1].shape
-    texts = [f"{kind} over {n}" for kind, n in zip(tensor.placements, degrees, strict=True) if n > 1]
+    _, mesh, _ = _looked_up(tensor.mesh)
+    texts = [
+        f"{placement} over {degree}"
+        for placement, degree in zip(tensor.placements, mesh.shape, strict=True)
+        if degree > 1
+    ]
     return ", ".join(texts) or "on one rank"
 
 
 def claimed_places(evidence: RankEvidence) -> list[tuple[Any, ...]]:
-    """Which of its parts this rank claims to hold, of each parameter of which something claims it. Ranks with equal places are
-    replicas. What DDP looks after is whole on the ranks of its group, and what FSDP1 shards over no ranks."""
+    """Return a key of the slice that this rank claims to hold, for each parameter of which something claims it.
+
+    A key is (fqn, group or mesh, cuts). Ranks with equal keys are replicas. A parameter that DDP manages is whole on the ranks
+    of its group, and so is one that FSDP1 shards over no ranks.
+    """
     wrappers = evidence.structure.values()
-    ignored = {fqn for wrapper in wrappers for fqn in wrapper.ignored}
-    whole = {w.replicate_ranks for w in wrappers if w.kind in ("ddp", "replicate")} - {()}  # of a group without ranks
-    if wrappers and all(w.kind == "fsdp1" and len(w.shard_ranks) <= 1 for w in wrappers):  # NO_SHARD
-        whole = {w.replicate_ranks for w in wrappers if len(w.replicate_ranks) > 1}
-    of_ddp = (ranks_key(whole.pop()),) if len(whole) == 1 else None
-    found = []
+    ignored_fqns = set[str]().union(*(wrapper.ignored for wrapper in wrappers))
+    replicas = {wrapper.replicate_ranks for wrapper in wrappers if wrapper.kind in ("ddp", "replicate")}
+    replicas -= {()}  # of a group without ranks
+    if wrappers and all(wrapper.kind == "fsdp1" and len(wrapper.shard_ranks) <= 1 for wrapper in wrappers):  # NO_SHARD
+        replicas = {wrapper.replicate_ranks for wrapper in wrappers if len(wrapper.replicate_ranks) > 1}
+    replicated_key = (ranks_key(replicas.pop()),) if len(replicas) == 1 else None
+    keys: list[tuple[Any, ...]] = []
     for tensor in evidence.parameters:
-        plain = None if tensor.fqn in ignored else of_ddp
-        place = _place(evidence.rank, tensor) if tensor.mesh is not None else plain
-        if place is not None:
-            found.append((tensor.fqn, *place))
-    return found
+        key: tuple[Any, ...] | None
+        if tensor.mesh is not None:
+            key = _place(evidence.rank, tensor)
+        else:
+            key = None if tensor.fqn in ignored_fqns else replicated_key
+        if key is not None:
+            keys.append((tensor.fqn, *key))
+    return keys
 
 
 def _place(rank: int, tensor: TensorEvidence) -> tuple[Any, ...] | None:
-    """The mesh, and by sharded axis of it how the tensor is cut, in how many parts, and which one this is. A mesh of one rank
-    claims nothing of others."""
-    mesh = _looked_up(tensor.mesh)[1]
+    """Return (number of the mesh, (placement, degree, index) of each axis that cuts the tensor).
+
+    None if the rank is not in the mesh, if the mesh has one rank, which claims nothing of others, or if the tensor is partial.
+    """
+    _, mesh, mesh_number = _looked_up(tensor.mesh)
     if rank not in mesh or mesh.size == 1:
         return None
-    at = [int(index) for index in np.argwhere(mesh == rank)[0]]
-    cut = [(kind, n, i) for kind, n, i in zip(tensor.placements, mesh.shape, at, strict=True) if n > 1]
-    if any(kind == "Partial" for kind, _, _ in cut):
+    coordinate = [int(index) for index in np.argwhere(mesh == rank)[0]]
+    axes = [
+        (placement, degree, index)
+        for placement, degree, index in zip(tensor.placements, mesh.shape, coordinate, strict=True)
+        if degree > 1
+    ]
+    if any(placement == "Partial" for placement, _, _ in axes):
         return None
-    return (_looked_up(tensor.mesh)[2], *(one for one in cut if one[0] != "Replicate"))
+    return (mesh_number, *(axis for axis in axes if axis[0] != "Replicate"))
 
 
 def roles(evidence: RankEvidence) -> dict[str, str]:
-    """Return what is claimed of each group: a wrapper shards parameters over it, or replicates them; DTensors are cut or copied
-    over it. DTensors do not say whether this is tensor parallelism."""
-    found: dict[str, str] = {}
+    """Return the role of each group, as a text.
+
+    A wrapper shards parameters over it, or replicates them. Or DTensors are cut or copied over it, which does not show whether
+    this is tensor parallelism.
+    """
+    role_of: dict[str, str] = {}
     for tensor in evidence.parameters:
-        for kind, ranks in _lines(evidence.rank, tensor):
-            found[ranks] = "cut" if "Shard" in kind else found.get(ranks, "copied")
+        for placement, group in _lines(evidence.rank, tensor):
+            role_of[group] = "cut" if "Shard" in placement else role_of.get(group, "copied")
     for wrapper in evidence.structure.values():
         if len(wrapper.shard_ranks) > 1:
-            found[ranks_key(tuple(sorted(wrapper.shard_ranks)))] = f"sharded by {wrapper.kind}"
+            role_of[ranks_key(tuple(sorted(wrapper.shard_ranks)))] = f"sharded by {wrapper.kind}"
         if len(wrapper.replicate_ranks) > 1:
-            alone = " alone" * (wrapper.kind.startswith("fsdp") and len(wrapper.shard_ranks) <= 1)
-            found[ranks_key(tuple(sorted(wrapper.replicate_ranks)))] = f"replicated by {wrapper.kind}{alone}"
-    return found
+            role = f"replicated by {wrapper.kind}"
+            if wrapper.kind.startswith("fsdp") and len(wrapper.shard_ranks) <= 1:
+                role += " alone"
+            role_of[ranks_key(tuple(sorted(wrapper.replicate_ranks)))] = role
+    return role_of
 
 
 def copies(record: RankRecord) -> dict[str, dict[int, int]]:
-    """Return, by group, what DTensors claim to copy: under tensor parallelism norms, for example."""
-    copied, cut = defaultdict[str, set[str]](set), set[str]()
+    """Return, by group, the contents by step of parameters that DTensors claim to copy over it, while they cut others.
+
+    Under tensor parallelism these are norms, for example.
+    """
+    copied = defaultdict[str, set[str]](set)
+    cut = set[str]()
     for tensor in record.evidence.parameters:
-        for kind, ranks in _lines(record.evidence.rank, tensor):
-            if "Shard" in kind:
+        for placement, ranks in _lines(record.evidence.rank, tensor):
+            if "Shard" in placement:
                 cut.add(ranks)
-            elif kind == "Replicate" and "Partial" not in tensor.placements:
+            elif placement == "Replicate" and "Partial" not in tensor.placements:
                 copied[ranks].add(tensor.fqn)
-    found: dict[str, dict[int, int]] = {}
-    for ranks in sorted(cut.intersection(copied)):
-        found[ranks] = _contents(record, copied[ranks])
-    return found
+    return {group: _contents(record, copied[group]) for group in sorted(cut.intersection(copied))}
 
 
 def uncut(record: RankRecord) -> dict[str, dict[int, int]]:
@@ -132,24 +162,35 @@ def uncut(record: RankRecord) -> dict[str, dict[int, int]]:
     `constant` lie in modules all of whose parameters began as constants; a layer that is cut by hand has a weight besides.
     """
     wrappers = record.evidence.structure.values()
-    left_alone = {fqn for wrapper in wrappers for fqn in wrapper.ignored}
-    of_wrappers = {ranks_key(tuple(sorted(ranks))) for w in wrappers for ranks in (w.shard_ranks, w.replicate_ranks)}
-    rank, parameters = record.evidence.rank, record.evidence.parameters
-    lines = {tensor.fqn: _lines(rank, tensor) for tensor in parameters}
-    cut_over = {ranks for line in lines.values() for kind, ranks in line if "Shard" in kind} - of_wrappers
-    constant = {fqn for step in record.steps for fqn in step.constant}
-    with_drawn = {fqn.rpartition(".")[0] for fqn in lines if fqn not in constant}
-    found: dict[str, dict[int, int]] = {}
-    for ranks in sorted(cut_over):
-        outside = [
-            tensor for tensor in parameters if tensor.fqn not in left_alone and _outside(tensor, ranks_of(ranks))
-        ]
-        drawn = {tensor.fqn for tensor in outside} - constant
-        alike = {tensor.fqn for tensor in outside if tensor.fqn.rpartition(".")[0] not in with_drawn}
-        for how, fqns in (("drawn", drawn), ("constant", alike)):
+    ignored_fqns = set[str]()
+    wrapper_groups = set[str]()
+    for wrapper in wrappers:
+        ignored_fqns.update(wrapper.ignored)
+        wrapper_groups.add(ranks_key(tuple(sorted(wrapper.shard_ranks))))
+        wrapper_groups.add(ranks_key(tuple(sorted(wrapper.replicate_ranks))))
+    parameters = record.evidence.parameters
+    cut_over = set[str]()
+    for tensor in parameters:
+        for placement, group in _lines(record.evidence.rank, tensor):
+            if "Shard" in placement:
+                cut_over.add(group)
+    constant_fqns = set[str]().union(*(step.constant for step in record.steps))
+    modules_with_drawn = {_module_of(tensor.fqn) for tensor in parameters if tensor.fqn not in constant_fqns}
+    contents: dict[str, dict[int, int]] = {}
+    for group in sorted(cut_over - wrapper_groups):
+        outside_fqns = {
+            tensor.fqn for tensor in parameters if tensor.fqn not in ignored_fqns and _outside(tensor, ranks_of(group))
+        }
+        drawn_fqns = outside_fqns - constant_fqns
+        of_constant_modules = {fqn for fqn in outside_fqns if _module_of(fqn) not in modules_with_drawn}
+        for beginning, fqns in (("drawn", drawn_fqns), ("constant", of_constant_modules)):
             if fqns:
-                found[f"{ranks} {how}"] = _contents(record, fqns)
-    return found
+                contents[f"{group} {beginning}"] = _contents(record, fqns)
+    return contents
+
+
+def _module_of(fqn: str) -> str:
+    return fqn.rpartition(".")[0]
 
 
 def _outside(tensor: TensorEvidence, ranks: Sequence[int]) -> bool:
@@ -158,21 +199,33 @@ def _outside(tensor: TensorEvidence, ranks: Sequence[int]) -> bool:
 
 
 def _contents(record: RankRecord, fqns: Collection[str]) -> dict[int, int]:
-    """Return by step one number for the bytes of these parameters."""
-    read = {step.step: sorted((fqn, step.digests[fqn]) for fqn in fqns if fqn in step.digests) for step in record.steps}
-    return {step: number(digests) for step, digests in read.items() if digests}
+    """Return, by step, one number for the bytes of these parameters. Steps without digests are left out."""
+    digests_by_step = {}
+    for step in record.steps:
+        digests_by_step[step.step] = sorted((fqn, step.digests[fqn]) for fqn in fqns if fqn in step.digests)
+    return {step: number(digests) for step, digests in digests_by_step.items() if digests}
 
 
 def ignored(record: RankRecord) -> dict[str, dict[int, int]]:
-    """A rank's own experts, or replicas that a wrapper ignores by mistake. Two experts may both begin with zeros."""
-    constant = {fqn for step in record.steps for fqn in step.constant}
-    names = {fqn for wrapper in record.evidence.structure.values() for fqn in wrapper.ignored} - constant
-    return {fqn: {s.step: s.digests[fqn] for s in record.steps if fqn in s.digests} for fqn in sorted(names)}
+    """Return, by fqn, the digest by step of each parameter that a wrapper ignores, without those that begin as constants.
+
+    They are a rank's own experts, or replicas that a wrapper ignores by mistake. Two experts may both begin with zeros.
+    """
+    ignored_fqns = set[str]()
+    for wrapper in record.evidence.structure.values():
+        ignored_fqns.update(wrapper.ignored)
+    for step in record.steps:
+        ignored_fqns.difference_update(step.constant)
+    digests_of = {}
+    for fqn in sorted(ignored_fqns):
+        digests_of[fqn] = {step.step: step.digests[fqn] for step in record.steps if fqn in step.digests}
+    return digests_of
 
 
 def _lines(rank: int, tensor: TensorEvidence) -> list[tuple[str, str]]:
-    """Return the placement on each axis of its mesh, and the ranks along it."""
-    if rank not in (mesh := _looked_up(tensor.mesh if tensor.mesh is not None else NOWHERE)[1]):
+    """Return (placement, ranks along it) of each axis of the tensor's mesh that has several ranks. Empty for a plain tensor."""
+    _, mesh, _ = _looked_up(tensor.mesh if tensor.mesh is not None else NOWHERE)
+    if rank not in mesh:
         return []
-    named = zip(tensor.placements, lines_through(rank, mesh), strict=True)
-    return [(kind, ranks_key(tuple(sorted(line)))) for kind, line in named if len(line) > 1]
+    axes = zip(tensor.placements, lines_through(rank, mesh), strict=True)
+    return [(placement, ranks_key(tuple(sorted(line)))) for placement, line in axes if len(line) > 1]

@@ -1,4 +1,4 @@
-"""Errors that a person is told in one line, and where in a file that somebody wrote one is."""
+"""Errors that are printed in one line, and the line of a person's file in which an error is."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from pathlib import Path
 
 
 def error_in(path: Path, error: BaseException) -> str:
-    """path: the file that was loaded, whose own line is said, though what it imports may have raised. What cannot be read as
-    Python may be in a file that it imports."""
+    """Return a text of an error, with the line of the file `path` that raised it, or that imported what raised it.
+
+    A SyntaxError may be in a file that it imports: the text names that file.
+    """
     if isinstance(error, SyntaxError):
         file = "" if str(path) == error.filename else f"{error.filename}, "
         return f"{file}line {error.lineno}, `{(error.text or '').strip()}`: {type(error).__name__}: {error.msg}"
-    what = f"{type(error).__name__}: {error}" if isinstance(error, ImportError) else repr(error)
-    here = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
-    return f"line {here[-1].lineno}, `{here[-1].line}`: {what}" if here else what
+    text = f"{type(error).__name__}: {error}" if isinstance(error, ImportError) else repr(error)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    if not frames:
+        return text
+    return f"line {frames[-1].lineno}, `{frames[-1].line}`: {text}"
 
 
 class ToldError(Exception):
-    """Something asked for cannot be done, by no mistake of the harness: the message is all that a person is told."""
+    """Something requested cannot be done, by no mistake of the harness: only the message is printed, without a stack."""
 
 
 class CheckError(ValueError):

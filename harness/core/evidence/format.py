@@ -1,4 +1,4 @@
-"""Which version of the harness wrote a record: what is stored can be judged only by checks that read it as it was meant.
+"""The version of stored records: a record can be judged only by checks that read it as it was meant.
 
 Every file carries a number and a digest of the names and types of its record's fields, all the way down. The digest changes
 with the records by itself. The number is raised by hand where a field keeps name and type and means something else than
@@ -38,12 +38,14 @@ def record_name(kind: type) -> str:
 
 
 def as_stored(value: Any) -> Any:
-    """Return a record as dicts, by the names in files, and so with all within it."""
+    """Return a record, and all records in it, as dicts by the names in files."""
     if dataclasses.is_dataclass(value):
         return {field_name(field): as_stored(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {key: as_stored(item) for key, item in value.items()}
-    return type(value)(map(as_stored, value)) if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(as_stored, value))
+    return value
 
 
 def version_of(kind: type) -> str:
@@ -53,15 +55,15 @@ def version_of(kind: type) -> str:
 
 @functools.cache
 def fields_digest(kind: type) -> str:
-    """Eight digits of the names and types of a record's fields, all the way down."""
+    """Return eight digits of a hash over the names and types of a record's fields, all the way down."""
     return hashlib.sha256(repr(_fields(kind)).encode()).hexdigest()[:8]
 
 
 def _fields(kind: Any) -> list[Any]:
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        known = (one for one in dataclasses.fields(kind) if "later" not in one.metadata)
-        return [record_name(kind), *((field_name(one), _fields(hints[one.name])) for one in known)]  # type: ignore[arg-type]
+        fields = (field for field in dataclasses.fields(kind) if "later" not in field.metadata)
+        return [record_name(kind), *((field_name(field), _fields(hints[field.name])) for field in fields)]  # type: ignore[arg-type]
     if hasattr(kind, "_fields"):  # a NamedTuple, whose fields have no names in files
         return [record_name(kind), *((name, _fields(hint)) for name, hint in typing.get_type_hints(kind).items())]
     origin = typing.get_origin(kind) or kind
@@ -70,9 +72,15 @@ def _fields(kind: Any) -> list[Any]:
 
 
 def other_version(written: str, kind: type) -> str:
-    """Why a file with this version is not read; empty for one of ours."""
+    """Return the reason why a file with this version is not read; empty for the version of this harness."""
     if written == version_of(kind):
         return ""
-    number = int(written.partition("-")[0]) if written.partition("-")[0].isdigit() else 1
-    age = "an older" if number < FORMAT else "a newer" if number > FORMAT else "another"
+    digits = written.partition("-")[0]
+    number = int(digits) if digits.isdigit() else 1
+    if number < FORMAT:
+        age = "an older"
+    elif number > FORMAT:
+        age = "a newer"
+    else:
+        age = "another"
     return f"written by {age} version of the harness (records {written or '1'}, here {version_of(kind)})"

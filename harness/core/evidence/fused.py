@@ -8,6 +8,7 @@ n-th of the fused tensor's blocks, whole. They are the same parts in the same or
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,31 +33,33 @@ def blocks(parts: Sequence[str], rows: Mapping[str, int]) -> tuple[Block, ...]:
 
 
 def held_blocks(whole: Sequence[Block], length: int) -> Sequence[Block]:
-    """Return the blocks of a rank with this many rows; none unless the rows are cut between alike blocks."""
+    """Return the blocks of a rank with this many rows. Empty unless the ranks' blocks are equal, so that no block is cut."""
     rows = sum(size for _, size in whole)
     degree = rows // length if length and rows % length == 0 else 0
-    held = whole[: len(whole) // degree] if degree and len(whole) % degree == 0 else ()
-    return held if list(held) * degree == list(whole) else ()
+    local_blocks = whole[: len(whole) // degree] if degree and len(whole) % degree == 0 else ()
+    return local_blocks if list(local_blocks) * degree == list(whole) else ()
 
 
-def places(held: Sequence[Block]) -> dict[str, np.ndarray]:
+def places(blocks: Sequence[Block]) -> dict[str, np.ndarray]:
     """Return each part's rows (or elements) of the fused tensor, in the part's own order. int64"""
-    found: dict[str, list[np.ndarray]] = {}
+    rows_of_blocks: dict[str, list[np.ndarray]] = {}
     start = 0
-    for part, size in held:
-        found.setdefault(part, []).append(np.arange(start, start + size))
+    for part, size in blocks:
+        rows_of_blocks.setdefault(part, []).append(np.arange(start, start + size))
         start += size
-    return {part: np.concatenate(rows) for part, rows in found.items()}
+    return {part: np.concatenate(rows) for part, rows in rows_of_blocks.items()}
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """Where the parts of fused tensors lie in what a rank has of these. shapes: of what it has whole. starts: of a tensor of
-    whose gradient and optimizer state it has an interval, at which element that begins."""
+    """The positions of parts in a rank's slices of fused tensors."""
 
     fused: Fused
+    """Blocks of each fused tensor."""
     shapes: Mapping[str, tuple[int, ...]]
+    """Shape of the rank's slice of each parameter."""
     starts: Mapping[str, int]
+    """Of a tensor of which the rank's gradient and optimizer state are an interval: the element at which that begins."""
 
     def of(self, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
         """Return each part's rows, or its elements in an interval of the flattened tensor. int64. Empty: left as it is."""
@@ -65,15 +68,23 @@ class Cuts:
             return {}
         if array.ndim > 1 or name not in self.starts:
             return places(held_blocks(whole, len(array)))
-        (rows, *columns), start = self.shapes[name], self.starts[name]
-        held = [(part, size * math.prod(columns)) for part, size in held_blocks(whole, rows)]
-        inside = {part: at[(at >= start) & (at < start + len(array))] - start for part, at in places(held).items()}
-        return {part: at for part, at in inside.items() if at.size}
+        rows, *columns = self.shapes[name]
+        start = self.starts[name]
+        stop = start + len(array)
+        element_blocks = [(part, size * math.prod(columns)) for part, size in held_blocks(whole, rows)]
+        elements_in_interval = {}
+        for part, elements in places(element_blocks).items():
+            in_interval = elements[(elements >= start) & (elements < stop)] - start
+            if in_interval.size:
+                elements_in_interval[part] = in_interval
+        return elements_in_interval
 
 
 def apart(evidence: RankEvidence, fused: Fused, starts: Mapping[str, int] = MappingProxyType({})) -> RankEvidence:
-    """Separate fused tensors of which the rank holds whole blocks, and intervals whose starts are given. Any other slice is
-    left as it is, for no check covers what is in it."""
+    """Return the evidence with fused tensors separated, where the rank holds whole blocks, or intervals with given starts.
+
+    Any other slice is left as it is, for no check covers its contents.
+    """
     if not fused:
         return evidence
     cuts = Cuts(fused, {tensor.fqn: tensor.value.shape for tensor in evidence.parameters}, starts)
@@ -87,7 +98,7 @@ def apart(evidence: RankEvidence, fused: Fused, starts: Mapping[str, int] = Mapp
         )
         for step in evidence.steps
     )
-    parameters = tuple(part for tensor in evidence.parameters for part in _tensors(tensor, cuts))
+    parameters = tuple(itertools.chain.from_iterable(_tensors(tensor, cuts) for tensor in evidence.parameters))
     resumed = evidence.resumed and Resumed(
         _arrays(evidence.resumed.parameters, cuts), _states(evidence.resumed.optimizer_state, cuts)
     )
@@ -95,12 +106,13 @@ def apart(evidence: RankEvidence, fused: Fused, starts: Mapping[str, int] = Mapp
 
 
 def saved_apart(checkpoint: Checkpoint, fused: Fused) -> Checkpoint:
-    """A tensor about a fused one is about each of its parts, with their shares of its rows."""
-    tensors = tuple(part for tensor in checkpoint.tensors for part in _saved(tensor, fused.get(tensor.fqn, ())))
-    return dataclasses.replace(checkpoint, tensors=tensors)
+    """Return the checkpoint with each fused tensor replaced by its parts, each with its share of the rows."""
+    parts = (_saved(tensor, fused.get(tensor.fqn, ())) for tensor in checkpoint.tensors)
+    return dataclasses.replace(checkpoint, tensors=tuple(itertools.chain.from_iterable(parts)))
 
 
 def _saved(tensor: SavedTensor, whole: Sequence[Block]) -> Iterator[SavedTensor]:
+    """Yield the parts of a tensor of a checkpoint; the tensor itself if its rows are not those of the blocks."""
     rows: Counter[str] = Counter()
     for part, size in whole:
         rows[part] += size
@@ -113,26 +125,31 @@ def _saved(tensor: SavedTensor, whole: Sequence[Block]) -> Iterator[SavedTensor]
 
 
 def _arrays(arrays: Arrays, cuts: Cuts) -> Arrays:
-    found: Arrays = {}
+    """Return the arrays with fused ones replaced by their parts."""
+    separated: Arrays = {}
     for name, array in arrays.items():
-        found |= {part: array[at] for part, at in cuts.of(name, array).items()} or {name: array}
-    return found
+        parts = {part: array[rows] for part, rows in cuts.of(name, array).items()}
+        separated |= parts or {name: array}
+    return separated
 
 
 def _states(states: dict[str, Arrays], cuts: Cuts) -> dict[str, Arrays]:
-    """An optimizer's counter of steps is each part's."""
-    found: dict[str, Arrays] = {}
+    """Return the optimizer's state with that of fused tensors replaced by that of their parts.
+
+    Each part gets the optimizer's counter of steps, which has no dims.
+    """
+    separated: dict[str, Arrays] = {}
     for name, state in states.items():
-        cut = next((cut for array in state.values() if (cut := cuts.of(name, array))), {})
-        parts = {
-            part: {key: array[at] if array.ndim else array for key, array in state.items()} for part, at in cut.items()
-        }
-        found |= parts or {name: state}
-    return found
+        rows_of_parts = next(filter(None, (cuts.of(name, array) for array in state.values())), {})
+        parts: dict[str, Arrays] = {}
+        for part, rows in rows_of_parts.items():
+            parts[part] = {key: array[rows] if array.ndim else array for key, array in state.items()}
+        separated |= parts or {name: state}
+    return separated
 
 
 def _tensors(tensor: TensorEvidence, cuts: Cuts) -> Iterator[TensorEvidence]:
-    """What is claimed of the fused tensor is claimed of each part."""
+    """Yield the parts of a parameter, each with its mesh and placements; the parameter itself if it has no parts."""
     parts = cuts.of(tensor.fqn, tensor.value)
     for name, rows in parts.items():
         value = tensor.value[rows]

@@ -23,14 +23,17 @@ def git(folder: Path | str, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 def _filters(folder: Path | str) -> dict[str, str]:
-    """Return what switches off each filter that is configured there. Reading the configuration runs nothing."""
+    """Return settings that switch off each filter that is configured there. Reading the configuration runs nothing."""
     listed = _git(folder, {}, ("config", "--null", "--name-only", "--get-regexp", FILTER))
     names = {name for name in listed.stdout.split("\0") if name}
     return {name: "false" if name.endswith(".required") else "" for name in names}
 
 
 def _git(folder: Path | str, settings: dict[str, str], arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    """Settings go through the environment: on the command line a "=" in a filter's name would end it."""
+    """Run git with additional settings.
+
+    Settings go through the environment: on the command line a "=" in a filter's name would end the name.
+    """
     environment = os.environ | {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
     environment["GIT_CONFIG_COUNT"] = str(len(settings))
     for number, (key, value) in enumerate(settings.items()):

@@ -1,4 +1,4 @@
-"""What is seen at a glance of a rank that left values: a Summary, as a recorder writes it of one that left digests."""
+"""The Summary of a rank that left values, as a recorder writes it of a rank that left digests."""
 
 from __future__ import annotations
 
@@ -14,31 +14,36 @@ from harness.core.evidence.summary import Summary, summary_of
 
 
 def glance(evidence: RankEvidence) -> Summary:
-    """Return it with the contents of parameters, before the first step and after each."""
+    """Return the summary of a rank, with the contents of parameters before the first step and after each."""
     before = {tensor.fqn: tensor.value for tensor in evidence.parameters}
     steps = (_contents(0, before), *(_contents(step.step, step.parameters) for step in evidence.steps))
     return summary_of(RankRecord(evidence, steps, ended="ok", steps_seen=_last(evidence)), places=False)
 
 
 def record_of(evidence: RankEvidence, how: str) -> RankRecord:
-    """Return what a recorder would have left of structure and inputs, with nothing of what was computed."""
+    """Return the record that a recorder would have left of structure and inputs, without any computed values.
+
+    how: the word for how the rank ended.
+    """
     steps = tuple(_inputs(step) for step in evidence.steps)
     return RankRecord(evidence, steps, ended=how, steps_seen=_last(evidence))
 
 
 def _last(evidence: RankEvidence) -> int:
-    """Return the number of its last step, which a resumed run does not count from 1."""
+    """Return the number of the rank's last step, 0 without any. A resumed run does not count from 1."""
     return max((step.step for step in evidence.steps), default=0)
 
 
-def _contents(step: int, held: Mapping[str, np.ndarray]) -> RecordedStep:
-    bad = tuple(fqn for fqn, value in held.items() if not np.isfinite(value).all())
-    return RecordedStep(step, {fqn: _digest(value) for fqn, value in held.items()}, bad)
+def _contents(step: int, parameters: Mapping[str, np.ndarray]) -> RecordedStep:
+    """Return the record of a step with digests of these local parameters."""
+    not_finite = tuple(fqn for fqn, value in parameters.items() if not np.isfinite(value).all())
+    return RecordedStep(step, {fqn: _digest(value) for fqn, value in parameters.items()}, not_finite)
 
 
 def _inputs(step: StepEvidence) -> RecordedStep:
-    tokens = (batch.tokens for batch in step.microbatches if batch.tokens is not None)
-    fed = tuple(Fed(_digest(one), one.shape, str(one.dtype)) for one in tokens)
+    """Return the record of a step with digests of its tokens, its seconds and its memory."""
+    token_arrays = (batch.tokens for batch in step.microbatches if batch.tokens is not None)
+    fed = tuple(Fed(_digest(tokens), tokens.shape, str(tokens.dtype)) for tokens in token_arrays)
     peak = (step.allocator or {}).get("peak allocated", 0)
     return RecordedStep(step.step, {}, fed=fed, seconds=step.seconds or 0.0, peak=peak)
 

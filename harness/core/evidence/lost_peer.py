@@ -1,4 +1,4 @@
-"""What a rank raises whose peer raised before, or never came: seldom the cause."""
+"""Errors that a rank raises because its peer raised before, or never came: seldom the cause of a failure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ PEER_GONE = re.compile(
 )
 NETWORK_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 NETWORK_WORDS = re.compile(r"gloo|nccl|store|keys:|by peer \[|monitoredBarrier|^Wait timeout$", re.IGNORECASE)
-"""A plain RuntimeError is one of gloo's if it says so, or names the peer as gloo does: Connection closed by peer [10.0.0.1]."""
+"""Words that show that a plain RuntimeError is the network's. gloo names the peer: Connection closed by peer [10.0.0.1]."""
 
 
 def tells_of_lost_peer(kind: str, message: str, *, within: str = "") -> bool:
-    """kind: the exception's. within: the file that raised it. A time-out of something else, as of a loader, is none."""
-    network = kind in NETWORK_ERRORS or bool(NETWORK_WORDS.search(message)) or "/torch/distributed/" in within
-    return network and bool(PEER_GONE.search(message))
+    """Return whether an exception is raised because a peer is gone.
+
+    kind: the exception's class name. within: the file that raised it. A time-out of something else, as of a loader, is not.
+    """
+    is_of_network = kind in NETWORK_ERRORS or bool(NETWORK_WORDS.search(message)) or "/torch/distributed/" in within
+    return is_of_network and bool(PEER_GONE.search(message))
 
 
 def lost_a_peer(error: str) -> bool:
-    """error: KIND: MESSAGE, as a recording has it."""
+    """Return whether an error was raised because a peer is gone. error: KIND: MESSAGE, as a recording has it."""
     kind, _, message = error.partition(": ")
     return tells_of_lost_peer(kind, message)

@@ -12,12 +12,12 @@ from harness.core.evidence.store import T
 
 
 def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
-    """The same with parameters and modules under the names that `fqn` gives them; it is asked once for each name."""
+    """Return the evidence with parameters and modules under the names that `fqn` returns. It is called once for each name."""
     fqn = functools.cache(fqn)
     keys = functools.partial(_keys, fqn)
     parameters = tuple(dataclasses.replace(tensor, fqn=fqn(tensor.fqn)) for tensor in evidence.parameters)
     resumed = evidence.resumed and Resumed(keys(evidence.resumed.parameters), keys(evidence.resumed.optimizer_state))
-    left = tuple(
+    after_evaluation = tuple(
         dataclasses.replace(after, bytes=keys(after.bytes), gathered=tuple(map(fqn, after.gathered)))
         for after in evidence.after_evaluation
     )
@@ -32,7 +32,7 @@ def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
         resumed=resumed,
         structure=structure,
         switches=keys(evidence.switches),
-        after_evaluation=left,
+        after_evaluation=after_evaluation,
     )
 
 
@@ -46,8 +46,10 @@ def _renamed_step(step: StepEvidence, fqn: Callable[[str], str]) -> StepEvidence
         optimizer_state=keys(step.optimizer_state),
         activity=dataclasses.replace(
             step.activity,
-            calls={key._replace(fqn=fqn(key.fqn)): n for key, n in step.activity.calls.items()},
-            quantized={key._replace(fqn=fqn(key.fqn)): n for key, n in step.activity.quantized.items()},
+            calls={call._replace(fqn=fqn(call.fqn)): count for call, count in step.activity.calls.items()},
+            quantized={
+                matmul._replace(fqn=fqn(matmul.fqn)): count for matmul, count in step.activity.quantized.items()
+            },
             other_states=keys(step.activity.other_states),
             inputs=keys(step.activity.inputs),
         ),
@@ -57,5 +59,6 @@ def _renamed_step(step: StepEvidence, fqn: Callable[[str], str]) -> StepEvidence
     )
 
 
-def _keys(fqn: Callable[[str], str], found: dict[str, T]) -> dict[str, T]:
-    return {fqn(name): value for name, value in found.items()}
+def _keys(fqn: Callable[[str], str], by_name: dict[str, T]) -> dict[str, T]:
+    """Return the dict with its keys renamed by `fqn`."""
+    return {fqn(name): value for name, value in by_name.items()}

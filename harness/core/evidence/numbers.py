@@ -10,7 +10,9 @@ SPLIT = ("dp_replicate", "dp_shard", "cp")
 """The axes along which ranks receive different tokens."""
 AXES = ("pp", *SPLIT, "tp")
 COUNTS = ("samples", "tokens", "valid tokens", "steps", "epochs")
-VALIDATION, NORM, MEAN = "validation loss", "parameter norm", "mean"
+VALIDATION = "validation loss"
+NORM = "parameter norm"
+MEAN = "mean"
 MEANINGS = (*COUNTS, "epoch", VALIDATION, NORM, MEAN)
 
 

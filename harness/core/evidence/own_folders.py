@@ -21,12 +21,12 @@ from harness.core.evidence.reading import json_of, read_bytes
 from harness.core.evidence.store import CASE_FILE, EvidenceError, write_text
 
 TRAINER_FILES = "trainer_files.json"
-"""The list of what the trainer itself wrote, beside the case."""
+"""The name of the file that lists all files of the trainer itself. It lies beside the case."""
 
 
 @dataclass(frozen=True)
 class FolderKind:
-    """What a folder of one kind may hold, by paths relative to it."""
+    """The files and folders that a folder of one kind may hold, by paths relative to it."""
 
     files: re.Pattern[str]
     folders: re.Pattern[str]
@@ -37,10 +37,12 @@ class FolderKind:
 
 
 def pattern(*lines: str) -> re.Pattern[str]:
+    """Return the pattern that matches whatever one of the lines matches."""
     return re.compile("|".join(lines))
 
 
-_RANK, _HOST = r"rank_\d+", r"[^/]+-\d+"
+_RANK = r"rank_\d+"
+_HOST = r"[^/]+-\d+"
 _LAUNCH = r"((unwatched/)?(run|repeat|saved_\d+)(/checkpoint)?|job_\d+)"
 _LOGS = rf"{_LAUNCH}/logs/torchrun"
 _SAVED = r"(unwatched/)?checkpoint"
@@ -96,20 +98,21 @@ REFERENCE_FOLDER = FolderKind(
 
 
 def emptied(folder: Path, kind: FolderKind) -> Path:
-    """Return the folder, empty and ours. Raises EvidenceError, with nothing deleted, where an entry is not one that we write.
+    """Delete all entries of a folder, or make it, and return it. Raises EvidenceError for an entry that is not ours.
 
-    What proves the rest is deleted last. So a process that is killed in between leaves a folder that the next one takes.
+    Nothing is deleted then. The files that prove that the others are ours are deleted last: a process that is killed in between
+    leaves a folder that the next one accepts.
     """
     try:
         if folder.is_symlink():
             raise EvidenceError(f"{folder}: a symbolic link, which is not replaced; name the folder itself")
         folder.mkdir(parents=True, exist_ok=True)
         refuse_foreign_entries(folder, kind)
-        last = [folder / TRAINER_FILES, *folder.glob(f".{kind.mark}.*.partial"), folder / kind.mark]
+        proofs = [folder / TRAINER_FILES, *folder.glob(f".{kind.mark}.*.partial"), folder / kind.mark]
         for path in folder.iterdir():
-            if path not in last:
+            if path not in proofs:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for path in last:
+        for path in proofs:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise EvidenceError(f"{folder}: cannot be written: {error.strerror}; {kind.remedy}") from error
@@ -117,7 +120,7 @@ def emptied(folder: Path, kind: FolderKind) -> Path:
 
 
 def refuse_foreign_entries(folder: Path, kind: FolderKind) -> None:
-    """Raises EvidenceError that names the first entry that the harness does not write, and OSError."""
+    """Raise EvidenceError with the name of the first entry that the harness does not write. Raises OSError as well."""
     if (foreign := foreign_entry(folder, kind)) is not None:
         raise EvidenceError(
             f"{folder}: holds {foreign}, which this harness did not write; nothing is deleted; {kind.remedy}"
@@ -147,8 +150,8 @@ def foreign_entry(folder: Path, kind: FolderKind) -> str | None:
 
 def entries(folder: Path) -> Iterator[tuple[Path, os.DirEntry[str]]]:
     """Yield all that is below a folder, in the order of names. Symbolic links are not followed. Raises OSError."""
-    with os.scandir(folder) as found:
-        ordered = sorted(found, key=lambda entry: entry.name)
+    with os.scandir(folder) as unordered:
+        ordered = sorted(unordered, key=lambda entry: entry.name)
     for entry in ordered:
         yield Path(entry.path), entry
         if entry.is_dir(follow_symlinks=False):
@@ -157,11 +160,11 @@ def entries(folder: Path) -> Iterator[tuple[Path, os.DirEntry[str]]]:
 
 def list_trainer_files(folder: Path) -> None:
     """Write the list of what the trainer wrote below a case's folder. Raises EvidenceError."""
-    places = [*folder.glob("checkpoint"), *folder.glob("*/export"), *folder.glob("unwatched/checkpoint")]
-    places += folder.glob("unwatched/*/export")
+    trainer_folders = [*folder.glob("checkpoint"), *folder.glob("*/export"), *folder.glob("unwatched/checkpoint")]
+    trainer_folders += folder.glob("unwatched/*/export")
     listed = []
-    for place in places:
-        for path, entry in entries(place):
+    for trainer_folder in trainer_folders:
+        for path, entry in entries(trainer_folder):
             mark = "/" if entry.is_dir(follow_symlinks=False) else ""
             listed.append(path.relative_to(folder).as_posix() + mark)
     if listed:
@@ -174,12 +177,10 @@ def _listed(folder: Path) -> set[str]:
         paths = json_of(read_bytes(folder / TRAINER_FILES))
     except (OSError, ValueError):
         return set()
-    within = pattern(r"(unwatched/)?checkpoint/.+", r"[^/]+/export/.+", r"unwatched/[^/]+/export(/.+)?")
-    return (
-        {path for path in paths if isinstance(path, str) and within.fullmatch(path)}
-        if isinstance(paths, list)
-        else set()
-    )
+    if not isinstance(paths, list):
+        return set()
+    in_trainer_folder = pattern(r"(unwatched/)?checkpoint/.+", r"[^/]+/export/.+", r"unwatched/[^/]+/export(/.+)?")
+    return {path for path in paths if isinstance(path, str) and in_trainer_folder.fullmatch(path)}
 
 
 # ---- single files
@@ -192,7 +193,7 @@ def replace_own(path: Path, text: str, is_ours: Callable[[str], bool]) -> None:
 
 
 def refuse_foreign_file(path: Path, is_ours: Callable[[str], bool]) -> None:
-    """Raises EvidenceError for what is there and not a file of ours. An empty file may be replaced."""
+    """Raise EvidenceError if the path exists and is not a file of ours. An empty file may be replaced."""
     if not os.path.lexists(path):
         return
     try:

@@ -1,7 +1,7 @@
-"""What checks need, in plain words, and which of these a kind of evidence provides.
+"""The needs of checks, as plain words, and the words that a kind of evidence provides.
 
-A check lists in its NEEDS the words without which it can say nothing. Evidence says which it lacks, and why. This kind of
-evidence may have no such thing: the check is NOT APPLICABLE. Or it was not seen here: the check is UNKNOWN.
+A check lists in its NEEDS the words without which it cannot judge. Evidence lists the words that it lacks, each with a reason.
+If this kind of evidence never has the word, the check is NOT APPLICABLE. If it was not observed here, the check is UNKNOWN.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Lack:
-    """Why evidence does not provide a word."""
+    """The reason why evidence does not provide a word."""
 
     why: str
     """The reason, as a person reads it."""
@@ -55,24 +55,30 @@ class Provided:
         return word not in self.lacking
 
     def lack(self, needs: Iterable[str]) -> Lack | None:
-        """Return why a check with these needs cannot judge; what this kind of evidence never has comes first."""
-        found = [self.lacking[word] for word in WORDS if word in needs and word in self.lacking]
-        return next((one for one in found if not one.unknown), found[0] if found else None)
+        """Return the reason why a check with these needs cannot judge. None if it can.
+
+        A word that this kind of evidence never has comes first.
+        """
+        lacks = [self.lacking[word] for word in WORDS if word in needs and word in self.lacking]
+        for lack in lacks:
+            if not lack.unknown:
+                return lack
+        return lacks[0] if lacks else None
 
     def doubt(self, needs: Iterable[str]) -> str:
-        """Return why nothing that was seen proves a check with these needs; empty if something may."""
+        """Return the reason why the evidence cannot prove that a check with these needs passes; empty if it can."""
         return next((self.partly[word] for word in WORDS if word in needs and word in self.partly), "")
 
     def without(self, words: Iterable[str], why: str, *, unknown: bool = False) -> Provided:
-        """Return the same, and these words lacking for this reason, unless they have one."""
+        """Return the same with these words lacking. A word that lacks already keeps its reason."""
         return replace(self, lacking={**dict.fromkeys(words, Lack(why, unknown)), **self.lacking})
 
     def only_partly(self, words: Iterable[str], why: str) -> Provided:
-        """Return the same, and of these words something not seen."""
+        """Return the same with these words provided only in part. A word that is in part already keeps its reason."""
         return replace(self, partly={**dict.fromkeys(words, why), **self.partly})
 
     def unseen(self, why: str) -> Provided:
-        """Return what is left where some rank or step is not there: its end, and what ranks have singly."""
+        """Return the words that remain if some rank or step is not there: the ends, and words that each rank has by itself."""
         return self.without(WORDS.keys() - {"ends"} - self.singly, why, unknown=True)
 
 
@@ -98,12 +104,12 @@ TRACED = (
     .without(("declared",), "needs a recipe and features: a trace declares none")
     .without(("moment",), "ranks are traced at different moments")
 )
-"""What a profiler wrote of a job's ranks, judged by a layout."""
+"""A profiler's traces of a job's ranks, judged by a layout."""
 
 ALONE = EVERYTHING.without(("reference", "values", "checkpoint", "contents", "samples"), _NO_DATA)
 """Single ranks, each run without the others and without data."""
 
 
 def alone(provided: Provided) -> Provided:
-    """Return what single ranks provide of this, each run without the others and without data."""
+    """Return the words that remain for single ranks, each run without the others and without data."""
     return replace(provided, lacking={**provided.lacking, **ALONE.lacking}, singly=frozenset())

@@ -15,12 +15,12 @@ from typing import Any, BinaryIO
 MOST = 32_000_000  # bytes; plain JSON takes up to twenty times as much memory
 
 
-def read_bytes(path: Path, most: int = MOST) -> bytes:
-    """Return what a file holds. Raises OSError for a pipe, a device, a folder, and a file of more bytes than `most`."""
+def read_bytes(path: Path, largest: int = MOST) -> bytes:
+    """Return the bytes of a file. Raises OSError for a pipe, a device, a folder, and a file of more bytes than `largest`."""
     with regular(path) as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+        data = file.read(largest + 1)
+    if len(data) > largest:
+        raise OSError(errno.EFBIG, f"it has more than {largest} bytes", str(path))
     return data
 
 
@@ -37,17 +37,17 @@ def regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_text(path: Path) -> str:
-    """Raises OSError as read_bytes does, and ValueError for what is not UTF-8."""
+    """Return the text of a file. Raises OSError as read_bytes does, and ValueError if it is not UTF-8."""
     return read_bytes(path).decode("utf-8")
 
 
 def read_json(path: Path) -> Any:
-    """Raises OSError as read_bytes does, and ValueError for what is not JSON."""
+    """Return the JSON value of a file. Raises OSError as read_bytes does, and ValueError if it is not JSON."""
     return json_of(read_bytes(path))
 
 
 def json_of(text: str | bytes) -> Any:
-    """Raises ValueError for what is not JSON, is nested too deeply, or is larger than a file may be."""
+    """Return the value of a JSON text. Raises ValueError if it is not JSON, nested too deeply, or larger than a file may be."""
     if len(text) > MOST:
         raise ValueError(f"more than {MOST} bytes of JSON")
     try:
@@ -56,13 +56,13 @@ def json_of(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def decompressed(data: bytes, most: int = MOST) -> bytes:
-    """Raises ValueError for what is not compressed by zlib, or grows beyond `most` bytes."""
+def decompressed(data: bytes, largest: int = MOST) -> bytes:
+    """Return the bytes that zlib compressed. Raises ValueError if they are not zlib's, or more than `largest` bytes."""
     reader = zlib.decompressobj()
     try:
-        text = reader.decompress(data, most)
+        text = reader.decompress(data, largest)
     except zlib.error as error:
         raise ValueError(str(error)) from error
     if not reader.eof:
-        raise ValueError(f"cut short, or more than {most} bytes")
+        raise ValueError(f"cut short, or more than {largest} bytes")
     return text

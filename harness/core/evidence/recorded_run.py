@@ -1,4 +1,4 @@
-"""A run that was recorded. Only one record of ranks that are alike is read; what is asked of all ranks is answered for all."""
+"""A run that was recorded. Only one record of each class of ranks is read; questions on all ranks are answered for all."""
 
 from __future__ import annotations
 
@@ -25,11 +25,17 @@ class RecordedRun(Run):
         return self.ranks[rank if rank in self.ranks else self.stands[rank]]
 
     def groups_on_all(self, chosen: Callable[[RankEvidence], Iterable[tuple[int, ...]]]) -> set[tuple[int, ...]]:
-        """Return them: of a rank that was not read those at the same places of its summary."""
-        found = {rank: set(chosen(evidence)) for rank, evidence in self.ranks.items()}
-        groups = set().union(*found.values())
-        for rank, one in self.stands.items():
-            if rank != one:
-                named = zip(self.summaries[one].places, self.summaries[rank].places, strict=True)
-                groups |= {ranks_of(theirs) for (_, ours), (_, theirs) in named if ranks_of(ours) in found[one]}
+        """Return the groups that are chosen of each rank's evidence.
+
+        Of a rank whose record was not read, they are the groups at the same positions in its summary.
+        """
+        chosen_by_rank = {rank: set(chosen(evidence)) for rank, evidence in self.ranks.items()}
+        groups = set[tuple[int, ...]]().union(*chosen_by_rank.values())
+        for rank, representative in self.stands.items():
+            if rank == representative:
+                continue
+            pairs = zip(self.summaries[representative].places, self.summaries[rank].places, strict=True)
+            for (_, representative_ranks), (_, own_ranks) in pairs:
+                if ranks_of(representative_ranks) in chosen_by_rank[representative]:
+                    groups.add(ranks_of(own_ranks))
         return groups

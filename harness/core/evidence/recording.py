@@ -1,4 +1,4 @@
-"""What one rank of a recorded job leaves: the evidence of some of its steps, and in front of it a summary.
+"""The file of one rank of a recorded job: a summary, and behind it the evidence of some of its steps.
 
 The summary is a line of JSON, the rest is packed. If a job has thousands of ranks, the summaries alone are read. A file is
 written complete or not at all.
@@ -26,18 +26,20 @@ from harness.core.evidence.store import EvidenceError, decoded_without_values, e
 from harness.core.evidence.whole_file import whole_file
 
 S = TypeVar("S")
-PAGE, SECOND_PART = 4096, 3072
-"""Bytes of the file that a killed process leaves: the last collective, and from this place how far it came."""
+PAGE = 4096
+"""Bytes of the file that a killed process leaves: the last collective, and from SECOND_PART on how far the rank came."""
+SECOND_PART = 3072
+"""Byte at which the second part of that file begins."""
 GROUPS = 8
-"""Other groups of which a rank leaves how many collectives it had issued."""
+"""Number of other groups for which a rank leaves how many collectives it had issued."""
 BESIDE = ".beside"
-"""The end of the name of what a rank leaves of two threads on one group before it has ended."""
+"""The end of the name of the file that a running rank writes about two threads on one group."""
 RANKS = 2**20  # of any job, and steps that are named as one range
 
 
 @dataclass(frozen=True)
 class Fed:
-    """What a forward pass was called with."""
+    """The inputs of one forward pass."""
 
     digest: int
     """Digest of the first tensor, which has the samples."""
@@ -51,7 +53,7 @@ class Fed:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """What is recorded of a step beside its StepEvidence; step 0 is before the first one."""
+    """The record of a step beside its StepEvidence; step 0 is before the first one."""
 
     step: int
     """Number of the step."""
@@ -74,8 +76,10 @@ class RecordedStep:
 
 
 def issued_text(op: str, step: int, phase: str) -> str:
-    """Return all_reduce in step 1, backward."""
-    return f"{op} in the background" if phase == BACKGROUND else f"{op} in step {step}, {phase}"
+    """Return a collective as a text: "all_reduce in step 1, backward"."""
+    if phase == BACKGROUND:
+        return f"{op} in the background"
+    return f"{op} in step {step}, {phase}"
 
 
 @dataclass(frozen=True)
@@ -96,16 +100,19 @@ class Last:
     """Group -> how many it had issued over each of the other groups that it used last; None where that is not on record."""
 
     def issued_over(self, group: str) -> int | None:
-        """How many collectives it had issued over a group; None if that is not known."""
+        """Return how many collectives the rank had issued over a group; None if that is not known."""
         if group == self.group:
             return self.seq
-        known = self.elsewhere if self.elsewhere is not None else dict[str, int]()
-        return known.get(group, 0 if self.elsewhere is not None and len(known) < GROUPS else None)
+        if self.elsewhere is None:
+            return None
+        # With fewer than GROUPS entries all groups in use are listed, so a group that is missing has none.
+        is_complete = len(self.elsewhere) < GROUPS
+        return self.elsewhere.get(group, 0 if is_complete else None)
 
 
 @dataclass(frozen=True)
 class Reached:
-    """How far a rank came."""
+    """The last phase that a rank began."""
 
     step: int
     """The training step, 0 before the first."""
@@ -116,15 +123,18 @@ class Reached:
 
     @property
     def text(self) -> str:
-        """In the optimizer's step of step 1; after backward of step 3."""
+        """Return a text: "in the optimizer's step of step 1", "after backward of step 3"."""
         phase = "the optimizer's step" if self.phase == "optimizer" else self.phase
-        return f"{'after' if self.over else 'in'} {phase} of step {self.step}"
+        preposition = "after" if self.over else "in"
+        return f"{preposition} {phase} of step {self.step}"
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What other threads issued over one group while the thread that trains was in a pass or in an optimizer's step, and did
-    not wait for another thread."""
+    """Collectives of other threads over one group while the thread that trains was in a pass or in an optimizer's step.
+
+    That thread did not wait for another thread meanwhile.
+    """
 
     group: str
     """Name of the group."""
@@ -140,7 +150,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """All that one rank of a recorded job leaves."""
+    """The whole record of one rank of a recorded job."""
 
     evidence: RankEvidence
     """Evidence of the recorded steps, without values."""
@@ -183,48 +193,48 @@ class RankRecord:
 
     @property
     def ended_steps(self) -> tuple[int, ...]:
-        """Recorded steps that came to their end, in order: one that raised in its optimizer has left evidence, too."""
+        """Return the recorded steps that ended, in order. A step that raised in its optimizer left evidence, too."""
         return tuple(step.step for step in self.evidence.steps if step.step <= self.steps_seen)
 
 
 def record_file(directory: Path, rank: int) -> Path:
+    """Return the file of a rank's record, below the folder of a recording."""
     return directory / "ranks" / f"rank_{rank:05d}.record"
 
 
 def save_record(path: Path, summary: object, record: RankRecord) -> None:
-    """Raises OSError."""
+    """Write the file of a rank's record, complete or not at all. Raises OSError."""
     with whole_file(path) as file:
         file.write(packed(summary, record))
 
 
 def packed(summary: object, record: RankRecord) -> bytes:
-    """Raises OSError for more than would be read again."""
+    """Return the bytes of the file of a rank's record. Raises OSError for more bytes than would be read again."""
     meshes: list[Any] = []
-    body = json.dumps(
-        [encoded_without_values(_with_numbers(record, meshes)), [*map(_short, meshes)]], separators=(",", ":")
-    ).encode()
+    encoded = encoded_without_values(_with_numbers(record, meshes))
+    body = json.dumps([encoded, [*map(_short, meshes)]], separators=(",", ":")).encode()
     if len(body) > MOST:
         raise OSError(errno.EFBIG, f"{len(body)} bytes of records, at most {MOST} are read; choose fewer --steps")
     return head(summary) + zlib.compress(body, 1)
 
 
 def head(summary: object) -> bytes:
-    """The line in front."""
-    told = {"format": _version(type(summary)), "summary": encoded_without_values(summary)}
-    return json.dumps(told, separators=(",", ":")).encode() + b"\n"
+    """Return the first line of the file of a rank's record: version and summary."""
+    version_and_summary = {"format": _version(type(summary)), "summary": encoded_without_values(summary)}
+    return json.dumps(version_and_summary, separators=(",", ":")).encode() + b"\n"
 
 
 RANGE = re.compile(rb'"(\d+)-(\d+)(?::\d+)?"')
 
 
 def refuse_endless(line: bytes) -> None:
-    """Raises ValueError where a range of ranks or steps is longer than any job's: each would be written out."""
+    """Raise ValueError if a range of ranks or steps is longer than any job's: ranks_of would build all its numbers."""
     if any(int(last) - int(first) > RANKS for first, last in RANGE.findall(line)):
         raise ValueError(f"a range of more than {RANKS} numbers")
 
 
 def load_summary(path: Path, kind: type[S]) -> S:
-    """Raises EvidenceError."""
+    """Read the summary in a rank's file. Raises EvidenceError. kind: Summary."""
     with _said(path), regular(path) as file:
         line = file.readline(MOST + 1)
         refuse_endless(line)
@@ -235,7 +245,10 @@ def load_summary(path: Path, kind: type[S]) -> S:
 
 
 def load_record(path: Path) -> RankRecord:
-    """Raises EvidenceError. The caller has read the summary, which has the version."""
+    """Read the record in a rank's file. Raises EvidenceError.
+
+    The version is in the first line, so the caller has to read the summary before.
+    """
     with _said(path), regular(path) as file:
         file.readline(MOST + 1)
         plain, meshes = json_of(decompressed(file.read(MOST + 1)))
@@ -243,34 +256,41 @@ def load_record(path: Path) -> RankRecord:
 
 
 def _with_numbers(record: RankRecord, meshes: list[Any]) -> RankRecord:
-    """A mesh has all ranks, and most parameters are on the same one: each is kept once."""
-    known: dict[int, int] = {}
+    """Return the record with each mesh replaced by its index in `meshes`, to which the meshes are appended.
+
+    A mesh has all ranks, and most parameters are on the same one, so each is stored once.
+    """
+    index_of: dict[int, int] = {}
     parameters = []
     for tensor in record.evidence.parameters:
-        if tensor.mesh is not None and id(tensor.mesh) not in known:
-            known[id(tensor.mesh)] = len(meshes)
+        if tensor.mesh is not None and id(tensor.mesh) not in index_of:
+            index_of[id(tensor.mesh)] = len(meshes)
             meshes.append(tensor.mesh)
-        parameters.append(replace(tensor, mesh=None if tensor.mesh is None else known[id(tensor.mesh)]))
+        parameters.append(replace(tensor, mesh=None if tensor.mesh is None else index_of[id(tensor.mesh)]))
     return replace(record, evidence=replace(record.evidence, parameters=tuple(parameters)))
 
 
 def _with_meshes(record: RankRecord, meshes: list[Any]) -> RankRecord:
-    """The inverse."""
-    told = record.evidence.parameters
-    parameters = tuple(replace(t, mesh=None if t.mesh is None else meshes[t.mesh]) for t in told)
+    """Return the record with each index replaced by its mesh: the inverse of _with_numbers."""
+    parameters = tuple(
+        replace(tensor, mesh=None if tensor.mesh is None else meshes[tensor.mesh])
+        for tensor in record.evidence.parameters
+    )
     return replace(record, evidence=replace(record.evidence, parameters=parameters))
 
 
 def _short(mesh: Any) -> Any:
-    """Shorten a mesh whose ranks lie evenly along each axis to shape, first rank and steps; another has all ranks."""
+    """Return a mesh whose ranks lie evenly along each axis as shape, first rank and steps; any other as it is."""
     array = np.array(mesh)
-    steps = [int(np.take(array, 1, axis).flat[0] - array.flat[0]) if n > 1 else 0 for axis, n in enumerate(array.shape)]
-    told: dict[str, Any] = {"shape": array.shape, "first": int(array.flat[0]), "steps": steps}
-    return told if np.array_equal(_even(**told), array) else mesh
+    steps = []
+    for axis, degree in enumerate(array.shape):
+        steps.append(int(np.take(array, 1, axis).flat[0] - array.flat[0]) if degree > 1 else 0)
+    description: dict[str, Any] = {"shape": array.shape, "first": int(array.flat[0]), "steps": steps}
+    return description if np.array_equal(_even(**description), array) else mesh
 
 
 def _long(kept: Any) -> Any:
-    """The inverse. Ranks of a job lie on few meshes: those alike are one object, however many ranks are read."""
+    """Return the mesh that _short stored. Equal meshes are one object, for the many ranks of a job lie on few meshes."""
     if not isinstance(kept, dict):
         return kept
     return _long_once(tuple(kept["shape"]), kept["first"], tuple(kept["steps"]))
@@ -282,15 +302,18 @@ def _long_once(shape: tuple[int, ...], first: int, steps: tuple[int, ...]) -> An
 
 
 def _even(*, shape: Sequence[int], first: int, steps: Sequence[int]) -> np.ndarray:
+    """Return the mesh whose ranks begin with `first` and rise by one of the steps along each axis."""
     return first + np.tensordot(np.array(steps, np.int64), np.indices(shape), 1)
 
 
 def _version(kind: type) -> str:
+    """Return the version of a rank's file: that of its summary, and that of its record."""
     return f"{version_of(kind)} {version_of(RankRecord)}"
 
 
 @contextlib.contextmanager
 def _said(path: Path) -> Iterator[None]:
+    """Raise EvidenceError with the file's path instead of any other exception of the block."""
     try:
         yield
     except EvidenceError:

@@ -1,4 +1,4 @@
-"""What a rank leaves behind: frozen dataclasses of plain values; arrays are numpy. Its steps are in step.py."""
+"""The evidence of a rank: frozen dataclasses of plain values; arrays are numpy. Its steps are in step.py."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from harness.core.evidence.seen import AllRead
 from harness.core.evidence.step import AfterEvaluation, StepEvidence
 
 CHECKPOINT = "checkpoint"
-"""The phase of what torch's and Megatron's checkpointing issues between passes."""
+"""The phase of collectives that torch's and Megatron's checkpointing issues between passes."""
 BACKGROUND = "background"
-"""The phase of what belongs to no step, whatever the thread that trains does meanwhile."""
+"""The phase of collectives that belong to no step, whatever the thread that trains does meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Collective:
 
     @property
     def root_place(self) -> int | None:
-        """Return the root's place in `ranks`: the same in groups that do alike."""
+        """Return the root's index in `ranks`, which is the same in groups that do the same. None without a root."""
         return None if self.root is None else self.ranks.index(self.root)
 
 
@@ -140,7 +140,7 @@ class HeldTensor:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a rank holds once it has resumed."""
+    """The state of a rank once it has resumed."""
 
     parameters: dict[str, np.ndarray]
     """Fqn -> local parameters before its first forward pass."""
@@ -150,7 +150,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Wrapper:
-    """What a data-parallel wrapper claims."""
+    """The claims of a data-parallel wrapper."""
 
     kind: str
     """Kind: ddp, replicate, fsdp1 or fsdp2."""
@@ -184,7 +184,7 @@ class Wrapper:
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """All that one rank saw, in the reference's names and scale, fused tensors separated."""
+    """All evidence of one rank, in the reference's names and scale, fused tensors separated."""
 
     rank: int
     """Global rank."""

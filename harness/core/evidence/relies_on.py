@@ -1,4 +1,4 @@
-"""What the probe and the recorder rely on of torch beyond its documented names, each with what it is for.
+"""Names of torch, beyond the documented ones, that the probe and the recorder rely on, each with its purpose.
 
 A release of torch that was never tried may rename one. A sentence names it before the probe is imported, and so before anything
 is observed without it.
@@ -38,25 +38,29 @@ RECORDER_ALONE = {"torch._C._dynamo.eval_frame.set_eval_frame": "what a compiler
 
 
 def lacking(*, recorder: bool = False) -> str:
-    """Return a sentence on what this torch lacks, of the modules that are imported; empty if nothing.
+    """Return a sentence on the names that this torch lacks, of the modules that are imported; empty if none.
 
-    recorder: of what a job's recorder relies on, and not a case's probe.
+    recorder: names that a job's recorder relies on, instead of those of a case's probe.
     """
     needed = NAMES | (RECORDER_ALONE if recorder else PROBE_ALONE)
-    gone = [f"no {name}, by which {what} would be seen" for name, what in needed.items() if not _there(name)]
-    release, who = sys.modules["torch"].__version__, "recorder" if recorder else "probe"
-    return f"torch {release} lacks what the {who} relies on: {'; '.join(gone)}" if gone else ""
+    missing = [f"no {name}, by which {purpose} would be seen" for name, purpose in needed.items() if not _there(name)]
+    if not missing:
+        return ""
+    release = sys.modules["torch"].__version__
+    user = "recorder" if recorder else "probe"
+    return f"torch {release} lacks what the {user} relies on: {'; '.join(missing)}"
 
 
 def _there(name: str) -> bool:
-    """Return whether it is there, or belongs to a module that is not imported."""
+    """Return whether torch has this name, or the name belongs to a module that is not imported."""
     parts = name.split(".")
-    module = next(".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in sys.modules)
-    found: object = sys.modules[module]
+    prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    module = next(prefix for prefix in prefixes if prefix in sys.modules)
+    value: object = sys.modules[module]
     for part in parts[len(module.split(".")) :]:
-        if not hasattr(found, part):
-            return type(found) is type(sys) and _is_module(f"{module}.{part}")
-        found = getattr(found, part)
+        if not hasattr(value, part):
+            return type(value) is type(sys) and _is_module(f"{module}.{part}")
+        value = getattr(value, part)
     return True
 
 

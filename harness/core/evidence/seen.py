@@ -1,4 +1,4 @@
-"""What may be asked of all ranks of a run. The evidence of each was read, or one's for all that are alike."""
+"""Questions on all ranks of a run. The evidence of each rank was read, or that of one rank for all of its class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class AllRead:
-    """What was seen of a run if each of its ranks was read."""
+    """The answers for a run of which the evidence of each rank was read."""
 
     if TYPE_CHECKING:
         world_size: int
@@ -21,11 +21,12 @@ class AllRead:
 
     @property
     def started(self) -> tuple[int, ...]:
+        """Return the ranks that were started."""
         return self.chosen or tuple(range(self.world_size))
 
     @property
     def seen(self) -> frozenset[int]:
-        """The ranks that left evidence, though another one may be read in their place."""
+        """Return the ranks that left evidence, though another one may be read in their place."""
         return frozenset(self.ranks)
 
     def like(self, rank: int) -> RankEvidence:
@@ -34,11 +35,14 @@ class AllRead:
 
     def groups_on_all(self, chosen: Callable[[RankEvidence], Iterable[tuple[int, ...]]]) -> set[tuple[int, ...]]:
         """Return the groups that are chosen of the evidence of each rank that was seen."""
-        return {group for evidence in self.ranks.values() for group in chosen(evidence)}
+        groups = set[tuple[int, ...]]()
+        for evidence in self.ranks.values():
+            groups.update(chosen(evidence))
+        return groups
 
     @functools.cached_property
     def summaries(self) -> Mapping[int, Summary]:
-        """Each rank that was seen at a glance, with contents as digests."""
+        """Return the summary of each rank that left evidence, with contents as digests."""
         from harness.core.evidence.glance import glance  # which reads what is defined in records
 
         return {rank: glance(evidence) for rank, evidence in self.ranks.items()}

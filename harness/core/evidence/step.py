@@ -1,4 +1,4 @@
-"""What one rank saw of one optimizer step: frozen dataclasses of plain values; arrays are numpy."""
+"""The evidence of one rank on one optimizer step: frozen dataclasses of plain values; arrays are numpy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.core.evidence.numbers import Number
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one forward pass of this rank received, and the loss that it computed from it."""
+    """The inputs of one forward pass of this rank, and the loss that it computed from them."""
 
     tokens: np.ndarray | None
     """int64 [samples, positions]; None if this rank received none. A pipeline's first stage receives them."""
@@ -80,7 +80,7 @@ class SavedTensorsHook(NamedTuple):
 
 @dataclass(frozen=True)
 class Activity:
-    """What a rank computed in a step, as counts of calls."""
+    """The work of a rank in a step, as counts of calls."""
 
     calls: dict[Call, int] = field(default_factory=dict)
     """Calls of each module's forward."""
@@ -126,7 +126,7 @@ class AfterEvaluation:
 
 @dataclass(frozen=True)
 class UnsettledGradient:
-    """How a DTensor gradient lies whose placements differ from its parameter's."""
+    """A DTensor gradient whose placements differ from its parameter's."""
 
     mesh: Any
     """Ranks of the mesh, nested by axis."""
@@ -207,5 +207,5 @@ class StepEvidence:
 
     @functools.cached_property
     def squares(self) -> dict[str, float]:
-        """The sum of the squares of each gradient's elements, by fqn."""
+        """Return the sum of the squares of each local gradient's elements, by fqn, float64."""
         return {fqn: float(np.sum(np.square(value, dtype=np.float64))) for fqn, value in self.gradients.items()}

@@ -37,7 +37,10 @@ class EvidenceError(Exception):
 
 
 def save(path: Path, record: Any) -> None:
-    """Writes any of the records above (or another dataclass of plain values and arrays): complete or not at all."""
+    """Write any of the records (or another dataclass of plain values and arrays): complete or not at all.
+
+    Raises EvidenceError.
+    """
     arrays: list[np.ndarray] = []
     kind = type(record)
     header = json.dumps({"format": version_of(kind), "type": record_name(kind), "record": _encode(record, arrays)})
@@ -51,33 +54,40 @@ def save(path: Path, record: Any) -> None:
 
 
 def load(path: Path, kind: type[T], *, values: bool = True) -> T:
-    """Read what save wrote; without values arrays have their shapes alone. Raise EvidenceError for any other file."""
+    """Read a record that save wrote; without values arrays have their shapes alone. Raises EvidenceError for any other file."""
     try:
         with regular(path) as file:
             _refuse_bombs(file)
             with np.load(file, allow_pickle=False) as parts:
-                header, blob = json_of(parts["header"].tobytes()), parts["blob"].tobytes() if values else None
-        found, other = str(header["type"]), other_version(str(header["format"]), kind)
+                header = json_of(parts["header"].tobytes())
+                blob = parts["blob"].tobytes() if values else None
+        stored_name = str(header["type"])
+        version_problem = other_version(str(header["format"]), kind)
         arrays = _NoValues() if blob is None else _Blob(blob)
         read: Callable[[Any, _Blob | _NoValues], T] = _reader(kind)  # type: ignore[arg-type]
-        record = read(header["record"], arrays) if found == record_name(kind) and not other else None
+        is_readable = stored_name == record_name(kind) and not version_problem
+        record = read(header["record"], arrays) if is_readable else None
     except FileNotFoundError as error:
         raise EvidenceError(f"{path}: no such evidence; run the case again") from error
     except Exception as error:  # one flipped byte makes zipfile and numpy raise almost anything
         raise EvidenceError(f"{path}: damaged evidence ({error}); delete it and run the case again") from error
     if record is None:
-        problem = other if found == record_name(kind) else f"holds {found}, expected {record_name(kind)}"
+        problem = version_problem
+        if stored_name != record_name(kind):
+            problem = f"holds {stored_name}, expected {record_name(kind)}"
         raise EvidenceError(f"{path}: {problem}; run the case again")
     return record
 
 
 def _refuse_bombs(file: BinaryIO) -> None:
-    """What this harness writes is not compressed, so that a file holds no more than its size."""
+    """Raise ValueError for a zip file with compressed parts, which could hold far more than its size.
+
+    This harness compresses none. The file is at its start afterwards.
+    """
     with zipfile.ZipFile(file) as parts:
-        if any(
-            part.compress_type != zipfile.ZIP_STORED or part.file_size > part.compress_size for part in parts.filelist
-        ):
-            raise ValueError("its parts are compressed")
+        for part in parts.filelist:
+            if part.compress_type != zipfile.ZIP_STORED or part.file_size > part.compress_size:
+                raise ValueError("its parts are compressed")
     file.seek(0)
 
 
@@ -86,23 +96,28 @@ def _unwritable(path: Path, error: OSError) -> str:
 
 
 def encoded_without_values(record: Any) -> Any:
-    """Plain JSON. Arrays keep only their types and shapes."""
+    """Return a record as plain values of JSON. Arrays keep only their types and shapes."""
     return _encode(record, None)
 
 
 def decoded_without_values(kind: type[T], plain: Any) -> T:
-    """The inverse: arrays have the right shape, take no memory and hold zeros, which are not their values."""
+    """Return the record that encoded_without_values encoded.
+
+    Its arrays have the right shape, take no memory and hold zeros, which are not their values.
+    """
     read: Callable[[Any, _NoValues], T] = _reader(kind)  # type: ignore[arg-type]
     return read(plain, _NoValues())
 
 
 class _NoValues:
+    """A source of arrays whose values are not kept."""
+
     def take(self, dtype: str, shape: list[int]) -> np.ndarray:
         return without_values(tuple(shape), dtype)
 
 
 def without_values(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Stands for an array whose values are not kept."""
+    """Return an array of this shape and dtype that takes no memory. Its zeros are not the values, which are not kept."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
@@ -111,9 +126,12 @@ def _join(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def _encode(value: Any, arrays: list[np.ndarray] | None) -> Any:
-    """Plain JSON, each array replaced by its place in the blob; None where there is no blob."""
+    """Return a value as plain values of JSON, an array as its dtype and shape.
+
+    Each array is appended to `arrays`. None: values of arrays are not kept.
+    """
     if dataclasses.is_dataclass(value):
-        return {field_name(f): _encode(getattr(value, f.name), arrays) for f in dataclasses.fields(value)}
+        return {field_name(field): _encode(getattr(value, field.name), arrays) for field in dataclasses.fields(value)}
     if isinstance(value, np.ndarray):
         if arrays is not None:
             arrays.append(np.ascontiguousarray(value).reshape(-1))
@@ -129,7 +147,8 @@ class _Blob:
     """The arrays of a file, taken in the order in which they were encoded."""
 
     def __init__(self, blob: bytes) -> None:
-        self.blob, self.position = blob, 0
+        self.blob = blob
+        self.position = 0
 
     def take(self, dtype: str, shape: list[int]) -> np.ndarray:
         count = math.prod(shape)
@@ -140,14 +159,18 @@ class _Blob:
 
 @functools.cache
 def _reader(kind: Any) -> Callable[[Any, _Blob | _NoValues], Any]:
-    """How a value of this annotated type is rebuilt; made once a type, for a run has tens of thousands of values."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    """Return the function that builds a value of this annotated type from plain values of JSON and a source of arrays.
+
+    It is made once a type, for a run has tens of thousands of values.
+    """
+    origin = typing.get_origin(kind)
+    args = typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        inner = _reader(next(a for a in args if a is not type(None)))
+        inner = _reader(next(arg for arg in args if arg is not type(None)))
         return lambda record, blob: None if record is None else inner(record, blob)
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        readers = {field_name(f): (f.name, _reader(hints[f.name])) for f in dataclasses.fields(kind)}
+        readers = {field_name(field): (field.name, _reader(hints[field.name])) for field in dataclasses.fields(kind)}
         make: Callable[..., Any] = kind  # type: ignore[assignment]
 
         def rebuilt(record: Any, blob: _Blob | _NoValues) -> Any:
@@ -158,7 +181,8 @@ def _reader(kind: Any) -> Callable[[Any, _Blob | _NoValues], Any]:
     if kind is np.ndarray:
         return lambda record, blob: blob.take(*record)
     if origin is dict:
-        read, key_of = _reader(args[1]), _key_reader(args[0])
+        read = _reader(args[1])
+        key_of = _key_reader(args[0])
         return lambda record, blob: {key_of(key): read(item, blob) for key, item in record}
     if origin is tuple:
         each = _reader(args[0])
@@ -167,7 +191,7 @@ def _reader(kind: Any) -> Callable[[Any, _Blob | _NoValues], Any]:
 
 
 def _key_reader(kind: Any) -> Callable[[Any], Any]:
-    """Keys are words, or NamedTuples of words, which JSON makes lists of."""
+    """Return the function that builds a key of a dict. Keys are words, or NamedTuples of words, which JSON makes lists of."""
     return kind._make if hasattr(kind, "_make") else lambda key: key
 
 
@@ -178,7 +202,7 @@ CHECKPOINT_FILE = "checkpoint.npz"
 
 
 def save_run(run: Run) -> None:
-    """The part of a Run that is not in the ranks' own files."""
+    """Write run.json: the part of a Run that is not in the ranks' own files. Raises EvidenceError."""
     record: dict[str, Any] = {"format": version_of(Exit), "world_size": run.world_size}
     record |= {"seconds": run.seconds, "fault": run.fault, "trainer": run.trainer, "made": run.made}
     record["exits"] = [encoded_without_values(exit) for exit in run.exits]
@@ -186,25 +210,30 @@ def save_run(run: Run) -> None:
 
 
 def load_run(directory: Path, *, values: bool = True) -> Run:
-    """Read a stored launch; values: as in `load`. A rank file that is damaged or missing is not fatal: `unreadable` says why,
-    and checks judge it."""
+    """Read a stored launch; values: as in `load`. Raises EvidenceError.
+
+    A rank file that is damaged or missing is not fatal: `unreadable` has the reason, and checks judge it.
+    """
     path = directory / RUN_FILE
     try:
         record = read_json(path)
-        if other := other_version(str(record["format"]), Exit):
-            raise EvidenceError(f"{path}: {other}; run the case again")
+        if problem := other_version(str(record["format"]), Exit):
+            raise EvidenceError(f"{path}: {problem}; run the case again")
         exits = tuple(decoded_without_values(Exit, exit) for exit in record["exits"])
         if len(exits) != record["world_size"]:
             raise ValueError(f"exits of {len(exits)} ranks, world_size {record['world_size']!r}")
         run = Run(str(directory), len(exits), exits, {}, record["seconds"], fault=record["fault"])
         run = dataclasses.replace(run, trainer=record.get("trainer", run.trainer), made=record.get("made", run.made))
     except FileNotFoundError as error:
-        began = "this launch did not end, or still runs; run the case again"
-        remedy = began if directory.exists() else "`harness check` wants the folder that `harness run` wrote"
+        remedy = "`harness check` wants the folder that `harness run` wrote"
+        if directory.exists():
+            remedy = "this launch did not end, or still runs; run the case again"
         raise EvidenceError(f"{path}: no such file; {remedy}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EvidenceError(f"{path}: damaged ({error}); run the case again") from error
-    for rank in filter(lambda rank: evidence_file(directory, rank).exists(), range(run.world_size)):
+    for rank in range(run.world_size):
+        if not evidence_file(directory, rank).exists():
+            continue
         try:
             run.ranks[rank] = _of_launch(run, load(evidence_file(directory, rank), RankEvidence, values=values))
         except EvidenceError as error:
@@ -216,7 +245,7 @@ def load_run(directory: Path, *, values: bool = True) -> Run:
 
 
 def _of_launch(run: Run, evidence: RankEvidence) -> RankEvidence:
-    """Raises EvidenceError for evidence of another launch: copied there, or left by one that was killed."""
+    """Return the evidence. Raises EvidenceError if it is of another launch: copied there, or left by one that was killed."""
     if evidence.launch != run.made.get("launch", ""):
         ids = f"{evidence.launch or 'none'}, and run.json of {run.made.get('launch') or 'none'}"
         path = evidence_file(Path(run.directory), evidence.rank)
@@ -230,7 +259,7 @@ def evidence_file(directory: Path, rank: int) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A small text file, complete or not at all."""
+    """Write a small text file, complete or not at all. Raises EvidenceError."""
     try:
         with whole_file(path) as file:
             file.write(text.encode())

@@ -8,7 +8,7 @@ MANY = 32  # ranks that are still named one by one
 
 
 def ranks_text(ranks: tuple[int, ...] | list[int]) -> str:
-    """Ranks as a person writes them: [0-7], [0,8], [0,2,4,6]; many of them are [0,8,..,1016]."""
+    """Return ranks as a person writes them: [0-7], [0,8], [0,2,4,6]; many of them are [0,8,..,1016]."""
     ranks = sorted(ranks)
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"[{ranks[0]}-{ranks[-1]}]"
@@ -17,19 +17,21 @@ def ranks_text(ranks: tuple[int, ...] | list[int]) -> str:
     return "[" + ",".join(map(str, ranks)) + "]"
 
 
-def some_ranks(ranks: Iterable[int], most: int = 6) -> str:
-    """rank 3; ranks 0-6; ranks 0, 4, 9 and 12 more."""
+def some_ranks(ranks: Iterable[int], limit: int = 6) -> str:
+    """Return a text of ranks, of which at most `limit` are named: "rank 3", "ranks 0-6", "ranks 0, 4, 9 and 12 more"."""
     listed = sorted(set(ranks))
     if len(listed) == 1:
         return f"rank {listed[0]}"
     if listed == list(range(listed[0], listed[-1] + 1)):
         return f"ranks {listed[0]}-{listed[-1]}"
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return f"ranks {', '.join(map(str, listed[:most]))}{more}"
+    text = f"ranks {', '.join(map(str, listed[:limit]))}"
+    if len(listed) > limit:
+        return f"{text} and {len(listed) - limit} more"
+    return text
 
 
 def bytes_text(count: float) -> str:
-    """Write bytes in decimal units, four digits: 1.051 MB."""
+    """Return a number of bytes in decimal units, four digits: "1.051 MB"."""
     for unit in ("B", "kB", "MB"):
         if abs(count) < 1000:
             return f"{count:.4g} {unit}"
@@ -54,22 +56,26 @@ def _escape(letter: str) -> str:
     return letter.encode("unicode_escape").decode()
 
 
-def counted(count: int, one: str) -> str:
-    """1 tensor, 2 tensors."""
-    return f"{count} {one}" + "s" * (count != 1)
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun: "1 tensor", "2 tensors". noun: in the singular."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def names_text(names: Sequence[str], most: int = 3) -> str:
-    """Return 4 parameters (a, b, c, ..)."""
-    return f"{counted(len(names), 'parameter')} ({', '.join(names[:most])}{', ..' * (len(names) > most)})"
+def names_text(names: Sequence[str], limit: int = 3) -> str:
+    """Return the number of parameters and the first `limit` names: "4 parameters (a, b, c, ..)"."""
+    listed = ", ".join(names[:limit])
+    if len(names) > limit:
+        listed += ", .."
+    return f"{counted(len(names), 'parameter')} ({listed})"
 
 
 def positions_text(positions: Iterable[int]) -> str:
-    """0-3 and 12-15."""
+    """Return positions as a text, runs joined: "0-3 and 12-15"."""
     runs: list[list[int]] = []
     for position in positions:
         if runs and position == runs[-1][-1] + 1:
             runs[-1].append(position)
         else:
             runs.append([position])
-    return " and ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return " and ".join(texts)

@@ -1,24 +1,32 @@
-"""Process groups that a trainer made itself, in words: what they are, and why what ran over them is not judged."""
+"""Texts on process groups that a trainer made itself: the group, and the reason why its collectives are not judged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 from harness.core.evidence.records import BACKGROUND, OwnGroup
+from harness.core.evidence.text import counted
 
 
 def own_group_text(group: OwnGroup) -> str:
-    """Return its class, size and place in the code: ProcessGroupGloo of 2 ranks (made at train.py:5)."""
-    size = "" if group.size is None else f" of {group.size} rank{'s' * (group.size != 1)}"
-    return f"{group.kind}{size}" + (f" (made at {group.made})" if group.made else "")
+    """Return a text of a group's class, size and line of code: "ProcessGroupGloo of 2 ranks (made at train.py:5)"."""
+    text = group.kind
+    if group.size is not None:
+        text += f" of {counted(group.size, 'rank')}"
+    if group.made:
+        text += f" (made at {group.made})"
+    return text
 
 
 def unplaced(groups: Mapping[int, Iterable[OwnGroup]]) -> str:
-    """Return why it is not known between which ranks everything moved; empty where it is known. groups: by rank.
+    """Return the reason why it is unknown between which ranks some bytes moved; empty if it is known. groups: by rank.
 
-    Barriers, and what was set up before the first step, move nothing that a check asks for, nor does a group of one rank."""
-    for rank, own in sorted(groups.items()):
-        for group in (one for one in own if one.size != 1):
+    Barriers, calls before the first step and groups of one rank move nothing that a check asks for.
+    """
+    for rank, own_groups in sorted(groups.items()):
+        for group in own_groups:
+            if group.size == 1:
+                continue
             if not group.issued:
                 return (
                     f"rank {rank} made a process group that torch has no ranks of, none called: {own_group_text(group)}"

@@ -1,7 +1,7 @@
-"""Gradients as they lie once clipping and the optimizer have settled them, added up from what the ranks of a mesh hold.
+"""Gradients in the placements of their parameters, as clipping and the optimizer use them, summed from the ranks of a mesh.
 
 A DTensor's operators may leave a gradient partial: each rank has a summand. Or it is whole on every rank, and its parameter
-is cut. Redistributing it as the parameter lies gives what the optimizer steps with.
+is cut. Redistributing it to the parameter's placements gives the gradient that the optimizer uses.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ import numpy as np
 from harness.core.evidence.records import RankEvidence
 from harness.core.evidence.step import UnsettledGradient
 
-SUM, MEAN = "Partial(sum)", "Partial(avg)"
+SUM = "Partial(sum)"
+MEAN = "Partial(avg)"
 
 
 def with_settled_gradients(ranks: Mapping[int, RankEvidence]) -> dict[int, RankEvidence]:
-    """Return the ranks that have unsettled gradients, with these settled. A gradient stays as it is where another rank's part
-    is not there, or where it is to be gathered."""
-    return {rank: _settle(ranks, rank) for rank, evidence in ranks.items() if any(s.unsettled for s in evidence.steps)}
+    """Return the evidence of ranks that have unsettled gradients, with these in the placements of their parameters.
+
+    A gradient stays as it is where another rank's part is not there, or where it is to be gathered.
+    """
+    settled = {}
+    for rank, evidence in ranks.items():
+        if any(step.unsettled for step in evidence.steps):
+            settled[rank] = _settle(ranks, rank)
+    return settled
 
 
 def _settle(ranks: Mapping[int, RankEvidence], rank: int) -> RankEvidence:
@@ -38,37 +45,40 @@ def _settle(ranks: Mapping[int, RankEvidence], rank: int) -> RankEvidence:
 def _settled(
     ranks: Mapping[int, RankEvidence], rank: int, step: int, fqn: str, lies: UnsettledGradient
 ) -> np.ndarray | None:
-    """Return the rank's part as the parameter lies. None where it cannot be made."""
+    """Return the rank's gradient in the placements of its parameter. None where it cannot be computed.
+
+    lies: how the rank's gradient lies now.
+    """
     mesh = np.array(lies.mesh)
     if rank not in mesh:
         return None
-    place = [int(index) for index in np.argwhere(mesh == rank)[0]]
+    coordinate = [int(index) for index in np.argwhere(mesh == rank)[0]]
     parts = [_part(ranks, peer, step, fqn, lies) for peer in partial_ranks(lies, rank)]
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or len({part.shape for part in known}) > 1:
         return None
     value = known[0] if len(known) == 1 else np.sum(known, axis=0, dtype=known[0].dtype)
-    for axis, (held, wanted) in enumerate(zip(lies.placements, lies.wanted, strict=True)):
-        if held == MEAN:
+    for axis, (placement, wanted) in enumerate(zip(lies.placements, lies.wanted, strict=True)):
+        if placement == MEAN:
             value = value / value.dtype.type(mesh.shape[axis])
-        if held == wanted:
+        if placement == wanted:
             continue
-        if held not in (SUM, MEAN, "Replicate"):
+        if placement not in (SUM, MEAN, "Replicate"):
             return None
         if wanted.startswith("Shard("):
-            value = _chunk(value, int(wanted[6:-1]), mesh.shape[axis], place[axis])
+            value = _chunk(value, int(wanted[6:-1]), mesh.shape[axis], coordinate[axis])
         elif wanted != "Replicate":
             return None
     return value
 
 
 def partial_ranks(lies: UnsettledGradient, rank: int) -> list[int]:
-    """Return the ranks whose parts add up to what this rank settles with; itself alone if nothing is partial."""
+    """Return the ranks whose partial gradients add up to this rank's gradient; the rank alone if nothing is partial."""
     mesh = np.array(lies.mesh)
-    place = np.argwhere(mesh == rank)[0]
+    coordinate = np.argwhere(mesh == rank)[0]
     axes = [
         slice(None) if placement in (SUM, MEAN) else index
-        for placement, index in zip(lies.placements, place, strict=True)
+        for placement, index in zip(lies.placements, coordinate, strict=True)
     ]
     return [int(peer) for peer in np.atleast_1d(mesh[tuple(axes)]).reshape(-1)]
 
@@ -76,9 +86,9 @@ def partial_ranks(lies: UnsettledGradient, rank: int) -> list[int]:
 def _part(
     ranks: Mapping[int, RankEvidence], peer: int, step: int, fqn: str, lies: UnsettledGradient
 ) -> np.ndarray | None:
-    """Return a rank's part. None if it is not there, or lies otherwise."""
+    """Return a rank's gradient of a parameter. None if it is not there, or has other placements than `lies`."""
     steps = ranks[peer].steps if peer in ranks else ()
-    record = next((one for one in steps if one.step == step), None)
+    record = next((record for record in steps if record.step == step), None)
     if record is None or fqn not in record.unsettled or record.unsettled[fqn].placements != lies.placements:
         return None
     return record.gradients.get(fqn)
@@ -86,7 +96,8 @@ def _part(
 
 def _chunk(value: np.ndarray, dim: int, parts: int, index: int) -> np.ndarray:
     """Return one part of a dim as torch.chunk cuts it: all have the first one's length, but the last ones."""
-    length = -(-value.shape[dim] // parts)
-    return np.take(
-        value, range(min(index * length, value.shape[dim]), min((index + 1) * length, value.shape[dim])), dim
-    )
+    size = value.shape[dim]
+    length = -(-size // parts)  # rounded up
+    start = min(index * length, size)
+    stop = min((index + 1) * length, size)
+    return np.take(value, range(start, stop), dim)

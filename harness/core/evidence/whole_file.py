@@ -1,4 +1,4 @@
-"""Writing a file complete or not at all, also when the machine stops in between."""
+"""Writing of a file complete or not at all, also when the machine stops in between."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Written under another name, flushed to disk and renamed when the block ends. Raises OSError, and leaves nothing."""
+    """Open a file to write it: under another name, flushed to disk and renamed when the block ends.
+
+    Raises OSError. If anything is raised, the path is as it was before, and no other file is left.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,9 +11,12 @@ from harness.core.plan.slices import BYTES, padded_numel
 
 
 def prefetched(trial: Trial, rank: int, step: int, key: Key) -> set[int]:
-    """FSDP2 gathers ahead in backward by the order in which units ended all forward passes since the last backward. After an
-    evaluation the first unit of the training pass gathers the unit that ended evaluation once more, without use. Return the
-    bytes of that unit; there are none for the root's, which is freed after all of backward."""
+    """Return the bytes of the unit that backward gathers once more, without use, because an evaluation came before.
+
+    The set has at most one number. FSDP2 gathers ahead in backward by the order in which units ended all forward passes since
+    the last backward. After an evaluation the first unit of the training pass gathers the unit that ended evaluation. The
+    root's unit is freed after all of backward, so the set is empty for it.
+    """
     ranks, op, phase = key
     evaluated = any(record.step == step - 1 for record in trial.ranks[rank].after_evaluation)
     if not evaluated or trial.case.wrapper != "fsdp2":
@@ -25,42 +28,52 @@ def prefetched(trial: Trial, rank: int, step: int, key: Key) -> set[int]:
 
 
 def _ended_last(trial: Trial, rank: int) -> tuple[str, ...]:
-    """The unit whose modules' forward ends last, by the model's order; empty if that is the root module's."""
-    last = list(trial.plan.slices[rank])[-1]
+    """Return the unit whose modules' forward ends last, by the model's order; empty if that is the root module's."""
+    last_fqn = list(trial.plan.slices[rank])[-1]
     root = trial.ranks[rank].structure.get("")
-    return () if root and root.parameters else next((unit for unit in trial.plan.units[rank] if last in unit), ())
+    if root and root.parameters:
+        return ()
+    return next((unit for unit in trial.plan.units[rank] if last_fqn in unit), ())
 
 
 def gathered_bytes(trial: Trial, rank: int, unit: tuple[str, ...]) -> int:
     """Return the bytes of one all_gather of a unit: FSDP2 pads each parameter to equal parts, FSDP1 the vector of all."""
-    case, tp_index = trial.case, coordinate(trial.plan.dims, rank)["tp"]
-    size = BYTES[case.training.compute_dtype or case.training.dtype]
+    case = trial.case
+    tp_index = coordinate(trial.plan.dims, rank)["tp"]
+    element_bytes = BYTES[case.training.compute_dtype or case.training.dtype]
     flat = next((flat for flat in trial.plan.flat if unit[0] in flat.starts), None)
     if flat is not None:
-        return size * flat.part(case.dims.dp_shard) * case.dims.dp_shard
-    return size * sum(padded_numel(case, trial.traits, fqn, tp_index) for fqn in unit)
+        return element_bytes * flat.part(case.dims.dp_shard) * case.dims.dp_shard
+    return element_bytes * sum(padded_numel(case, trial.traits, fqn, tp_index) for fqn in unit)
 
 
 def spared(trial: Trial, rank: int, step: int) -> dict[Key, int]:
-    """Return how many bytes each collective of the next forward moves more or less. A unit that evaluation left as the policy
-    keeps it after forward is not gathered. One that lies over some of the ranks is gathered over these instead."""
-    kept, differing = trial.plan.after_forward[rank], Counter[Key]()
-    found = (each for each in still_gathered(trial, rank) if each[0] == step - 1 and keeps(trial, rank, each))
-    left = {fqn for _, fqn, _ in found}
+    """Return how many bytes each collective of the next forward moves more or less than without an evaluation.
+
+    A unit that evaluation left as the policy keeps it after forward is not gathered. If the policy keeps it in slices over
+    some of the ranks, it is gathered over these instead.
+    """
+    kept_after_forward = trial.plan.after_forward[rank]
+    extra_bytes = Counter[Key]()
+    retained_fqns = {
+        gathered[1]
+        for gathered in still_gathered(trial, rank)
+        if gathered[0] == step - 1 and keeps(trial, rank, gathered)
+    }
     for unit in trial.plan.units[rank]:
-        if left & {*unit}:
-            size = gathered_bytes(trial, rank, unit)
-            differing[_shards(trial, rank), "all_gather", "forward"] -= size
-            if axis := gathered_over(trial.case, kept[unit[0]].degree):
-                differing[trial.plan.peers(rank, axis), "all_gather", "forward"] += size
-    return dict(differing)
+        if retained_fqns & {*unit}:
+            unit_bytes = gathered_bytes(trial, rank, unit)
+            extra_bytes[_shards(trial, rank), "all_gather", "forward"] -= unit_bytes
+            if axis := gathered_over(trial.case, kept_after_forward[unit[0]].degree):
+                extra_bytes[trial.plan.peers(rank, axis), "all_gather", "forward"] += unit_bytes
+    return dict(extra_bytes)
 
 
-def keeps(trial: Trial, rank: int, left: tuple[int, str, int]) -> bool:
-    """Whether as much is kept after forward of what evaluation left: (step before, parameter, bytes)."""
-    _, fqn, held = left
+def keeps(trial: Trial, rank: int, retained: tuple[int, str, int]) -> bool:
+    """Return whether the policy keeps as much after forward as evaluation left: (step before, parameter, bytes)."""
+    _, fqn, left_bytes = retained
     kept = trial.plan.after_forward[rank][fqn]
-    return kept.degree < trial.case.shards and held <= kept.bytes
+    return kept.degree < trial.case.shards and left_bytes <= kept.bytes
 
 
 def _shards(trial: Trial, rank: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from harness.reference.record import ReferenceStep
 
 @dataclass(frozen=True)
 class Misfit:
-    """How one copy of a parameter's gradient lies to the reference's, and what noise explains of that.
+    """The difference between one copy of a parameter's gradient and the reference's gradient, with the bounds that noise sets.
 
     fit: the best-fitting factor. rest: the distance from that multiple of the reference's, relative to the longer of both.
     """
@@ -39,7 +39,7 @@ class Misfit:
 
     @property
     def excess(self) -> float:
-        """How many times its bound it is off, in what shows it most; NaN where the gradient has one."""
+        """Return the difference divided by its bound, the larger of distance and fit. NaN where the gradient has a NaN."""
         return float(np.max([self.distance / self.distance_bound, abs(self.fit - 1) / self.fit_bound]))
 
     @property
@@ -48,17 +48,18 @@ class Misfit:
 
     @property
     def scaled(self) -> bool:
-        """The factor alone is what is wrong: without it, what is left is within the noise."""
+        """Return whether only the factor is wrong: the gradient divided by it is within the noise."""
         return abs(self.fit - 1) > self.fit_bound and self.rest <= self.distance_bound
 
 
 def misfits(trial: Trial, number: int, bounds: Bounds | None = None) -> tuple[list[Misfit], list[str]]:
     """Return the misfits of every copy of every parameter in a step, and parameters without a whole gradient.
 
-    bounds: those of the trial, if not others. Raises NoBound.
+    bounds: None for those of the trial. Raises NoBound.
     """
-    reference, by_parameter = trial.reference_step(number), (bounds or trial.bounds).by_parameter
-    found: list[Misfit] = []
+    reference = trial.reference_step(number)
+    by_parameter = (bounds or trial.bounds).by_parameter
+    all_misfits: list[Misfit] = []
     lacking: list[str] = []
     for fqn, full in reference.gradients.items():
         if fqn not in by_parameter:
@@ -68,9 +69,10 @@ def misfits(trial: Trial, number: int, bounds: Bounds | None = None) -> tuple[li
             _misfit(fqn, trial.reference_of(ranks[0]).steps[number - 1], by_parameter[fqn], ranks, whole)
             for ranks, whole in _copies(trial, number, fqn, full)
         ]
-        found += copies
-        lacking += [] if copies else [fqn]
-    return found, lacking
+        all_misfits += copies
+        if not copies:
+            lacking.append(fqn)
+    return all_misfits, lacking
 
 
 def _misfit(
@@ -92,30 +94,36 @@ def _misfit(
 
 
 def _copies(trial: Trial, number: int, fqn: str, full: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """The ranks that a copy is of, and the copy. None if slices do not make up the whole, each entry once."""
-    held = _holders(trial, number, fqn)
-    filled = np.zeros(full.shape, dtype=int)
-    for part in held:
-        filled[tuple(slice(start, stop) for start, stop in part)] += 1
-    if not held or not np.all(filled == 1):
+    """Yield each copy of the whole gradient, with the ranks whose slices it is put together from.
+
+    Yield nothing if the slices do not make up the whole, each entry once.
+    """
+    holders_by_slice = _holders(trial, number, fqn)
+    times_covered = np.zeros(full.shape, dtype=int)
+    for part in holders_by_slice:
+        times_covered[tuple(slice(start, stop) for start, stop in part)] += 1
+    if not holders_by_slice or not np.all(times_covered == 1):
         return
-    for copy in range(max(map(len, held.values()))):
-        whole, ranks = np.empty(full.shape), []
-        for part, holders in held.items():
-            rank, gradient = holders[copy % len(holders)]
-            whole[tuple(slice(start, stop) for start, stop in part)] = gradient
+    for copy in range(max(map(len, holders_by_slice.values()))):
+        gradient = np.empty(full.shape)
+        ranks = []
+        for part, holders in holders_by_slice.items():
+            # A slice with fewer holders than another is used again, so that every holder is in some copy.
+            rank, local_gradient = holders[copy % len(holders)]
+            gradient[tuple(slice(start, stop) for start, stop in part)] = local_gradient
             ranks.append(rank)
-        yield tuple(sorted(set(ranks))), whole
+        yield tuple(sorted(set(ranks))), gradient
 
 
 def _holders(trial: Trial, number: int, fqn: str) -> dict[Slice, list[tuple[int, np.ndarray]]]:
     """Return, by slice, the ranks that hold it, and their values. Empty slices, and those found nowhere, are left out."""
-    held: dict[Slice, list[tuple[int, np.ndarray]]] = {}
+    holders_by_slice: dict[Slice, list[tuple[int, np.ndarray]]] = {}
     for rank, evidence in sorted(trial.ranks.items()):
-        part, gradient = trial.gradient_slice_of(rank, fqn), _gradient(evidence.steps, number, fqn)
+        part = trial.gradient_slice_of(rank, fqn)
+        gradient = _gradient(evidence.steps, number, fqn)
         if part is not None and gradient is not None and gradient.size and gradient.shape == _shape(part):
-            held.setdefault(part, []).append((rank, gradient))
-    return held
+            holders_by_slice.setdefault(part, []).append((rank, gradient))
+    return holders_by_slice
 
 
 def _gradient(steps: tuple[StepEvidence, ...], number: int, fqn: str) -> np.ndarray | None:
@@ -127,8 +135,10 @@ def _shape(part: Slice) -> tuple[int, ...]:
 
 
 def gradient_distance(trial: Trial, rank: int, fqn: str, gradient: np.ndarray, full: np.ndarray) -> float:
-    """The largest difference between a rank's slice and the reference's, relative to the whole gradient's largest entry. It
-    is inf if the rank should hold nothing of the parameter."""
+    """Return the largest difference between a rank's gradient slice and the reference's.
+
+    The number is relative to the whole gradient's largest entry. It is inf if the rank should hold nothing of the parameter.
+    """
     part = trial.gradient_slice_of(rank, fqn)
     if part is None:
         return float("inf")

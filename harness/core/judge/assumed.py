@@ -1,4 +1,4 @@
-"""What a hypothesis assumes that is put to the test, where neither the case nor its plan says it."""
+"""Assumptions of a hypothesis that is put to the test, where neither the case nor its plan says them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.reference.record import ReferenceRun
 
 @dataclass(frozen=True)
 class AssumedOptimizer:
-    """What the optimizer does on some ranks or parameters; all that is None is as requested."""
+    """An assumption about the optimizer on some ranks or parameters. A field that is None: as requested."""
 
     given: Callable[[int, int, str, np.ndarray], np.ndarray | None] | None = None
     """(rank, step, fqn, gradient) -> what it is given in place of the clipped gradient; None: it leaves the parameter alone."""
@@ -40,17 +40,21 @@ class AssumedOptimizer:
     """How many more numbers it keeps of each parameter than requested."""
 
     def and_besides(self, other: AssumedOptimizer) -> AssumedOptimizer:
-        """Both; where both say something of the same, the other. What either leaves alone is left alone."""
-        said = {key: value for key, value in vars(other).items() if value}
-        first, second = self.given, other.given
+        """Return both assumptions together. Where both set a field, the other's is taken.
+
+        A parameter that either of them leaves alone is left alone.
+        """
+        overrides = {key: value for key, value in vars(other).items() if value}
+        first = self.given
+        second = other.given
         if first and second:
-            said["given"] = lambda *of: None if first(*of) is None else second(*of)
-        return replace(self, **said)
+            overrides["given"] = lambda *key: None if first(*key) is None else second(*key)
+        return replace(self, **overrides)
 
 
 @dataclass(frozen=True)
 class Assumption:
-    """All that is assumed of one trial."""
+    """All assumptions about one trial."""
 
     optimizer: AssumedOptimizer = AssumedOptimizer()
     """What the optimizer does."""
@@ -73,9 +77,9 @@ class Assumption:
         reports: Mapping[str, Callable[[int, int], float]] | None = None,
         **instead: Any,
     ) -> Assumption:
-        """This, and more of the optimizer and of what is reported; of all else what is given instead."""
-        together = {**self.reports, **(reports or {})}
-        return replace(self, optimizer=self.optimizer.and_besides(optimizer), reports=together, **instead)
+        """Return this assumption with the optimizer's and the reports' added; all other fields are replaced by those given."""
+        merged_reports = {**self.reports, **(reports or {})}
+        return replace(self, optimizer=self.optimizer.and_besides(optimizer), reports=merged_reports, **instead)
 
 
 AS_REQUESTED = Assumption()

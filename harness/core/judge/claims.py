@@ -1,4 +1,4 @@
-"""Which slice of a parameter a rank claims to hold, where no values tell it: by a DTensor's mesh and placements."""
+"""The slice of a parameter that a rank claims to hold, by a DTensor's mesh and placements, where no values show it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from harness.core.plan.slices import Slice, chunk
 
 
 def claimed_slice(rank: int, tensor: TensorEvidence) -> Slice | None:
-    """What is no DTensor is whole. None where what is claimed does not have the shape of what is there."""
+    """Return the slice that a DTensor claims, the whole tensor for a plain one. None if its shape differs from the value's."""
     intervals = [(0, size) for size in tensor.global_shape]
     for dim, parts, index in _cuts(rank, tensor):
         intervals[dim] = chunk(intervals[dim], parts, index)
@@ -18,16 +18,22 @@ def claimed_slice(rank: int, tensor: TensorEvidence) -> Slice | None:
 
 
 def _cuts(rank: int, tensor: TensorEvidence) -> list[tuple[int, int, int]]:
-    """(dim, parts, which of them), in the order in which they are cut: a strided shard after those inside of it."""
+    """Return (dim, number of parts, index of the part) of each cut, in the order in which the tensor is cut.
+
+    A strided shard is cut after those inside of it.
+    """
     mesh = np.array(tensor.mesh if tensor.mesh is not None else [])
     if rank not in mesh:
         return []
-    at = np.argwhere(mesh == rank)[0]
-    axes = list(zip(tensor.placements, mesh.shape, at.tolist(), strict=True))
-    plain = [(_dim(kind), n, i) for kind, n, i in axes if kind.startswith("Shard")]
-    strided = [(_dim(kind), n, i) for kind, n, i in axes if kind.startswith("StridedShard")]
+    mesh_coordinate = np.argwhere(mesh == rank)[0]
+    axes = list(zip(tensor.placements, mesh.shape, mesh_coordinate.tolist(), strict=True))
+    plain = [(_dim(placement), size, index) for placement, size, index in axes if placement.startswith("Shard")]
+    strided = [
+        (_dim(placement), size, index) for placement, size, index in axes if placement.startswith("StridedShard")
+    ]
     return plain + strided[::-1]
 
 
-def _dim(kind: str) -> int:
-    return int(kind.split("(")[1].rstrip(")"))
+def _dim(placement: str) -> int:
+    """Return the tensor dim of a placement as it is recorded: "Shard(1)"."""
+    return int(placement.split("(")[1].rstrip(")"))

@@ -1,4 +1,4 @@
-"""Which of the gradients seen clipping was given, where a trainer clips by its own function.
+"""The choice which of the observed gradients were the input of clipping, where a trainer clips by its own function.
 
 Between the end of backward and the optimizer all gradients of a rank were multiplied by one number. It was clipping, or
 what a recipe divides by (tokens, a loss scale), or both. The gradients before are taken, unless only those after are the
@@ -22,12 +22,18 @@ from harness.core.judge.trial import Trial
 
 def late_steps(trial: Trial) -> set[int]:
     """Return the steps in which clipping was given what the optimizer was given; none without bounds."""
-    scaled = {step.step for _, step, _ in trial.steps() if factor(step) not in (None, 1.0)}
-    after = dataclasses.replace(trial, run=with_gradients_after(trial.run, scaled))
+    scaled_steps = {step.step for _, step, _ in trial.steps() if factor(step) not in (None, 1.0)}
+    trial_after = dataclasses.replace(trial, run=with_gradients_after(trial.run, scaled_steps))
+    late = set()
     try:
-        return {s for s in scaled if not matches(trial, s) and (matches(after, s) or matches(after, s, clipped=True))}
+        for step in scaled_steps:
+            if matches(trial, step):
+                continue
+            if matches(trial_after, step) or matches(trial_after, step, clipped=True):
+                late.add(step)
     except tolerance.NoBound:
         return set()
+    return late
 
 
 def factor(step: StepEvidence) -> float | None:
@@ -39,10 +45,11 @@ def with_gradients_after(run: Run, steps: set[int]) -> Run:
     """Return the run with the gradients that the optimizer was given in these steps."""
 
     def after(step: StepEvidence) -> StepEvidence:
-        by = factor(step)
-        if step.step not in steps or by is None:
+        multiplier = factor(step)
+        if step.step not in steps or multiplier is None:
             return step
-        return dataclasses.replace(step, gradients={fqn: by * g for fqn, g in step.gradients.items()})
+        gradients = {fqn: multiplier * gradient for fqn, gradient in step.gradients.items()}
+        return dataclasses.replace(step, gradients=gradients)
 
     ranks = {
         rank: dataclasses.replace(evidence, steps=tuple(map(after, evidence.steps)))
@@ -52,21 +59,24 @@ def with_gradients_after(run: Run, steps: set[int]) -> Run:
 
 
 def matches(trial: Trial, number: int, *, clipped: bool = False) -> bool:
-    """Whether all gradients of a step are the reference's; clipped: the reference's times its clip coefficient."""
-    reference, bound = trial.reference_step(number), trial.bounds.gradient[number]
-    by = tolerance.clip_coefficient(reference.grad_norm, trial.case.training.max_norm) if clipped else 1.0
+    """Return whether all gradients of a step are the reference's; clipped: the reference's times its clip coefficient."""
+    reference = trial.reference_step(number)
+    bound = trial.bounds.gradient[number]
+    coefficient = tolerance.clip_coefficient(reference.grad_norm, trial.case.training.max_norm) if clipped else 1.0
     for rank, step, _ in trial.steps():
-        for fqn, gradient in step.gradients.items() if step.step == number else ():
+        if step.step != number:
+            continue
+        for fqn, gradient in step.gradients.items():
             part = trial.gradient_slice_of(rank, fqn)
             if part is None or fqn not in reference.gradients:
                 return False
-            full = by * reference.gradients[fqn]
+            full = coefficient * reference.gradients[fqn]
             if not tolerance.relative_difference(gradient, take(full, part), float(abs(full).max())) <= bound:
                 return False
     return True
 
 
 def clipped_unseen(trial: Trial, number: int) -> bool:
-    """Whether the gradients were altered after backward, by something not seen, and are the reference's clipped ones."""
-    altered = all(s.scaled not in (None, 1.0) for _, s, _ in trial.steps() if s.step == number)
+    """Return whether the gradients were altered after backward, unseen, and are the reference's clipped ones."""
+    altered = all(step.scaled not in (None, 1.0) for _, step, _ in trial.steps() if step.step == number)
     return altered and not matches(trial, number) and matches(trial, number, clipped=True)

@@ -1,4 +1,4 @@
-"""What torch.compile ran on a rank: blocks where a case requests them, and a helper or a loss where the trainer declares it."""
+"""Code that torch.compile ran on a rank: blocks where a case requests them, helpers or a loss where the trainer declares it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ from typing import Any
 from harness.core.judge.finding import Finding, Limit, Value
 from harness.core.judge.trial import Trial
 
-Looked = Iterator[Finding | None]  # None: something was looked at, and was right
+Looked = Iterator[Finding | None]
+"""The result of each comparison: None if it was right."""
 
 
 def looked_at(trial: Trial, rank: int) -> Looked:
-    """Judge what a rank compiled. Where a trainer declares what it compiles, graph breaks are its choice, too."""
-    compiler, most = trial.ranks[rank].compiler, most_graphs(trial)
-    graphs, breaks = compiler.get("graphs", 0), sorted(key for key in compiler if key.startswith("graph break"))
+    """Judge what a rank compiled: number of graphs, graph breaks, code that runs eagerly again, graphs that were recompiled.
+
+    Where a trainer declares what it compiles, graph breaks are its choice, too.
+    """
+    compiler = trial.ranks[rank].compiler
+    allowed_graphs = most_graphs(trial)
+    graphs = compiler.get("graphs", 0)
+    breaks = sorted(key for key in compiler if key.startswith("graph break"))
     if trial.case.features.compile:
         yield _unless(graphs > 0, rank, GRAPHS, Limit(least=1), graphs)
     else:
-        yield _unless(graphs <= most, rank, GRAPHS, Limit(most=most), graphs)
-    if not most:
+        yield _unless(graphs <= allowed_graphs, rank, GRAPHS, Limit(most=allowed_graphs), graphs)
+    if not allowed_graphs:
         yield _unless(not breaks, rank, "graph breaks", None, breaks[0] if breaks else None)
     limits = tuple(gave_up(trial, rank))
     yield _unless(not limits, rank, "limits reached", None, limits[:1])
@@ -32,14 +38,16 @@ RECOMPILED = "graphs recompiled"
 
 
 def _unless(right: bool, rank: int, quantity: str, expected: Value, observed: Value) -> Finding | None:
-    return (
-        None if right else Finding.at(rank, expected, observed, kind="feature", name="torch.compile", quantity=quantity)
-    )
+    if right:
+        return None
+    return Finding.at(rank, expected, observed, kind="feature", name="torch.compile", quantity=quantity)
 
 
 def most_graphs(trial: Trial) -> int:
     """Return how many graphs a rank may compile where the case requests no compiled blocks."""
-    return 0 if trial.case.features.compile else sum(one.graphs for one in trial.allow)
+    if trial.case.features.compile:
+        return 0
+    return sum(allowance.graphs for allowance in trial.allow)
 
 
 def gave_up(trial: Trial, rank: int) -> Iterator[str]:
@@ -48,17 +56,20 @@ def gave_up(trial: Trial, rank: int) -> Iterator[str]:
 
 
 def compiled_again(trial: Trial, rank: int) -> Looked:
-    """In the first two steps of a launch compilers settle; later only a length that is new is compiled anew."""
+    """Judge each step in which no new graph is expected.
+
+    Compilers settle in the first two steps of a launch. Later only a sequence length that is new is compiled anew.
+    """
     steps = trial.ranks[rank].steps
     for before, step in itertools.pairwise(steps):
-        seen = {trial.case.seq_len(earlier.step) for earlier in steps if earlier.step < before.step}
+        compiled_lengths = {trial.case.seq_len(earlier.step) for earlier in steps if earlier.step < before.step}
         lengths = {trial.case.seq_len(before.step), trial.case.seq_len(step.step)}
-        if step.graphs is not None and before.graphs is not None and lengths <= seen:
-            more = step.graphs - before.graphs
-            what: dict[str, Any] = {
+        if step.graphs is not None and before.graphs is not None and lengths <= compiled_lengths:
+            new_graphs = step.graphs - before.graphs
+            subject: dict[str, Any] = {
                 "step": step.step,
                 "kind": "feature",
                 "name": "torch.compile",
                 "quantity": RECOMPILED,
             }
-            yield Finding.at(rank, 0, more, **what) if more else None
+            yield Finding.at(rank, 0, new_graphs, **subject) if new_graphs else None

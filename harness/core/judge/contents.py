@@ -1,4 +1,4 @@
-"""Where in a whole parameter the bytes lie that a rank holds."""
+"""Search for the slice of a whole parameter whose bytes a rank holds."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from harness.core.plan.slices import Slice, numel
 
 
 def locate(value: np.ndarray, full: np.ndarray, guess: Slice | None = None) -> Slice | None:
-    """The slice of `full` whose bytes are those of `value`; `guess` is tried first. None if there is none."""
+    """Return the slice of `full` whose bytes are those of `value`; `guess` is tried first. None if there is none."""
     if value.ndim != full.ndim:
         return None
     if value.size == 0:
-        return guess if guess is not None and numel(guess) == 0 else tuple((0, size) for size in value.shape)
-    places = (_from(corner, value.shape) for corner in _corners(value, full, guess))
-    return next((place for place in places if is_at(value, full, place)), None)
+        if guess is not None and numel(guess) == 0:
+            return guess
+        return tuple((0, size) for size in value.shape)
+    for corner in _corners(value, full, guess):
+        candidate = _from(corner, value.shape)
+        if is_at(value, full, candidate):
+            return candidate
+    return None
 
 
 def _corners(value: np.ndarray, full: np.ndarray, guess: Slice | None) -> Iterator[Iterable[int]]:
-    """Yield places where the value may begin."""
+    """Yield the index of each entry of `full` where the value may begin, the guess first."""
     if guess is not None:
         yield [start for start, _ in guess]
     yield from np.argwhere(full == value.flat[0])
@@ -30,13 +35,14 @@ def _from(corner: Iterable[int], shape: tuple[int, ...]) -> Slice:
     return tuple((int(start), int(start) + size) for start, size in zip(corner, shape, strict=True))
 
 
-def is_at(value: np.ndarray, full: np.ndarray, place: Slice) -> bool:
-    region = take(full, place)
+def is_at(value: np.ndarray, full: np.ndarray, candidate: Slice) -> bool:
+    """Return whether the value's shape, dtype and bytes are those of this slice of `full`."""
+    region = take(full, candidate)
     return region.shape == value.shape and region.dtype == value.dtype and region.tobytes() == value.tobytes()
 
 
 def take(full: np.ndarray, part: Slice) -> np.ndarray:
-    """The slice `part` of a whole parameter."""
+    """Return a view of the slice `part` of a whole parameter."""
     return full[tuple(slice(start, stop) for start, stop in part)]
 
 
@@ -44,7 +50,7 @@ def take(full: np.ndarray, part: Slice) -> np.ndarray:
 
 
 def to_bfloat16(value: np.ndarray) -> np.ndarray:
-    """Round to the nearest, to even where two are."""
+    """Return the values rounded to bfloat16, as float32: to the nearest, to even where two are as near."""
     bits = value.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).view(np.float32)
 

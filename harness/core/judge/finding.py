@@ -83,11 +83,11 @@ class Finding:
     """What a person should also know."""
 
     @classmethod
-    def at(cls, rank: int, expected: Value, observed: Value, **more: Any) -> Self:
-        """Return one of a single rank."""
-        return cls(ranks=(rank,), expected=expected, observed=observed, **more)
+    def at(cls, rank: int, expected: Value, observed: Value, **fields: Any) -> Self:
+        """Return a finding about a single rank. fields: the other fields of Finding."""
+        return cls(ranks=(rank,), expected=expected, observed=observed, **fields)
 
     @property
     def rank(self) -> int | None:
-        """The only rank that it is of."""
+        """Return the only rank that the finding is about. None if it is about several, or about none."""
         return self.ranks[0] if len(self.ranks) == 1 else None

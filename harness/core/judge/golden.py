@@ -35,7 +35,7 @@ class GoldenError(Exception):
 
 @dataclass(frozen=True)
 class Golden:
-    """Loss and gradient norm (before clipping) of every step, and the environment that made them.
+    """The loss and gradient norm (before clipping) of every step, and the environment that computed them.
 
     noise: by TrainerTraits.noise_key, how far repeats of the reference lie from it; empty for exact recipes.
     """
@@ -47,50 +47,65 @@ class Golden:
 
 
 def recipe(case: Case) -> dict[str, Any]:
-    """What differs from the defaults, so that a new option leaves the goldens of recipes without it alone."""
-    chosen = {"model": _chosen(case.model, ModelConfig()), "training": _chosen(case.training, TrainingConfig())}
-    return chosen | ({"model_of": case.model_of} if case.model_of is not None else {})
+    """Return the options of model and training that differ from the defaults, as JSON.
+
+    A new option with a default changes no recipe without it, so the goldens of these stay valid.
+    """
+    chosen: dict[str, Any] = {
+        "model": _chosen(case.model, ModelConfig()),
+        "training": _chosen(case.training, TrainingConfig()),
+    }
+    if case.model_of is not None:
+        chosen["model_of"] = case.model_of
+    return chosen
 
 
 def references(case: Case) -> list[Case]:
-    """Return a launch for each reference that the case is judged by, the last one's last: one that starts from weights alone
-    has a reference of its own."""
+    """Return a launch for each reference that the case is judged by, that of the last launch at the end.
+
+    A launch that starts from weights alone has a reference of its own.
+    """
     return [case] if case.model_of is None else [case.from_the_seed, case]
 
 
 def _chosen(config: Any, default: Any) -> dict[str, Any]:
-    usual = as_stored(default)
-    return {key: value for key, value in as_stored(config).items() if value != usual[key]}
+    """Return the fields of a config that differ from the default's, as they are stored."""
+    defaults = as_stored(default)
+    return {key: value for key, value in as_stored(config).items() if value != defaults[key]}
 
 
 def recipe_name(case: Case) -> str:
-    """Stable and readable: model, optimizer, dtype, and eight digits of the recipe's hash."""
+    """Return the name of a recipe's golden, stable and readable: model, optimizer, dtype, eight digits of the recipe's hash."""
     digest = hashlib.sha256(json.dumps(recipe(case), sort_keys=True).encode()).hexdigest()[:8]
     return f"{case.model.name}-{case.training.optimizer}-{case.training.dtype}-{digest}"
 
 
 def home(case: Case) -> Path:
-    """Where the goldens of its file's cases lie: golden/ beside cases/; of no file, this project's."""
+    """Return the folder of the goldens of a case: golden/ beside cases/. This project's if the case is of no file."""
     return case_files.repository_of(case.file) / FOLDER.name if case.file else FOLDER
 
 
 def path_of(case: Case, folder: Path | None = None) -> Path:
-    """The file of the case's recipe, there or not."""
+    """Return the path of the golden of the case's recipe, whether the file exists or not."""
     return (folder or home(case)) / f"{recipe_name(case)}.json"
 
 
 def from_reference(reference: ReferenceRun) -> Golden:
-    """What a golden keeps of a reference run."""
+    """Return the golden of a reference run."""
     losses = tuple(step.loss for step in reference.steps)
     norms = tuple(step.grad_norm for step in reference.steps)
     return Golden(losses, norms, dict(reference.environment), dict(reference.noise))
 
 
 def load(case: Case, folder: Path | None = None) -> Golden:
-    """From its home, or for a recipe that this project has too from its own. Raises GoldenError where there is none, or it is
-    not whole."""
-    path, ours = path_of(case, folder), path_of(case, FOLDER)
-    path = ours if folder is None and not path.exists() and ours.exists() else path
+    """Read the golden of a case from `folder`, by default from its home or else from this project's goldens.
+
+    Raises GoldenError where there is none, or it is damaged.
+    """
+    path = path_of(case, folder)
+    builtin_path = path_of(case, FOLDER)
+    if folder is None and not path.exists() and builtin_path.exists():
+        path = builtin_path
     try:
         record = read_json(path)
         steps = record["steps"]
@@ -113,29 +128,34 @@ def load(case: Case, folder: Path | None = None) -> Golden:
 
 
 def accept_command(case: Case, *more: str) -> str:
-    """What is typed to accept the golden of a case, wherever its file lies."""
+    """Return the command that accepts the golden of a case, wherever its file lies. more: further arguments."""
     return shlex.join(["harness", "golden", "--accept", *case_files.typed(case.file), *more])
 
 
 def accept_of(case: Case) -> str:
-    """The same for this case alone: without its name every recipe's golden is made anew."""
+    """Return the command that accepts the golden of this case alone. Without its name it would accept every recipe's."""
     return accept_command(case, "-k", case.name)
 
 
 def review_command(case: Case) -> str:
-    """What shows how the accepted goldens of the case's folder differ from those in git, new ones included."""
-    folder, here = home(case), Path.cwd()
-    if folder.is_relative_to(here):
-        there = f"{shlex.quote(str(folder.relative_to(here)))}/"
-        return f"git add -N {there} && git diff {there}"
-    there = shlex.quote(str(folder))
-    return f"git -C {there} add -N . && git -C {there} diff ."
+    """Return the command that shows how the goldens of the case's folder differ from those in git, new ones included."""
+    folder = home(case)
+    working_directory = Path.cwd()
+    if folder.is_relative_to(working_directory):
+        quoted = f"{shlex.quote(str(folder.relative_to(working_directory)))}/"
+        return f"git add -N {quoted} && git diff {quoted}"
+    quoted = shlex.quote(str(folder))
+    return f"git -C {quoted} add -N . && git -C {quoted} diff ."
 
 
 def _noise(stored: dict[str, Any]) -> Noise:
+    """Return the noise that a golden's file has for one key."""
     loss, grad_norm, gradient = (_numbers(stored[name]) for name in NUMBERS)
-    by_parameter = stored.get("by_parameter", {})
-    distance, fit = ({fqn: _numbers(spreads[name]) for fqn, spreads in by_parameter.items()} for name in OF_PARAMETER)
+    distance: dict[str, tuple[float, ...]] = {}
+    fit: dict[str, tuple[float, ...]] = {}
+    for fqn, spreads in stored.get("by_parameter", {}).items():
+        distance[fqn] = _numbers(spreads["distance"])
+        fit[fqn] = _numbers(spreads["fit"])
     return Noise(int(stored["repeats"]), loss, grad_norm, gradient, distance, fit)
 
 
@@ -144,28 +164,33 @@ def _numbers(stored: Iterable[float]) -> tuple[float, ...]:
 
 
 def _noise_lines(noise: Mapping[str, Noise]) -> str:
-    """One line a kind and one a parameter."""
-    lines = ",\n".join(f'    "{key}": {_as_json(one)}' for key, one in noise.items())
+    """Return the text of a golden's noise: a line for each key and for each parameter. Empty without noise."""
+    lines = ",\n".join(f'    "{key}": {_as_json(spreads)}' for key, spreads in noise.items())
     return f',\n  "noise": {{\n{lines}\n  }}' if lines else ""
 
 
-def _as_json(one: Noise) -> str:
-    numbers = _spreads({name: getattr(one, name) for name in NUMBERS})
-    lines = ",\n".join(
-        f'      "{fqn}": {{{_spreads({name: getattr(one, name)[fqn] for name in OF_PARAMETER})}}}'
-        for fqn in one.distance
-    )
-    more = f', "by_parameter": {{\n{lines}\n    }}' if lines else ""
-    return f'{{"repeats": {one.repeats}, {numbers}{more}}}'
+def _as_json(noise: Noise) -> str:
+    numbers = _spreads({name: getattr(noise, name) for name in NUMBERS})
+    lines = []
+    for fqn in noise.distance:
+        spreads = _spreads({name: getattr(noise, name)[fqn] for name in OF_PARAMETER})
+        lines.append(f'      "{fqn}": {{{spreads}}}')
+    joined_lines = ",\n".join(lines)
+    by_parameter = f', "by_parameter": {{\n{joined_lines}\n    }}' if lines else ""
+    return f'{{"repeats": {noise.repeats}, {numbers}{by_parameter}}}'
 
 
 def _spreads(by_name: Mapping[str, tuple[float, ...]]) -> str:
-    """Two digits: it is a spread over a few repeats."""
-    return ", ".join(f'"{name}": [{", ".join(f"{x:.1e}" for x in spread)}]' for name, spread in by_name.items())
+    """Return the JSON of spreads, with two digits a number: a spread over a few repeats is known no better."""
+    texts = []
+    for name, spread in by_name.items():
+        numbers = ", ".join(f"{number:.1e}" for number in spread)
+        texts.append(f'"{name}": [{numbers}]')
+    return ", ".join(texts)
 
 
 def render(case: Case, golden: Golden) -> str:
-    """The file's text: one line a step, floats in full precision, so that a review sees what moved."""
+    """Return the text of a golden's file: one line a step, floats in full precision, so that a review sees what changed."""
     steps = [
         f'    {{"step": {number}, "loss": {loss!r}, "grad_norm": {norm!r}}}'
         for number, (loss, norm) in enumerate(zip(golden.losses, golden.grad_norms, strict=True), start=1)
@@ -182,10 +207,11 @@ def render(case: Case, golden: Golden) -> str:
 
 
 def accept(case: Case, reference: ReferenceRun, folder: Path | None = None) -> str:
-    """Rewrites the golden and returns what changed, old, new and largest difference. Raises GoldenError in CI."""
+    """Rewrite the golden of a case and return what changed: old, new and largest difference. Raises GoldenError in CI."""
     if os.environ.get("CI", "").lower() not in ("", "0", "false"):
         raise GoldenError("goldens are not accepted in CI (the variable CI is set); accept on your machine and review")
-    new, path = from_reference(reference), path_of(case, folder)
+    new = from_reference(reference)
+    path = path_of(case, folder)
     if path.is_relative_to(ROOT / "harness"):
         raise GoldenError(f"{path}: comes with the installed harness; it is accepted in a checkout of it")
     if not all(map(math.isfinite, (*new.losses, *new.grad_norms))):
@@ -214,16 +240,18 @@ def describe(name: str, old: Golden | None, new: Golden) -> str:
     if (old.losses, old.grad_norms) == (new.losses, new.grad_norms):
         return f"{name}: unchanged" + (", its noise measured anew" if new.noise else "")
     lines = [f"{name}: largest relative difference {largest_difference(old, new):.2e}"]
-    for what, before, after in (("loss", old.losses, new.losses), ("grad_norm", old.grad_norms, new.grad_norms)):
-        for step, (was, is_now) in enumerate(zip(before, after, strict=False), start=1):
-            lines += [f"  step {step}  {what} {was!r} -> {is_now!r}"] if was != is_now else []
+    curves = (("loss", old.losses, new.losses), ("grad_norm", old.grad_norms, new.grad_norms))
+    for quantity, old_curve, new_curve in curves:
+        for step, (before, after) in enumerate(zip(old_curve, new_curve, strict=False), start=1):
+            if before != after:
+                lines.append(f"  step {step}  {quantity} {before!r} -> {after!r}")
     if len(old.losses) != len(new.losses):
         lines.append(f"  {len(old.losses)} -> {len(new.losses)} steps")
     return "\n".join(lines)
 
 
 def largest_difference(old: Golden, new: Golden) -> float:
-    """Relative, over losses and gradient norms of all steps; inf where the number of steps differs."""
+    """Return the largest relative difference of losses and gradient norms of all steps; inf if the number of steps differs."""
     if len(old.losses) != len(new.losses):
         return math.inf
     pairs = zip((*old.losses, *old.grad_norms), (*new.losses, *new.grad_norms), strict=True)

@@ -1,4 +1,4 @@
-"""Parameters of a trial as values: whole, put together from all ranks; and the part that one rank's optimizer steps on."""
+"""Values of a trial's parameters: whole ones put together from all ranks, and the slice that one rank's optimizer updates."""
 
 from __future__ import annotations
 
@@ -13,29 +13,40 @@ if TYPE_CHECKING:
 
 
 def weights_after(trial: Trial, step: int) -> dict[str, np.ndarray]:
-    """Return whole parameters as ranks held them after a step, NaN where none did."""
-    whole: dict[str, np.ndarray] = {}
+    """Return whole parameters as ranks held them after a step, by fqn. An entry that no rank held is NaN."""
+    weights: dict[str, np.ndarray] = {}
     for rank, record in trial.own_steps():
-        for fqn, value in record.parameters.items() if record.step == step else ():
-            full = whole.setdefault(fqn, np.full(trial.plan.shapes[fqn], np.nan, value.dtype))
+        if record.step != step:
+            continue
+        for fqn, value in record.parameters.items():
+            full = weights.setdefault(fqn, np.full(trial.plan.shapes[fqn], np.nan, value.dtype))
             part = trial.slice_of(rank, fqn)
             if part is not None and take(full, part).shape == value.shape:
                 take(full, part)[...] = value
-    return whole
+    return weights
 
 
-def stepped_part(trial: Trial, rank: int, fqn: str, held: np.ndarray) -> np.ndarray:
-    """Return the part of a held parameter that the rank's own optimizer steps on: under ZeRO-1 and 2 not all of it."""
-    part, wanted = trial.slice_of(rank, fqn), trial.plan.state_slices and trial.plan.state_slices[rank].get(fqn)
-    if not part or not wanted or part == wanted:
-        return held
-    return held[tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(wanted, part, strict=True))]
+def stepped_part(trial: Trial, rank: int, fqn: str, local_shard: np.ndarray) -> np.ndarray:
+    """Return the slice of a local parameter that the rank's own optimizer updates: under ZeRO-1 and 2 not all of it."""
+    part = trial.slice_of(rank, fqn)
+    state_slice = trial.plan.state_slices and trial.plan.state_slices[rank].get(fqn)
+    if not part or not state_slice or part == state_slice:
+        return local_shard
+    # The local shard begins at the start of `part`, so the slice is counted from there.
+    return local_shard[
+        tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(state_slice, part, strict=True))
+    ]
 
 
 def order_of_entries(trial: Trial) -> dict[str, Any]:
-    """Return how the reference's entries lie, in the words of reference.counterfactual.
+    """Return how the reference's entries are ordered, as keyword arguments of reference.counterfactual.Otherwise.
 
-    Its rows are in the trainer's order, and its vectors as tp ranks flatten them. A model that is given such weights needs it.
+    The reference's rows are in the trainer's order, and its vectors as tp ranks flatten them. A model that is given such
+    weights needs to know it.
     """
-    rows, columns = trial.reference.rows, trial.plan.columns
-    return {**({"rows": rows} if rows else {}), **({"columns": columns} if columns else {})}
+    order: dict[str, Any] = {}
+    if trial.reference.rows:
+        order["rows"] = trial.reference.rows
+    if trial.plan.columns:
+        order["columns"] = trial.plan.columns
+    return order

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.core.case import releases
 from harness.core.case.case import Case, ExpectedFailure
+from harness.core.judge.finding import Finding
 from harness.core.judge.result import Diagnosis, Result, Verdict
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the checks say of one run of a case."""
+    """The results of all checks on one run of a case."""
 
     case: Case
     folder: Path  # where the evidence lies
@@ -30,15 +32,15 @@ class Judgement:
 
     @property
     def replaced(self) -> list[str]:
-        """What of the trainer did not run as its users run it."""
+        """Return the parts of the trainer that did not run as its users run them, one sentence each."""
         return self.made.get("replaced", "").splitlines()
 
     @property
     def verdict(self) -> Verdict:
-        """FAIL if a check fails, else UNKNOWN if any could not be judged; a run in which nothing passed is UNKNOWN.
+        """Return FAIL if a check fails, else UNKNOWN if any could not be judged, else PASS. UNKNOWN if nothing passed.
 
-        A case that is expected to fail does so with exactly its checks and its cause, or is a FAIL. If no check fails and one
-        could not be judged, it is UNKNOWN.
+        A case that is expected to fail is XFAIL if it fails with exactly its checks and its cause, else FAIL. If no check
+        fails and one could not be judged, it is UNKNOWN.
         """
         verdicts = {result.verdict for result in self.results}
         if (expected := self.expected_failure) is not None:
@@ -53,22 +55,26 @@ class Judgement:
 
     @property
     def expected_failure(self) -> ExpectedFailure | None:
-        """What is expected of this run: nothing of one with a fault, or on a torch that does not get it wrong."""
+        """Return the failure that this run should show. None for a run with a fault, or on a torch without the mistake."""
         expected = self.case.expected_failure
         if expected is None or self.fault is not None:
             return None
-        on_this = not expected.torch or releases.holds(expected.torch, self.made.get("torch", ""))
-        return expected if on_this else None
+        applies_to_torch = not expected.torch or releases.holds(expected.torch, self.made.get("torch", ""))
+        return expected if applies_to_torch else None
 
     def _fails_as_expected(self, expected: ExpectedFailure) -> bool:
-        broken = {result.check for result in self.results if result.verdict is Verdict.FAIL}
-        unknown = {result.check for result in self.results if result.verdict is Verdict.UNKNOWN}
+        failing_checks = {result.check for result in self.results if result.verdict is Verdict.FAIL}
+        unknown_checks = {result.check for result in self.results if result.verdict is Verdict.UNKNOWN}
         kinds = self.diagnosis.kinds if self.diagnosis else ()
-        raised = any(expected.raised in str(finding.observed) for one in self.results for finding in one.findings)
+        raised = any(expected.raised in str(finding.observed) for finding in self._findings())
         # Ranks that die leave nothing to judge the other checks by.
         return (
-            broken == set(expected.checks.split())
+            failing_checks == set(expected.checks.split())
             and expected.named in kinds
             and raised
-            and (not unknown or "completed" in broken)
+            and (not unknown_checks or "completed" in failing_checks)
         )
+
+    def _findings(self) -> Iterator[Finding]:
+        for result in self.results:
+            yield from result.findings

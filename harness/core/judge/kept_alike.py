@@ -1,6 +1,8 @@
-"""Replicas that their optimizer keeps alike, as Dion does: its step moves what it needs, and no gradient is reduced."""
+"""Replicas that their optimizer keeps equal, as Dion does: its step moves what it needs, and no gradient is reduced."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from harness.core.judge.trial import Trial
 
@@ -8,22 +10,32 @@ from harness.core.judge.trial import Trial
 def moves_in_step(trial: Trial, rank: int, step: int, group: tuple[int, ...]) -> int:
     """Return the bytes that this rank moved over all of the group in the optimizer's step."""
     calls = trial.ranks[rank].collectives
-    return sum(c.bytes for c in calls if (c.step, c.phase) == (step, "optimizer") and c.ranks == group)
+    return sum(call.bytes for call in calls if (call.step, call.phase) == (step, "optimizer") and call.ranks == group)
 
 
 def joined_in_step(trial: Trial, rank: int, group: tuple[int, ...]) -> bool:
-    """Return whether the optimizer joins replicas that nothing claims: whether it leaves them alike is another question."""
+    """Return whether the optimizer moves bytes between replicas that nothing declares. It may leave them equal or not."""
     return "declared" not in trial.provided and any(
         moves_in_step(trial, rank, step, group) for step in trial.case.steps
     )
 
 
 def first_difference(trial: Trial, group: tuple[int, ...]) -> int | None:
-    """Return the first step after which these ranks hold other bytes, 0 if none; None if that was not read, or none trained."""
-    contents = [one.contents for one in trial.glances if one.rank in group]
-    if len(contents) < len(group) or not all(set(one) - {0} for one in contents):
+    """Return the first step after which the bytes that these ranks hold differ, 0 if there is none.
+
+    None if the contents of a rank were not read, or if no rank changed its parameters.
+    """
+    digests_by_step = [summary.contents for summary in trial.glances if summary.rank in group]
+    if len(digests_by_step) < len(group) or not all(set(digests) - {0} for digests in digests_by_step):
         return None
-    steps = sorted(set.union(*map(set, contents)) - {0})
-    if all(len({one.get(step) for step in (0, *steps)}) == 1 for one in contents):
+    steps = sorted(set.union(*map(set, digests_by_step)) - {0})
+
+    def is_constant(digests: Mapping[int, object]) -> bool:
+        return len({digests.get(step) for step in (0, *steps)}) == 1
+
+    if all(is_constant(digests) for digests in digests_by_step):
         return None
-    return next((step for step in steps if len({one.get(step) for one in contents}) > 1), 0)
+    for step in steps:
+        if len({digests.get(step) for digests in digests_by_step}) > 1:
+            return step
+    return 0

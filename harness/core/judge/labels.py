@@ -17,13 +17,14 @@ IGNORED = -100
 
 
 def laid_out(part: Microbatch, own: np.ndarray) -> np.ndarray | None:
-    """[samples, positions], like `own`, the samples' own labels; None where there are more or fewer."""
+    """Return a microbatch's labels [samples, positions], laid like `own`, the samples' own labels. None if no way fits."""
     assert part.labels is not None
-    ways = list(_ways(part.labels.reshape(-1), part.chunks, own))
-    return min(ways, key=lambda labels: int((labels != own).sum())) if ways else None
+    candidates = list(_ways(part.labels.reshape(-1), part.chunks, own))
+    return min(candidates, key=lambda labels: int((labels != own).sum())) if candidates else None
 
 
 def _ways(labels: np.ndarray, chunks: tuple[int, ...], own: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the labels laid like `own`, for each way in which a trainer may have cut them."""
     samples = len(own)
     if labels.size == own.size:
         yield labels.reshape(own.shape)
@@ -32,7 +33,8 @@ def _ways(labels: np.ndarray, chunks: tuple[int, ...], own: np.ndarray) -> Itera
     elif labels.size == (own != IGNORED).sum():
         yield _spread(labels, own, [own != IGNORED])
         columns = np.array_split(np.arange(own.shape[1]), max(len(chunks), 1))
-        yield _spread(labels, own, [(own != IGNORED) & np.isin(np.arange(own.shape[1]), at) for at in columns])
+        masks = [(own != IGNORED) & np.isin(np.arange(own.shape[1]), positions) for positions in columns]
+        yield _spread(labels, own, masks)
     if labels.size < own.size:
         pieces = np.split(labels, np.cumsum(chunks)[:-1])
         for rows in (own, own.reshape(1, -1)):
@@ -41,26 +43,34 @@ def _ways(labels: np.ndarray, chunks: tuple[int, ...], own: np.ndarray) -> Itera
 
 
 def _chunks_left_out(pieces: list[np.ndarray], own: np.ndarray) -> np.ndarray | None:
-    """Lay right labels of some positions, in order, where whole chunks are missing that do not count; None if they are not so.
-    Chunks are as wide as each other, but for one position and for the last one."""
-    laid, at = np.full_like(own, IGNORED), 0
-    widest = max(piece.size for piece in pieces) // len(own)
+    """Return labels of some positions laid like `own`, where whole chunks that do not count are missing.
+
+    None if the labels are not the right ones, or not in order. All chunks have the same width, but for one position and for
+    the last chunk.
+    """
+    rows, positions = own.shape
+    laid = np.full_like(own, IGNORED)
+    end = 0
+    widest = max(piece.size for piece in pieces) // rows
     for piece in pieces:
-        if piece.size % len(own):
+        if piece.size % rows:
             return None
-        chunk = piece.reshape(len(own), -1)
-        starts = range(at, own.shape[1] - chunk.shape[1] + 1)
-        start = next((one for one in starts if np.array_equal(own[:, one : one + chunk.shape[1]], chunk)), own.shape[1])
-        if 0 < start - at < widest - 1:
+        chunk = piece.reshape(rows, -1)
+        width = chunk.shape[1]
+        starts = range(end, positions - width + 1)
+        matching_starts = (start for start in starts if np.array_equal(own[:, start : start + width], chunk))
+        start = next(matching_starts, positions)
+        if 0 < start - end < widest - 1:
             return None
-        at = start + chunk.shape[1]
-        laid[:, start:at] = chunk[:, : own.shape[1] - start]
+        end = start + width
+        laid[:, start:end] = chunk[:, : positions - start]
     return laid if np.array_equal(laid, own) else None
 
 
 def _spread(labels: np.ndarray, own: np.ndarray, masks: list[np.ndarray]) -> np.ndarray:
-    """Return the labels that count at their places, row and position, one chunk after the other."""
-    spread, start = np.full_like(own, IGNORED), 0
+    """Return the labels that count laid like `own`: each mask takes the next labels, row by row. IGNORED elsewhere."""
+    spread = np.full_like(own, IGNORED)
+    start = 0
     for mask in masks:
         spread[mask] = labels[start : start + mask.sum()]
         start += mask.sum()

@@ -1,4 +1,4 @@
-"""Replicas that differ by request, and those of which some parameters are kept equal and others are not.
+"""Replicas that differ because local training was requested, and replicas of which only some parameters are kept equal.
 
 DDP's communication hook of post-local SGD reduces within subgroups only; parameters are averaged from time to time. A trainer
 without hook does the same if it reduces no gradient and averages parameters.
@@ -7,7 +7,7 @@ without hook does the same if it reduces no gradient and averages parameters.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -19,42 +19,62 @@ AVERAGES = "averages of parameters"
 
 
 def local_by(family: Sequence[Summary]) -> str:
-    """Return by what all of these train locally: a hook, or averages of parameters; empty if some rank does not, as far as is
-    known."""
-    hooks = [next(filter(LOCAL.search, one.hooks), "") for one in family]
+    """Return the means by which all of these ranks train locally: a hook's name, or AVERAGES.
+
+    Empty if, as far as is known, some rank does not train locally.
+    """
+    hooks = [next(filter(LOCAL.search, summary.hooks), "") for summary in family]
     if hooks and all(hooks):
         return hooks[0]
     return AVERAGES if averaged(family) and not _reduces(family) else ""
 
 
 def _reduces(family: Sequence[Summary]) -> bool:
-    """Whether a collective joins some of these in backward."""
-    ranks = {one.rank for one in family}
-    uses = {use.ranks for one in family for use in one.uses if use.phase == "backward"}
-    return any(len(ranks.intersection(ranks_of(key))) > 1 for key in uses)
+    """Return whether a collective of backward joins at least two of these ranks."""
+    ranks = {summary.rank for summary in family}
+    groups: set[str] = set()
+    for summary in family:
+        groups.update(use.ranks for use in summary.uses if use.phase == "backward")
+    return any(len(ranks.intersection(ranks_of(group))) > 1 for group in groups)
 
 
 def averaged(family: Sequence[Summary]) -> tuple[int, ...]:
-    """Return the steps after which ranks that differed before hold the same again."""
-    steps = sorted(set.intersection(*({step for step in one.contents if step} for one in family)))
-    alike = {step: len({one.contents[step] for one in family}) == 1 for step in steps}
-    first = next((step for step in steps if not alike[step]), None)
-    return tuple(step for step in steps if first is not None and step > first and alike[step])
+    """Return the steps after which ranks that differed before hold the same again, ascending."""
+    common_steps = sorted(set.intersection(*map(_steps_of, family)))
+    equal_steps = set()
+    for step in common_steps:
+        digests = {summary.contents[step] for summary in family}
+        if len(digests) == 1:
+            equal_steps.add(step)
+    first_unequal = next((step for step in common_steps if step not in equal_steps), None)
+    if first_unequal is None:
+        return ()
+    return tuple(step for step in common_steps if step > first_unequal and step in equal_steps)
 
 
 def not_averaged(families: Iterable[Sequence[Summary]]) -> list[Sequence[Summary]]:
     """Return the families that train locally, differ, and were never equal again: the recording may be too short."""
-    local = (family for family in families if local_by(family) and not averaged(family))
-    return [family for family in local if any(len({one.contents.get(s) for one in family}) > 1 for s in _steps(family))]
+    return [family for family in families if local_by(family) and not averaged(family) and _differs(family)]
 
 
-def _steps(family: Iterable[Summary]) -> set[int]:
-    return {step for one in family for step in one.contents if step}
+def _differs(family: Sequence[Summary]) -> bool:
+    """Return whether the contents of these ranks differ after some step. A rank without the step counts as different."""
+    steps = set[int]().union(*map(_steps_of, family))
+    for step in steps:
+        digests = {summary.contents.get(step) for summary in family}
+        if len(digests) > 1:
+            return True
+    return False
+
+
+def _steps_of(summary: Summary) -> set[int]:
+    """Return the steps after which a rank's contents are known, without 0, which stands for the start."""
+    return {step for step in summary.contents if step}
 
 
 @dataclass(frozen=True)
 class PartlyEqual:
-    """Ranks that began with the same parameters, which claim nothing."""
+    """Ranks that began with the same parameters, and whose parameters claim no placement."""
 
     ranks: tuple[int, ...]
     """Global ranks, ascending."""
@@ -65,28 +85,43 @@ class PartlyEqual:
 
 
 def _sums(family: Sequence[Summary]) -> bool:
-    """Whether these add up as much as their parameters have, and not in forward passes, as tensor parallelism does."""
-    ranks, moved = {one.rank for one in family}, Counter[str]()
+    """Return whether these ranks sum as many bytes as their parameters have, and none in forward.
+
+    Tensor parallelism sums in forward, too.
+    """
+    ranks = {summary.rank for summary in family}
+    forward_bytes = 0
+    later_bytes = 0
     uses: tuple[Use | Outside, ...] = (*family[0].uses, *family[0].outside)
     for use in uses:
         if use.op in ("all_reduce", "reduce", "reduce_scatter") and len(ranks.intersection(ranks_of(use.ranks))) > 1:
-            moved["forward" if use.phase in ("forward", "pipeline") else "later"] += use.bytes
-    return not moved["forward"] and moved["later"] >= family[0].memory.get("parameters", 1)
+            if use.phase in ("forward", "pipeline"):
+                forward_bytes += use.bytes
+            else:
+                later_bytes += use.bytes
+    return not forward_bytes and later_bytes >= family[0].memory.get("parameters", 1)
 
 
 def partly_equal(summaries: Iterable[Summary]) -> list[PartlyEqual]:
-    """Return the sets of ranks that began alike and keep some parameters equal, but not all. They may keep none equal if they
-    add up as much as gradients are. Stages of a pipeline may begin alike, too, and add up nothing."""
-    began: dict[object, list[Summary]] = defaultdict(list)
-    for one in summaries:
-        if one.unclaimed:
-            began[one.model, tuple((fqn, first) for fqn, (first, _) in one.unclaimed.items())].append(one)
-    found = []
-    for family in began.values():
-        held = {fqn: {one.unclaimed[fqn][1] for one in family} for fqn in family[0].unclaimed}
-        changed = {fqn for fqn, (first, _) in family[0].unclaimed.items() if held[fqn] != {first}}
-        equal = tuple(fqn for fqn in held if len(held[fqn]) == 1 and fqn in changed)
-        differ = tuple(fqn for fqn in held if len(held[fqn]) > 1)
+    """Return the sets of ranks that began with equal parameters and keep some of them equal, but not all.
+
+    They may keep none equal if they sum as many bytes as gradients have. Stages of a pipeline may begin with equal parameters,
+    too, and sum nothing.
+    """
+    families: dict[object, list[Summary]] = defaultdict(list)
+    for summary in summaries:
+        if summary.unclaimed:
+            first_digests = tuple((fqn, first) for fqn, (first, _) in summary.unclaimed.items())
+            families[summary.model, first_digests].append(summary)
+    partly_equal_sets = []
+    for family in families.values():
+        last_digests: dict[str, set[int]] = {}
+        for fqn in family[0].unclaimed:
+            last_digests[fqn] = {summary.unclaimed[fqn][1] for summary in family}
+        changed = {fqn for fqn, (first, _) in family[0].unclaimed.items() if last_digests[fqn] != {first}}
+        equal = tuple(fqn for fqn, digests in last_digests.items() if len(digests) == 1 and fqn in changed)
+        differ = tuple(fqn for fqn, digests in last_digests.items() if len(digests) > 1)
         if differ and not averaged(family) and (equal or _sums(family)):
-            found.append(PartlyEqual(tuple(sorted(one.rank for one in family)), equal, differ))
-    return found
+            ranks = tuple(sorted(summary.rank for summary in family))
+            partly_equal_sets.append(PartlyEqual(ranks, equal, differ))
+    return partly_equal_sets

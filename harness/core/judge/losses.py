@@ -1,4 +1,4 @@
-"""The losses that were seen, put together over ranks: sums over sums, never a mean of means. tp peers count once."""
+"""The losses that were observed, put together over ranks: sums over sums, never a mean of means. tp peers count once."""
 
 from __future__ import annotations
 
@@ -9,21 +9,28 @@ from harness.core.judge.trial import Trial
 
 
 def global_loss(trial: Trial, step: int) -> float | None:
-    """Sum of local losses over sum of valid tokens. tp peers, who compute the same loss, count once between them."""
-    seen = [loss for rank in last_stage_ranks(trial) if _first_of_tp(trial, rank) for loss in losses(trial, rank, step)]
-    tokens = sum(count for _, count in seen)
-    return math.fsum(total for total, _ in seen) / tokens if tokens else None
+    """Return the sum of local losses over the sum of valid tokens. None without any valid token.
+
+    tp peers compute the same loss, so they count once.
+    """
+    observed_losses: list[tuple[float, int]] = []
+    for rank in last_stage_ranks(trial):
+        if _first_of_tp(trial, rank):
+            observed_losses += losses(trial, rank, step)
+    tokens = sum(count for _, count in observed_losses)
+    return math.fsum(total for total, _ in observed_losses) / tokens if tokens else None
 
 
 def losses(trial: Trial, rank: int, step: int) -> list[tuple[float, int]]:
-    """(sum of losses, valid tokens) of a rank's forward passes whose loss was seen."""
-    return [
-        (part.loss_sum, part.valid_tokens)
-        for record in trial.ranks[rank].steps
-        if record.step == step
-        for part in record.microbatches
-        if part.loss_sum is not None and part.valid_tokens is not None
-    ]
+    """Return (sum of losses, valid tokens) of each of a rank's microbatches whose loss was observed."""
+    observed_losses = []
+    for record in trial.ranks[rank].steps:
+        if record.step != step:
+            continue
+        for microbatch in record.microbatches:
+            if microbatch.loss_sum is not None and microbatch.valid_tokens is not None:
+                observed_losses.append((microbatch.loss_sum, microbatch.valid_tokens))
+    return observed_losses
 
 
 def _first_of_tp(trial: Trial, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""What the evidence of one launch shows of its trainer: the traits that are not declared."""
+"""The traits of a trainer that nobody declared, taken from the evidence of one launch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from harness.core.evidence.records import RankEvidence, Run
 
 
 def measured(case: Case, traits: TrainerTraits, run: Run) -> TrainerTraits:
-    """Return the traits with what they and the case leave open as the ranks show it.
+    """Return the traits, with those that neither they nor the case declare filled in from the evidence of the ranks.
 
-    What a trainer wraps together is its choice. A policy that the case requests is planned all the same, whatever the wrappers
-    claim.
+    A trainer may choose what it wraps together. A policy that the case requests is planned all the same, whatever the
+    wrappers claim.
     """
     units: Observed | None = None
     if traits.units_of(case) == OBSERVED and case.wrapper == "fsdp2":
         known = case.model.parameter_shapes()
-        claimed = {rank: claimed_units(evidence) for rank, evidence in sorted(run.ranks.items())}
-        units = {rank: tuple(_of_model(unit, known) for unit in each) for rank, each in claimed.items()}
+        claimed = {}
+        for rank, evidence in sorted(run.ranks.items()):
+            claimed[rank] = tuple(_of_model(unit, known) for unit in claimed_units(evidence))
+        units = claimed
     return replace(traits, measured=Measured(units, _flat_order(case, traits, run), torch=torch_of(run)))
 
 
@@ -32,14 +34,20 @@ def _of_model(unit: Unit, known: Collection[str]) -> Unit:
 
 
 def undeclared(traits: TrainerTraits) -> tuple[str, ...]:
-    """Return what the plan takes from a run, for neither the case nor the adapter declares it."""
-    found = traits.measured
-    units = ("FSDP2's units",) if found.units is not None else ()
-    return units + (("the places of parameters in FSDP1's vectors",) if found.flat_order else ())
+    """Return what the plan takes from a run because neither the case nor the adapter declares it, one phrase each."""
+    phrases: tuple[str, ...] = ()
+    if traits.measured.units is not None:
+        phrases += ("FSDP2's units",)
+    if traits.measured.flat_order:
+        phrases += ("the places of parameters in FSDP1's vectors",)
+    return phrases
 
 
 def claimed_units(evidence: RankEvidence) -> tuple[Unit, ...]:
-    """Return FSDP2's units as the rank's wrappers claim them. Modules that were wrapped as one claim the same unit."""
+    """Return FSDP2's units as the rank's wrappers claim them, in the order of the wrappers.
+
+    Modules that were wrapped as one claim the same unit, so it is returned once.
+    """
     claims = evidence.structure.values()
     wrappers = [wrapper for wrapper in claims if wrapper.kind == "fsdp2" and wrapper.parameters]
     modules = Counter(frozenset(wrapper.parameters) for wrapper in wrappers)
@@ -52,26 +60,35 @@ def claimed_units(evidence: RankEvidence) -> tuple[Unit, ...]:
 
 def claimed_cut_dims(ranks: Iterable[RankEvidence]) -> dict[str, int]:
     """Return, by fqn, the dim along which FSDP2 cuts a parameter, where it is not the first (shard_placement_fn)."""
-    found: dict[str, int] = {}
+    cut_dims: dict[str, int] = {}
     for evidence in ranks:
-        units = {fqn for w in evidence.structure.values() if w.kind == "fsdp2" for fqn in w.parameters}
+        wrapped_fqns: set[str] = set()
+        for wrapper in evidence.structure.values():
+            if wrapper.kind == "fsdp2":
+                wrapped_fqns.update(wrapper.parameters)
         for tensor in evidence.parameters:
-            cuts = [kind for kind in tensor.placements if "Shard" in kind]
-            if tensor.fqn in units and len(cuts) == 1 and cuts[0].startswith("Shard("):
-                found[tensor.fqn] = int(cuts[0].removeprefix("Shard(").rstrip(")"))
-    return {fqn: dim for fqn, dim in found.items() if dim}
+            shards = [placement for placement in tensor.placements if "Shard" in placement]
+            if tensor.fqn in wrapped_fqns and len(shards) == 1 and shards[0].startswith("Shard("):
+                cut_dims[tensor.fqn] = int(shards[0].removeprefix("Shard(").rstrip(")"))
+    return {fqn: dim for fqn, dim in cut_dims.items() if dim}
 
 
 def _flat_order(case: Case, traits: TrainerTraits, run: Run) -> tuple[str, ...]:
-    """Return the places of parameters in FSDP1's vectors, which is that of the model's modules. All ranks have that of the
-    first: what each really holds the checks find by comparing bytes."""
+    """Return the fqns of parameters in the order in which FSDP1 flattens them, which is that of the model's modules.
+
+    Empty if the traits declare the order, or without FSDP1. The first rank's order is taken for all ranks: the checks compare
+    bytes to find what each rank really holds.
+    """
     if case.wrapper != "fsdp1" or traits.flat_order or not run.ranks:
         return ()
-    claims = (one for one in run.ranks[min(run.ranks)].structure.values() if one.kind == "fsdp1")
-    return tuple(fqn for one in claims for fqn in one.parameters)
+    fqns: list[str] = []
+    for wrapper in run.ranks[min(run.ranks)].structure.values():
+        if wrapper.kind == "fsdp1":
+            fqns += wrapper.parameters
+    return tuple(fqns)
 
 
 def torch_of(run: Run) -> str:
-    """Return the release that the ranks report; without any evidence, the one installed where they were started."""
+    """Return the release of torch that the ranks report; without any evidence, the one installed where they were started."""
     releases = (evidence.environment.get("torch", "") for evidence in run.ranks.values())
     return next(filter(None, releases), run.made.get("torch", ""))

@@ -1,12 +1,13 @@
-"""What Muon makes of the gradients seen. It is a function of whole matrices, so slices of all ranks are put together.
+"""Muon's updates, recomputed from the observed gradients. Muon is a function of whole matrices: slices of ranks are joined.
 
-In float64 and in numpy, as all that `update` recomputes. A hypothesis may say that each slice was orthogonalised alone.
+The arithmetic is float64 numpy, like all that the check `update` recomputes. A hypothesis may assume that each slice was
+orthogonalised alone.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +29,7 @@ Key = tuple[tuple[int, ...], str]
 
 @dataclass(frozen=True)
 class Turned:
-    """What a step of Muon adds to a matrix, but for the rate."""
+    """The update of a matrix in one step of Muon, without the learning rate."""
 
     update: np.ndarray
     """What is orthogonalised: the matrix, or the part of it that these ranks have."""
@@ -39,18 +40,18 @@ class Turned:
 
     @functools.cached_property
     def whole(self) -> np.ndarray:
-        """Return it orthogonalised, computed when it is first needed."""
-        turned: np.ndarray = muon.newton_schulz(self.update)
-        return turned
+        """Return the update orthogonalised, computed when it is first needed."""
+        orthogonalised: np.ndarray = muon.newton_schulz(self.update)
+        return orthogonalised
 
     def of(self, part: Slice) -> np.ndarray:
-        """Return what lies in a rank's slice of the matrix."""
+        """Return the orthogonalised update of a rank's slice of the matrix."""
         return take(self.whole, _within(part, self.place))
 
 
 @dataclass
 class Matrices:
-    """Each matrix by step, kept for the ranks that share it. recipe: by parameter and step."""
+    """The updates of each matrix by step, computed once for all ranks that share it. recipe: by parameter and step."""
 
     trial: Trial
     given: Given
@@ -58,10 +59,13 @@ class Matrices:
     known: dict[Key, dict[int, Turned]] = field(default_factory=dict)
 
     def added(self, rank: int, step: int, fqn: str, rate: float) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return what Muon subtracts from the rank's slice, decay left out, and the bound on that.
+        """Return what Muon subtracts from the rank's slice, without weight decay, and the bound on that, entry by entry.
 
-        None: a slice or a gradient of the matrix was not seen."""
-        key, part, trial = (self._together(rank, fqn), fqn), self.trial.slice_of(rank, fqn), self.trial
+        None if a slice or a gradient of the matrix was not observed.
+        """
+        trial = self.trial
+        key = (self._together(rank, fqn), fqn)
+        part = trial.slice_of(rank, fqn)
         if key not in self.known:
             self.known[key] = dict(self._steps(*key))
         turned = self.known[key].get(step)
@@ -72,62 +76,82 @@ class Matrices:
             return np.zeros(take(turned.update, _within(part, turned.place)).shape), np.zeros(())
         sizes = [hi - lo for lo, hi in part] if trial.assumption.optimizer.scales_slices else trial.plan.shapes[fqn]
         scale = rate * muon.scale(sizes, self.recipe(fqn, step).adjust_lr)
-        own, off = (
-            scale * turned.of(part),
-            tolerance.orthogonal_bound(trial.case, turned.update.shape, turned.cancelled),
-        )
-        return own, tolerance.update_bound(trial.case, np.abs(own)) + scale * off
+        subtracted = scale * turned.of(part)
+        orthogonal_bound = tolerance.orthogonal_bound(trial.case, turned.update.shape, turned.cancelled)
+        return subtracted, tolerance.update_bound(trial.case, np.abs(subtracted)) + scale * orthogonal_bound
 
     def _together(self, rank: int, fqn: str) -> tuple[int, ...]:
-        """The rank's replica, without those from which a hypothesis says that Muon gathers nothing."""
-        fixed = ("dp_replicate", *self.trial.assumption.optimizer.alone)
-        dims, mine = self.trial.case.dims, coordinate(self.trial.case.dims, rank)
-        axes = [axis for axis in mine if axis in fixed or (axis == "cp" and "dp_shard" in fixed)]
-        others = (r for r in sorted(self.trial.ranks) if fqn in self.trial.plan.slices[r])
-        return tuple(r for r in others if all(coordinate(dims, r)[axis] == mine[axis] for axis in axes))
+        """Return the ranks of the rank's replica, without those from which a hypothesis says that Muon gathers nothing."""
+        fixed_axes = ("dp_replicate", *self.trial.assumption.optimizer.alone)
+        dims = self.trial.case.dims
+        own_coordinate = coordinate(dims, rank)
+        common_axes = [
+            axis for axis in own_coordinate if axis in fixed_axes or (axis == "cp" and "dp_shard" in fixed_axes)
+        ]
+        ranks = []
+        for other in sorted(self.trial.ranks):
+            if fqn in self.trial.plan.slices[other]:
+                other_coordinate = coordinate(dims, other)
+                if all(other_coordinate[axis] == own_coordinate[axis] for axis in common_axes):
+                    ranks.append(other)
+        return tuple(ranks)
 
     def _steps(self, ranks: tuple[int, ...], fqn: str) -> list[tuple[int, Turned]]:
+        """Return (step, update) of each step in which the gradients of all of these ranks were observed."""
         parts = {rank: part for rank in ranks if (part := self.trial.slice_of(rank, fqn)) is not None}
         if len(parts) < len(ranks):
             return []
-        place = tuple(
-            (min(lo), max(hi)) for lo, hi in (zip(*dim, strict=True) for dim in zip(*parts.values(), strict=True))
-        )
-        average = _laid(parts, place, {rank: self._begun(rank, fqn) for rank in parts})
-        length, found = float(np.linalg.norm(average)), []
+        enclosing = _enclosing_slice(parts.values())
+        average = _laid(parts, enclosing, {rank: self._begun(rank, fqn) for rank in parts})
+        average_length = float(np.linalg.norm(average))
+        updates = []
         for number in self.trial.case.steps:
-            given = {rank: self._given(rank, number, fqn) for rank in parts}
-            gradient, recipe = _laid(parts, place, given), self.recipe(fqn, number)
-            by, nesterov = recipe.momentum, recipe.nesterov
-            average = by * average + (1 - by) * gradient
-            update = muon.given(average, gradient, momentum=by, nesterov=nesterov)
-            own = float(np.linalg.norm(gradient))
-            length = by * length + (1 - by) * own
-            averaged = muon.given(length, own, momentum=by, nesterov=nesterov)
-            cancelled = averaged / max(float(np.linalg.norm(update)), muon.SMALLEST)
-            if all(value is not None for value in given.values()):
-                found.append((number, Turned(update, place, cancelled)))
-        return found
+            gradients = {rank: self._given(rank, number, fqn) for rank in parts}
+            gradient = _laid(parts, enclosing, gradients)
+            recipe = self.recipe(fqn, number)
+            momentum = recipe.momentum
+            nesterov = recipe.nesterov
+            average = momentum * average + (1 - momentum) * gradient
+            update = muon.given(average, gradient, momentum=momentum, nesterov=nesterov)
+            # The same sums over lengths instead of matrices: nothing cancels in them.
+            gradient_length = float(np.linalg.norm(gradient))
+            average_length = momentum * average_length + (1 - momentum) * gradient_length
+            update_length = muon.given(average_length, gradient_length, momentum=momentum, nesterov=nesterov)
+            cancelled = update_length / max(float(np.linalg.norm(update)), muon.SMALLEST)
+            if all(value is not None for value in gradients.values()):
+                updates.append((number, Turned(update, enclosing, cancelled)))
+        return updates
 
     def _given(self, rank: int, number: int, fqn: str) -> np.ndarray | None:
-        step = next((one for one in self.trial.ranks[rank].steps if one.step == number), None)
+        step = next((step for step in self.trial.ranks[rank].steps if step.step == number), None)
         return None if step is None or fqn not in step.gradients else self.given(rank, step, fqn)
 
     def _begun(self, rank: int, fqn: str) -> np.ndarray | None:
-        """Return the average that training begins with: zeros, or the checkpoint's."""
+        """Return the average that training begins with: zeros, or the checkpoint's. None if the checkpoint has none."""
         resumed = self.trial.ranks[rank].resumed
         return resumed.optimizer_state.get(fqn, {}).get("momentum_buffer") if resumed else np.zeros(())
 
 
-def _laid(parts: dict[int, Slice], place: Slice, values: dict[int, np.ndarray | None]) -> np.ndarray:
-    """Put slices together; NaN where one is lacking."""
-    whole = np.full(tuple(hi - lo for lo, hi in place), np.nan)
+def _enclosing_slice(parts: Iterable[Slice]) -> Slice:
+    """Return the smallest slice that contains all parts."""
+    intervals = []
+    for intervals_of_dim in zip(*parts, strict=True):
+        starts, stops = zip(*intervals_of_dim, strict=True)
+        intervals.append((min(starts), max(stops)))
+    return tuple(intervals)
+
+
+def _laid(parts: dict[int, Slice], enclosing: Slice, values: dict[int, np.ndarray | None]) -> np.ndarray:
+    """Return the ranks' values put together to the enclosing slice, NaN where one is lacking."""
+    joined = np.full(tuple(hi - lo for lo, hi in enclosing), np.nan)
     for rank, part in parts.items():
-        target, value = take(whole, _within(part, place)), values[rank]
+        target = take(joined, _within(part, enclosing))
+        value = values[rank]
         if value is not None and value.shape in ((), target.shape):
             target[...] = value
-    return whole
+    return joined
 
 
-def _within(part: Slice, place: Slice) -> Slice:
-    return tuple((lo - start, hi - start) for (lo, hi), (start, _) in zip(part, place, strict=True))
+def _within(part: Slice, enclosing: Slice) -> Slice:
+    """Return the part in coordinates that begin at the start of the enclosing slice."""
+    return tuple((lo - start, hi - start) for (lo, hi), (start, _) in zip(part, enclosing, strict=True))

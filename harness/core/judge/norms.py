@@ -10,17 +10,25 @@ import numpy as np
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import coordinate
 
-GRADIENTS, PARAMETERS = "gradients", "parameters"
+GRADIENTS = "gradients"
+PARAMETERS = "parameters"
 """Fields of a step's evidence, fqn -> the rank's slice."""
 
 
 def nearest(trial: Trial, rank: int) -> list[int]:
-    """Return all ranks, those first whose places differ along the fewest axes: the ones that a rank adds up with. The first
-    stage's copy of a tied weight counts."""
-    places = {one: coordinate(trial.case.dims, one) for one in trial.ranks}
+    """Return all ranks, those first whose mesh coordinates differ along the fewest axes: this rank sums its norm with them.
+
+    Of several stages the first comes first, so the first stage's copy of a tied weight counts.
+    """
+    coordinates = {other: coordinate(trial.case.dims, other) for other in trial.ranks}
     own = coordinate(trial.case.dims, rank)
-    apart = {one: sum(own[axis] != at for axis, at in place.items() if axis != "pp") for one, place in places.items()}
-    return sorted(places, key=lambda one: (apart[one], places[one]["pp"], one))
+
+    def order(other: int) -> tuple[int, int, int]:
+        other_coordinate = coordinates[other]
+        differing_axes = sum(own[axis] != index for axis, index in other_coordinate.items() if axis != "pp")
+        return (differing_axes, other_coordinate["pp"], other)
+
+    return sorted(coordinates, key=order)
 
 
 def norm_of(
@@ -34,23 +42,28 @@ def norm_of(
 ) -> float:
     """Return the norm of the slices that these ranks had in a step, each counted once, as the first rank has it.
 
-    again: once for each place along that axis. fqns: of these parameters alone. power: of the norm; the sum of powers is
-    returned for any but 2, and the maximum for infinity.
+    again: an axis; slices count once for each coordinate along it. fqns: of these parameters alone. power: of the norm; the sum
+    of powers is returned for any but 2, and the maximum for infinity. of: GRADIENTS or PARAMETERS.
     """
-    found: dict[object, float] = {}
-    place_in = trial.gradient_slice_of if of == GRADIENTS else trial.slice_of
-    for one in sorted(trial.ranks) if ranks is None else ranks:
-        place = coordinate(trial.case.dims, one).get(again)
-        for record in (record for record in trial.ranks[one].steps if record.step == step):
+    sums: dict[object, float] = {}
+    slice_of = trial.gradient_slice_of if of == GRADIENTS else trial.slice_of
+    if ranks is None:
+        ranks = sorted(trial.ranks)
+    for rank in ranks:
+        index = coordinate(trial.case.dims, rank).get(again)
+        for record in trial.ranks[rank].steps:
+            if record.step != step:
+                continue
             for fqn, tensor in getattr(record, of).items():
-                key = fqn, place_in(one, fqn), place
-                if key not in found and tensor.size and (fqns is None or fqn in fqns):
-                    known = record.squares if (of, power) == (GRADIENTS, 2) else {}
-                    found[key] = known[fqn] if known else _summed(tensor, power)
-    total = max(found.values(), default=0.0) if power == math.inf else math.fsum(found.values())
+                key = fqn, slice_of(rank, fqn), index
+                if key not in sums and tensor.size and (fqns is None or fqn in fqns):
+                    recorded_squares = record.squares if (of, power) == (GRADIENTS, 2) else {}
+                    sums[key] = recorded_squares[fqn] if recorded_squares else _summed(tensor, power)
+    total = max(sums.values(), default=0.0) if power == math.inf else math.fsum(sums.values())
     return math.sqrt(total) if power == 2 else total
 
 
 def _summed(tensor: np.ndarray, power: float) -> float:
+    """Return the sum of squares for 2, else numpy's norm of this power, of all entries."""
     values = tensor.ravel().astype(np.float64)
     return float(np.square(values).sum() if power == 2 else np.linalg.norm(values, power))

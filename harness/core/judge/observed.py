@@ -1,4 +1,4 @@
-"""What really ran, from the summaries of a recording's ranks: pure, with nothing declared and nothing guessed.
+"""The layout that really ran, from the summaries of a recording's ranks: nothing in it is declared or guessed.
 
 Groups over which the same is done, and of which the same is claimed, are one axis. It has a name only where a wrapper or a
 DTensor names it: FSDP and tensor parallelism use the same collectives.
@@ -21,7 +21,7 @@ H = TypeVar("H", bound=Hashable)
 
 @dataclass(frozen=True)
 class Moved:
-    """What each rank of a group moved in one step, by one collective in one phase."""
+    """The bytes that each rank of a group moved in one step, by one collective in one phase."""
 
     op: str
     """Name of the collective."""
@@ -54,38 +54,43 @@ class Axis:
 
 
 def axes(summaries: Iterable[Summary]) -> tuple[Axis, ...]:
-    """The largest groups first. Stages of a pipeline differ in what they do. So groups of one size and role that share no rank
-    are one axis if some do all that others do."""
+    """Return the axes of the layout, those with the largest groups first.
+
+    Groups of one size and role that issue the same collectives are one axis. Stages of a pipeline differ in what they issue.
+    So groups that share no rank are also one axis if one issues all that the other does.
+    """
     uses: dict[str, list[Use]] = defaultdict(list)
     roles: dict[str, str] = {}
     for summary in summaries:
         for use in summary.uses:
             uses[use.ranks].append(use)
             roles.setdefault(use.ranks, summary.roles.get(use.ranks, ""))
-    alike: dict[tuple[int, str, frozenset[tuple[str, str]]], list[str]] = defaultdict(list)
-    for key, done in uses.items():
-        signature = frozenset((use.op, use.phase) for use in done)
-        alike[len(ranks_of(key)), roles[key], signature].append(key)
+    groups_by_kind: dict[tuple[int, str, frozenset[tuple[str, str]]], list[str]] = defaultdict(list)
+    for group, group_uses in uses.items():
+        signature = frozenset((use.op, use.phase) for use in group_uses)
+        groups_by_kind[len(ranks_of(group)), roles[group], signature].append(group)
+    # Groups that issue most come first, so that a group that issues a part of it finds their axis.
+    kinds = sorted(groups_by_kind.items(), key=lambda kind: -len(kind[0][2]))
     lines: list[_Line] = []
-    for (size, role, signature), groups in sorted(alike.items(), key=lambda kind: -len(kind[0][2])):
+    for (size, role, signature), groups in kinds:
         for group in sorted(groups, key=ranks_of):
             ranks = set(ranks_of(group))
-            home = next((line for line in lines if line.takes(size, role, signature, ranks)), None)
-            if home is None:
-                home = _Line(size, role, signature)
-                lines.append(home)
-            home.groups.append(group)
-            home.ranks |= ranks
-    found = [
+            line = next((line for line in lines if line.takes(size, role, signature, ranks)), None)
+            if line is None:
+                line = _Line(size, role, signature)
+                lines.append(line)
+            line.groups.append(group)
+            line.ranks |= ranks
+    found_axes = [
         Axis(line.size, line.role, tuple(sorted(line.groups, key=ranks_of)), _moved(line.groups, uses))
         for line in lines
     ]
-    return tuple(sorted(found, key=lambda axis: (-axis.size, axis.role == "", axis.groups)))
+    return tuple(sorted(found_axes, key=lambda axis: (-axis.size, axis.role == "", axis.groups)))
 
 
 @dataclass
 class _Line:
-    """An axis as it is found."""
+    """An axis while its groups are collected."""
 
     size: int
     role: str
@@ -94,83 +99,103 @@ class _Line:
     ranks: set[int] = field(default_factory=set)
 
     def takes(self, size: int, role: str, signature: frozenset[tuple[str, str]], ranks: set[int]) -> bool:
-        same = (size, role) == (self.size, self.role) and signature <= self.signature
-        return same and self.ranks.isdisjoint(ranks)
+        """Return whether a group belongs to this axis: same size and role, no collective of its own, no rank twice."""
+        is_same_kind = (size, role) == (self.size, self.role) and signature <= self.signature
+        return is_same_kind and self.ranks.isdisjoint(ranks)
 
 
 def _moved(groups: Iterable[str], uses: Mapping[str, list[Use]]) -> tuple[Moved, ...]:
-    by: dict[tuple[str, str, str], list[Use]] = defaultdict(list)
-    for use in (use for group in groups for use in uses[group]):
-        by[use.phase, use.op, use.dtype].append(use)
-    found = []
-    for (phase, op, dtype), us in sorted(by.items()):
-        calls, sizes, steps = zip(*((u.calls, u.bytes, u.steps) for u in us), strict=True)
-        found.append(Moved(op, phase, dtype, max(calls), min(sizes), max(sizes), _of_all(steps)))
-    return tuple(found)
+    """Return what the ranks of these groups moved, by phase, collective and dtype."""
+    uses_by_kind: dict[tuple[str, str, str], list[Use]] = defaultdict(list)
+    for group in groups:
+        for use in uses[group]:
+            uses_by_kind[use.phase, use.op, use.dtype].append(use)
+    moved = []
+    for (phase, op, dtype), kind_uses in sorted(uses_by_kind.items()):
+        calls = max(use.calls for use in kind_uses)
+        sizes = [use.bytes for use in kind_uses]
+        steps = _of_all(use.steps for use in kind_uses)
+        moved.append(Moved(op, phase, dtype, calls, min(sizes), max(sizes), steps))
+    return tuple(moved)
 
 
 def _of_all(steps: Iterable[str]) -> str:
-    """In which steps as much moved on every rank: one that ended early knows fewer. Empty stands for each step of a rank."""
-    told = [frozenset(ranks_of(one)) for one in steps if one]
-    return ranks_key(tuple(sorted(frozenset.intersection(*told) or frozenset.union(*told)))) if told else ""
+    """Return the steps in which every rank moved as much, in the words of ranks_key. Empty: in each step of a rank.
+
+    A rank that ended early has fewer steps on record. If no step is common to all, the steps of any rank are returned.
+    """
+    step_sets = [frozenset(ranks_of(key)) for key in steps if key]
+    if not step_sets:
+        return ""
+    common_steps = frozenset.intersection(*step_sets) or frozenset.union(*step_sets)
+    return ranks_key(tuple(sorted(common_steps)))
 
 
 # ---- what is the same on which ranks
 
 
-def together(summaries: Iterable[Summary], what: Callable[[Summary], H | None]) -> dict[H, list[int]]:
-    """The ranks by what they have, None left out; the most first."""
-    return _grouped((summary.rank, what(summary)) for summary in summaries)
+def together(summaries: Iterable[Summary], value_of: Callable[[Summary], H | None]) -> dict[H, list[int]]:
+    """Return the ranks by the value that `value_of` returns for them, None left out; the value of most ranks first."""
+    return _grouped((summary.rank, value_of(summary)) for summary in summaries)
 
 
 def _grouped(pairs: Iterable[tuple[int, H | None]]) -> dict[H, list[int]]:
-    found: dict[H, list[int]] = defaultdict(list)
-    for rank, thing in pairs:
-        if thing is not None:
-            found[thing].append(rank)
-    return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[1])))
+    """Return the ranks of each value, None left out; the value of most ranks first, then that of the lowest rank."""
+    ranks_by_value: dict[H, list[int]] = defaultdict(list)
+    for rank, value in pairs:
+        if value is not None:
+            ranks_by_value[value].append(rank)
+    return dict(sorted(ranks_by_value.items(), key=lambda entry: (-len(entry[1]), entry[1])))
 
 
 def replicas(summaries: Iterable[Summary]) -> list[list[Summary]]:
-    """Ranks that claim to hold the same parts of the same parameters, where there are several."""
-    found: dict[tuple[int, int], list[Summary]] = defaultdict(list)
+    """Return the families of several ranks that claim to hold the same slices of the same parameters."""
+    families: dict[tuple[int, int], list[Summary]] = defaultdict(list)
     for summary in summaries:
         if summary.slices:
-            found[summary.model, summary.slices].append(summary)
-    return [family for family in found.values() if len(family) > 1]
+            families[summary.model, summary.slices].append(summary)
+    return [family for family in families.values() if len(family) > 1]
 
 
 def copied(summaries: Iterable[Summary]) -> list[list[Summary]]:
-    """Return, by group, its ranks with the contents of parameters that are copied over it, while others are cut."""
-    found: dict[str, list[Summary]] = defaultdict(list)
+    """Return the ranks of each group, with the contents of parameters that are copied over it, while others are cut."""
+    families: dict[str, list[Summary]] = defaultdict(list)
     for summary in summaries:
         for group, contents in summary.copies.items():
-            found[group].append(replace(summary, contents=contents))
-    return [family for family in found.values() if len(family) > 1]
+            families[group].append(replace(summary, contents=contents))
+    return [family for family in families.values() if len(family) > 1]
 
 
 def uncut(summaries: Iterable[Summary]) -> list[list[Summary]]:
-    """Return, by group, its ranks with the contents of parameters that they do not cut over it, if they began alike."""
+    """Return the ranks of each group whose uncut parameters began equal, with the contents of these parameters.
+
+    A parameter is uncut if the ranks do not cut it over the group.
+    """
     families: dict[str, list[Summary]] = defaultdict(list)
     for summary in summaries:
         for group, contents in summary.uncut.items():
             families[group].append(replace(summary, contents=contents))
-    return [
-        family
-        for family in families.values()
-        if len(family) > 1 and 0 in family[0].contents and len({one.contents.get(0) for one in family}) == 1
-    ]
+    return [family for family in families.values() if len(family) > 1 and _began_equal(family)]
+
+
+def _began_equal(family: list[Summary]) -> bool:
+    if 0 not in family[0].contents:
+        return False
+    return len({summary.contents.get(0) for summary in family}) == 1
 
 
 def differing(families: Iterable[list[Summary]]) -> dict[int, list[tuple[list[int], list[int]]]]:
-    """Return, by step, ranks that should hold the same: those that hold what most hold, and those that hold something else.
-    What is there before the first step may be anything."""
-    found: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
+    """Return, by step, the families that should hold the same and do not: (ranks with what most hold, all other ranks).
+
+    Contents before the first step are not compared: they may be anything.
+    """
+    pairs_by_step: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
     for family in families:
-        for step in sorted({step for one in family for step in one.contents if step}):
-            if pair := most_and_others({one.rank: one.contents.get(step) for one in family}):
-                found[step].append(pair)
-    return dict(sorted(found.items()))
+        steps = set[int]().union(*(summary.contents for summary in family)) - {0}
+        for step in sorted(steps):
+            if pair := most_and_others({summary.rank: summary.contents.get(step) for summary in family}):
+                pairs_by_step[step].append(pair)
+    return dict(sorted(pairs_by_step.items()))
 
 
 def most_and_others(keys: Mapping[int, Hashable | None]) -> tuple[list[int], list[int]] | None:
@@ -178,37 +203,43 @@ def most_and_others(keys: Mapping[int, Hashable | None]) -> tuple[list[int], lis
 
     keys: by rank, what is equal where contents are: bytes, or a digest. A rank without one, None, is not compared.
     """
-    most, *others = _grouped(keys.items()).values() or [[]]
-    return (most, sorted(itertools.chain.from_iterable(others))) if others else None
+    majority, *minorities = _grouped(keys.items()).values() or [[]]
+    if not minorities:
+        return None
+    return majority, sorted(itertools.chain.from_iterable(minorities))
 
 
 def out_of_order(summaries: Iterable[Summary]) -> list[tuple[str, tuple[int, ...]]]:
-    """(group, its ranks) whose members did not issue the same collectives in the same order, as long as all of them had
-    inputs."""
-    found: dict[tuple[str, str], dict[int, Issued]] = defaultdict(dict)
+    """Return (group, its ranks) of the groups whose members did not issue the same collectives in the same order.
+
+    Collectives are compared as long as all members had inputs.
+    """
+    issued_by_group: dict[tuple[str, str], dict[int, Issued]] = defaultdict(dict)
     joined: dict[int, int | None] = {}
     for summary in summaries:
         joined[summary.rank] = summary.joined
-        for one in summary.issued:
-            found[one.group, one.ranks][summary.rank] = one
-    wrong = []
-    for (group, key), issued in found.items():
-        present = {rank for rank in ranks_of(key) if rank in joined}
-        last = min((step for rank in present if (step := joined[rank]) is not None), default=None)
-        digests = {rank: _until(one, last) for rank, one in issued.items()}
-        if len(set(digests.values())) > 1 or set(digests) != present:
-            wrong.append((group, ranks_of(key)))
-    return wrong
+        for issued in summary.issued:
+            issued_by_group[issued.group, issued.ranks][summary.rank] = issued
+    differing_groups = []
+    for (group, key), issued_by_rank in issued_by_group.items():
+        recorded_ranks = {rank for rank in ranks_of(key) if rank in joined}
+        last_step = min((step for rank in recorded_ranks if (step := joined[rank]) is not None), default=None)
+        digests = {rank: _until(issued, last_step) for rank, issued in issued_by_rank.items()}
+        if len(set(digests.values())) > 1 or set(digests) != recorded_ranks:
+            differing_groups.append((group, ranks_of(key)))
+    return differing_groups
 
 
-def _until(one: Issued, last: int | None) -> object:
-    """What was issued until this step; all where there is none."""
-    return one.digest if last is None else tuple((step, it) for step, it in one.steps.items() if step <= last)
+def _until(issued: Issued, last_step: int | None) -> object:
+    """Return a key of the collectives that were issued up to this step, of all if it is None. Equal keys: the same ones."""
+    if last_step is None:
+        return issued.digest
+    return tuple((step, digest) for step, digest in issued.steps.items() if step <= last_step)
 
 
 @dataclass(frozen=True)
 class Odd:
-    """Ranks that have something other than most."""
+    """Ranks whose value of something differs from that of most ranks."""
 
     what: str
     """Name of it."""
@@ -221,34 +252,51 @@ class Odd:
 
 
 def odd_ranks(summaries: Iterable[Summary]) -> list[Odd]:
-    """Things that no layout makes different: switches, versions, classes of optimizers. Stages of a pipeline may well have
-    other models, and other groups of parameters."""
+    """Return the ranks that differ from most in something that every layout has equal: switches, versions, optimizers, steps.
+
+    Stages of a pipeline may have different models, and different groups of parameters, so these are not compared.
+    """
     summaries = list(summaries)
-    found: list[Odd] = []
-    uneven = any(one.joined is not None for one in summaries)
-    switches = sorted({name for one in summaries for name in one.settings} - {"threads"})
-    told: list[tuple[str, Callable[[Summary], str | None]]] = [
+    odd: list[Odd] = []
+    uneven_inputs = any(summary.joined is not None for summary in summaries)
+    switches = sorted(set[str]().union(*(summary.settings for summary in summaries)) - {"threads"})
+
+    def optimizer_classes(summary: Summary) -> str | None:
+        return ", ".join(sorted({text.partition("(")[0] for text in summary.optimizers})) or None
+
+    def steps_on_record(summary: Summary) -> str | None:
+        return str(summary.steps_seen) if summary.ended == "ok" and not uneven_inputs else None
+
+    comparisons: list[tuple[str, Callable[[Summary], str | None]]] = [
         *((name, functools.partial(_of, "settings", name)) for name in switches),
         *((f"{name}'s version", functools.partial(_of, "versions", name)) for name in ("torch", "python")),
-        ("optimizer", lambda one: ", ".join(sorted({text.partition("(")[0] for text in one.optimizers})) or None),
-        ("steps", lambda one: str(one.steps_seen) if one.ended == "ok" and not uneven else None),
+        ("optimizer", optimizer_classes),
+        ("steps", steps_on_record),
     ]
-    for what, read in told:
-        kinds = together(summaries, read)
-        most, *others = kinds.items() if kinds else [("", [])]
-        found += [Odd(what, tuple(ranks), theirs, most[0]) for theirs, ranks in others]
-    return found
+    for quantity, read in comparisons:
+        ranks_by_value = together(summaries, read)
+        majority, *minorities = ranks_by_value.items() if ranks_by_value else [("", [])]
+        odd += [Odd(quantity, tuple(ranks), value, majority[0]) for value, ranks in minorities]
+    return odd
 
 
-def _of(table: str, name: str, one: Summary) -> str | None:
-    return getattr(one, table).get(name)
+def _of(table: str, name: str, summary: Summary) -> str | None:
+    """Return an entry of the summary's settings or versions. None if the rank has no such entry."""
+    return getattr(summary, table).get(name)
 
 
 def left_on(summaries: Iterable[Summary]) -> dict[str, int]:
-    """Switches that cost time, and on how many ranks they were on."""
-    costly = {"autograd anomaly detection": "on", "CUDA_LAUNCH_BLOCKING": "1", "TORCH_NCCL_BLOCKING_WAIT": "1"}
-    costly |= {"torch.distributed debug level": "DETAIL", "TORCH_NCCL_NAN_CHECK": "1"}
-    found = Counter(
-        name for one in summaries for name, on in costly.items() if on in one.settings.get(name, "").split(" and ")
-    )
-    return dict(found)
+    """Return the number of ranks on which a switch that costs time was on, by switch. Switches that were off are left out."""
+    costly_values = {
+        "autograd anomaly detection": "on",
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "torch.distributed debug level": "DETAIL",
+        "TORCH_NCCL_NAN_CHECK": "1",
+    }
+    ranks_by_switch: Counter[str] = Counter()
+    for summary in summaries:
+        for name, costly_value in costly_values.items():
+            if costly_value in summary.settings.get(name, "").split(" and "):
+                ranks_by_switch[name] += 1
+    return dict(ranks_by_switch)

@@ -21,10 +21,11 @@ USUAL: Mapping[str, int] = MappingProxyType({})
 
 
 def flattened(trial: Trial) -> Trial:
-    """The same trial; every tensor as a vector where the plan cuts flattened parameters."""
+    """Return the trial with every tensor as a vector if the plan cuts flattened parameters, else the trial itself."""
     if not trial.plan.flat:
         return trial
-    run, repeat = _flattened_run(trial.run), trial.repeat and _flattened_run(trial.repeat)
+    run = _flattened_run(trial.run)
+    repeat = trial.repeat and _flattened_run(trial.repeat)
     reference = flattened_reference(trial.reference, trial.plan.columns)
     return dataclasses.replace(trial, reference=reference, run=run, repeat=repeat)
 
@@ -36,23 +37,28 @@ def reordered_reference(reference: ReferenceRun, rows: Mapping[str, np.ndarray])
         return {fqn: array[rows[fqn]] if fqn in rows else array for fqn, array in arrays.items()}
 
     def state(fqn: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {key: array[rows[fqn]] for key, array in arrays.items()} if fqn in rows else arrays
+        if fqn not in rows:
+            return arrays
+        return {key: array[rows[fqn]] for key, array in arrays.items()}
 
-    steps = tuple(
-        dataclasses.replace(
+    steps = []
+    for step in reference.steps:
+        reordered_step = dataclasses.replace(
             step,
             gradients=ordered(step.gradients),
             parameters=ordered(step.parameters),
             optimizer_state={fqn: state(fqn, arrays) for fqn, arrays in step.optimizer_state.items()},
         )
-        for step in reference.steps
-    )
-    return dataclasses.replace(reference, weights=ordered(reference.weights), steps=steps, rows=dict(rows))
+        steps.append(reordered_step)
+    return dataclasses.replace(reference, weights=ordered(reference.weights), steps=tuple(steps), rows=dict(rows))
 
 
 def flattened_reference(reference: ReferenceRun, blocks: Mapping[str, int] = USUAL) -> ReferenceRun:
-    """Every array as one row, as FSDP1 holds slices of flattened units. blocks: by fqn, of how many blocks of columns one lies
-    behind the other, as tp ranks flatten each its own."""
+    """Return the reference with every array as a vector, as FSDP1 holds slices of flattened units.
+
+    blocks: by fqn, the number of blocks of columns that are flattened one after the other, because each tp rank flattens its
+    own block. 1 by default.
+    """
     steps = tuple(_flattened_step(step, blocks) for step in reference.steps)
     return dataclasses.replace(reference, weights=_flattened(reference.weights, blocks), steps=steps)
 
@@ -73,13 +79,12 @@ def _flattened_step(step: Step, blocks: Mapping[str, int] = USUAL) -> Step:
 
 
 def _flattened_state(record: State, blocks: Mapping[str, int] = USUAL) -> State:
-    """Flatten all but an optimizer's step counter, which has no dims."""
-    state = {
-        fqn: {
+    """Return the record with parameters and optimizer state as vectors. An optimizer's step counter has no dims and stays."""
+    state: dict[str, dict[str, np.ndarray]] = {}
+    for fqn, values in record.optimizer_state.items():
+        state[fqn] = {
             key: columns.flattened(value, blocks.get(fqn, 1)) if value.ndim else value for key, value in values.items()
         }
-        for fqn, values in record.optimizer_state.items()
-    }
     return dataclasses.replace(record, parameters=_flattened(record.parameters, blocks), optimizer_state=state)
 
 

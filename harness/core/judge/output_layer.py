@@ -1,5 +1,7 @@
-"""How often the output layer is applied: once a forward pass, or once for each chunk of a loss. A chunk that is recomputed
-counts twice. A trainer declares both in its traits. A loss that multiplies by the weight itself calls no module.
+"""Count of the calls of the output layer: one a forward pass, or one for each chunk of a loss.
+
+A chunk that is recomputed counts twice. A trainer declares both in its traits. A loss that multiplies by the weight itself
+calls no module.
 """
 
 from __future__ import annotations
@@ -12,38 +14,49 @@ from harness.core.judge.finding import Finding
 from harness.core.judge.trial import Trial
 
 OUTPUT = "output"
-CALLS, CALLED_AGAIN = "calls", "recomputations"
+CALLS = "calls"
+CALLED_AGAIN = "recomputations"
 
 
 def applied(trial: Trial, rank: int) -> int:
-    """Return how often forward passes of a step apply it, on the last stage."""
-    return trial.case.passes * trial.traits.loss_chunks * (trial.case.n_stages - 1 in trial.plan.stages[rank])
+    """Return how often forward passes of a step call the output layer: 0 on all stages but the last."""
+    has_last_stage = trial.case.n_stages - 1 in trial.plan.stages[rank]
+    return trial.case.passes * trial.traits.loss_chunks * has_last_stage
 
 
 def applied_again(trial: Trial, rank: int) -> int:
-    """Return how often backward applies it."""
+    """Return how often backward calls the output layer in a step."""
     return applied(trial, rank) * trial.traits.recomputes_output
 
 
 def looked_at(trial: Trial, rank: int, step: StepEvidence) -> Iterator[Finding | None]:
-    """None for what is as the traits say. Calls that a compiler hides, or behind forward, are not counted. On other stages
-    than the last a module of that name has no weight: it is an Identity."""
-    forward, again = (step.activity.calls.get(Call(phase, OUTPUT), 0) for phase in ("forward", "backward"))
-    wanted, wanted_again = applied(trial, rank), applied_again(trial, rank)
-    if forward and wanted:
-        yield _unless(forward == wanted, rank, step, CALLS, "forward", wanted, forward)
-    if again or wanted_again:
-        yield _unless(again == wanted_again, rank, step, CALLED_AGAIN, "backward", wanted_again, again)
+    """Judge the calls of the output layer in forward and in backward. Yield None for a number that is as the traits declare.
+
+    Calls that a compiler hides, or calls after forward, are not counted. On stages before the last a module of that name has
+    no weight: it is an Identity.
+    """
+    forward_calls = step.activity.calls.get(Call("forward", OUTPUT), 0)
+    backward_calls = step.activity.calls.get(Call("backward", OUTPUT), 0)
+    expected_forward = applied(trial, rank)
+    expected_backward = applied_again(trial, rank)
+    if forward_calls and expected_forward:
+        right = forward_calls == expected_forward
+        yield _unless(right, rank, step, CALLS, "forward", expected_forward, forward_calls)
+    if backward_calls or expected_backward:
+        right = backward_calls == expected_backward
+        yield _unless(right, rank, step, CALLED_AGAIN, "backward", expected_backward, backward_calls)
 
 
 def _unless(
     right: bool, rank: int, step: StepEvidence, quantity: str, phase: str, expected: int, observed: int
 ) -> Finding | None:
-    what: dict[str, Any] = {
+    if right:
+        return None
+    subject: dict[str, Any] = {
         "step": step.step,
         "kind": "module",
         "name": OUTPUT,
         "quantity": quantity,
         "phase": phase,
     }
-    return None if right else Finding.at(rank, expected, observed, **what)
+    return Finding.at(rank, expected, observed, **subject)

@@ -1,4 +1,4 @@
-"""Which ranks of a trial are fed, which compute losses, and which stand for a share of the samples."""
+"""The ranks of a trial that receive samples, that compute losses, and that represent a share of the samples."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ def last_stage_ranks(trial: Trial) -> list[int]:
 
 def one_rank_per_share(trial: Trial) -> list[int]:
     """Return the ranks that between them received each sample once: first stages at cp 0 and tp 0."""
-    places = {rank: coordinate(trial.case.dims, rank) for rank in first_stage_ranks(trial)}
-    return [rank for rank, place in places.items() if (place["cp"], place["tp"]) == (0, 0)]
+    coordinates = {rank: coordinate(trial.case.dims, rank) for rank in first_stage_ranks(trial)}
+    return [
+        rank for rank, mesh_coordinate in coordinates.items() if mesh_coordinate["cp"] == mesh_coordinate["tp"] == 0
+    ]
 
 
 def feeder_of(trial: Trial, rank: int) -> int:
-    """Return the rank of the same pipeline that runs the first stage, and so receives the tokens whose loss `rank` computes."""
+    """Return the rank of the same pipeline that runs the first stage: it receives the tokens whose loss `rank` computes."""
     return next(peer for peer in trial.plan.peers(rank, "pp") if 0 in trial.plan.stages[peer])

@@ -11,28 +11,46 @@ NAMES = {"casts_to": "param_dtype", "reduces_in": "reduce_dtype"}
 
 
 def switches(trial: Trial) -> str:
-    """Return which switches of FSDP2 are not as usual, and in which units; empty where all are."""
-    units: dict[str, dict[str, None]] = {}
-    every = {unit or "the root" for one in trial.ranks.values() for unit in one.structure}
-    for unit, said in ((unit, said) for one in trial.ranks.values() for unit, said in one.switches.items()):
-        for switch in said:
-            units.setdefault(switch, {})[unit or "the root"] = None
-    texts = (f"{one} ({'all units' if {*some} >= every else ', '.join(some)})" for one, some in units.items())
-    return "; ".join(f"FSDP2: {text}" for text in texts)
+    """Return a text of the switches of FSDP2 that are not as usual, and of their units; empty where all are as usual."""
+    all_units: set[str] = set()
+    units_by_switch: dict[str, dict[str, None]] = {}
+    for evidence in trial.ranks.values():
+        all_units.update(unit or "the root" for unit in evidence.structure)
+        for unit, unusual_switches in evidence.switches.items():
+            for switch in unusual_switches:
+                units_by_switch.setdefault(switch, {})[unit or "the root"] = None
+    texts = []
+    for switch, units in units_by_switch.items():
+        units_text = "all units" if {*units} >= all_units else ", ".join(units)
+        texts.append(f"FSDP2: {switch} ({units_text})")
+    return "; ".join(texts)
 
 
 def of_matmuls(evidence: RankEvidence, wanted: str, forward: Mapping[str, int]) -> str:
-    """Return how many matmuls of forward have which dtype, where they differ, and the units whose policy is another one."""
-    counts = " and ".join(f"{n} in {dtype}" for dtype, n in sorted(forward.items())) if len(forward) > 1 else ""
-    units = unlike_others(evidence, wanted, "casts_to")
-    return "; ".join(filter(None, (f"in forward {counts}" * bool(counts), units)))
+    """Return a text of forward's matmuls by dtype, where dtypes differ, and of the units whose policy is another one.
+
+    forward: by dtype, the number of matmuls.
+    """
+    texts = []
+    if len(forward) > 1:
+        counts = " and ".join(f"{count} in {dtype}" for dtype, count in sorted(forward.items()))
+        texts.append(f"in forward {counts}")
+    if units := unlike_others(evidence, wanted, "casts_to"):
+        texts.append(units)
+    return "; ".join(texts)
 
 
 def unlike_others(evidence: RankEvidence, wanted: str, field: str) -> str:
-    """Return the units whose policy gives another dtype than wanted, or none, where it is not all of them."""
-    given = {unit or "the root": getattr(one, field) for unit, one in evidence.structure.items() if one.kind == "fsdp2"}
-    odd = [unit for unit, dtype in given.items() if dtype != wanted]
-    if not odd or len(odd) == len(given):
+    """Return a text of the units whose policy has another dtype than wanted, or has none. Empty if no unit differs, or all.
+
+    field: a key of NAMES.
+    """
+    dtype_by_unit = {}
+    for unit, wrapper in evidence.structure.items():
+        if wrapper.kind == "fsdp2":
+            dtype_by_unit[unit or "the root"] = getattr(wrapper, field)
+    differing_units = [unit for unit, dtype in dtype_by_unit.items() if dtype != wanted]
+    if not differing_units or len(differing_units) == len(dtype_by_unit):
         return ""
-    dtypes = " or ".join(sorted({given[unit] or "no" for unit in odd}))
-    return f"FSDP units with {dtypes} {NAMES[field]}: {', '.join(odd)}"
+    dtypes = " or ".join(sorted({dtype_by_unit[unit] or "no" for unit in differing_units}))
+    return f"FSDP units with {dtypes} {NAMES[field]}: {', '.join(differing_units)}"

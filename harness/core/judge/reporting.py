@@ -1,4 +1,4 @@
-"""What ranks report of their steps, and in which steps a rank that reports at all owes a number.
+"""Numbers that ranks report of their steps, and the steps in which a rank that reports at all must report one.
 
 A trainer may report on some ranks only, and in every k-th step only (its adapter says so). It may not report in some of the
 steps that are due and be silent in others: what was left out would not be seen.
@@ -21,9 +21,11 @@ Compare = Callable[[int, StepEvidence, ReferenceStep, float], tuple[float, Findi
 """(rank, step, reference, report) -> how far the report is off, and the finding if it is too far."""
 
 
-def judge_reports(trial: Trial, check: str, what: str, read: Read, compare: Compare) -> Result:
-    """Every number reported, and every one that is lacking. what: "loss"."""
-    findings, examined, worst = [], 0, 0.0
+def judge_reports(trial: Trial, check: str, quantity: str, read: Read, compare: Compare) -> Result:
+    """Return the result of a check of all reported numbers and all missing ones. quantity: the number's name, as "loss"."""
+    findings: list[Finding] = []
+    examined = 0
+    worst = 0.0
     for rank, step, reference in trial.steps():
         reported = read(step)
         if reported is None:
@@ -31,46 +33,64 @@ def judge_reports(trial: Trial, check: str, what: str, read: Read, compare: Comp
         examined += 1
         difference, finding = compare(rank, step, reference, reported)
         worst = max(worst, difference)
-        findings += [finding] if finding else []
-    findings += silences(trial, what, read)
+        if finding:
+            findings.append(finding)
+    findings += silences(trial, quantity, read)
     if not examined and not any(due(trial, rank) for rank in trial.ranks):
-        first, last = trial.case.steps[0], trial.case.steps[-1]
-        every = max(evidence.reports_every for evidence in trial.ranks.values())
-        return not_applicable(check, f"this trainer reports every {every} steps, and steps {first} to {last} have none")
+        first_step = trial.case.steps[0]
+        last_step = trial.case.steps[-1]
+        interval = max(evidence.reports_every for evidence in trial.ranks.values())
+        reason = f"this trainer reports every {interval} steps, and steps {first_step} to {last_step} have none"
+        return not_applicable(check, reason)
     return verdict_of(check, findings, examined, largest=worst)
 
 
-def relative(shown: float, wanted: float) -> float:
-    """0 / 0 is no difference: a schedule may end at a rate of zero."""
-    if not math.isfinite(shown):
+def relative(reported: float, expected: float) -> float:
+    """Return |reported - expected| / |expected|; inf if `reported` is not finite.
+
+    0 / 0 is no difference: a schedule may end at a rate of zero.
+    """
+    if not math.isfinite(reported):
         return math.inf
-    return abs(shown - wanted) / abs(wanted) if wanted else (0.0 if shown == 0 else math.inf)
+    if expected:
+        return abs(reported - expected) / abs(expected)
+    return 0.0 if reported == 0 else math.inf
 
 
-def ratio_text(shown: float, wanted: float) -> str:
-    """Return how many times what is wanted is shown; nothing where that is no number."""
-    ratio = shown / wanted if wanted else math.nan
+def ratio_text(reported: float, expected: float) -> str:
+    """Return a text of reported / expected; empty if that is not finite."""
+    ratio = reported / expected if expected else math.nan
     return f"ratio {number_text(ratio, 10)}" if math.isfinite(ratio) else ""
 
 
 def below(mean: float, largest: float | None) -> float:
-    """Return how far a mean is above the largest of its values, relative to that; 0 if it is not, or none is shown."""
-    return max(0.0, relative(largest, mean)) if largest is not None and not largest >= mean else 0.0
+    """Return how far the largest of some values is below their mean, relative to the mean.
+
+    0 if the largest is not below, as is right, or is not reported. inf if it is not finite.
+    """
+    if largest is None or largest >= mean:
+        return 0.0
+    return max(0.0, relative(largest, mean))
 
 
 def due(trial: Trial, rank: int) -> list[int]:
-    """The requested steps that a rank that reports at all must report."""
-    evidence, requested = trial.ranks[rank], trial.case.steps
+    """Return the requested steps of which a rank that reports at all must report a number."""
+    evidence = trial.ranks[rank]
+    requested = trial.case.steps
     return [step.step for step in evidence.steps if step.step % evidence.reports_every == 0 and step.step in requested]
 
 
-def silences(trial: Trial, what: str, read: Read) -> list[Finding]:
-    """Steps that are due and of which a rank says nothing, though it does of others."""
+def silences(trial: Trial, quantity: str, read: Read) -> list[Finding]:
+    """Return a finding for each step that is due and of which a rank reports no number, though it reports others."""
     findings = []
     for rank, evidence in sorted(trial.ranks.items()):
         reported_in = [step.step for step in evidence.steps if read(step) is not None]
-        for step in due(trial, rank) if reported_in else ():
+        if not reported_in:
+            continue
+        for step in due(trial, rank):
             if step not in reported_in:
                 note = f"it reports one in step {reported_in[0]}"
-                findings.append(Finding.at(rank, "a number", None, step=step, quantity=f"reported {what}", note=note))
+                findings.append(
+                    Finding.at(rank, "a number", None, step=step, quantity=f"reported {quantity}", note=note)
+                )
     return findings

@@ -1,4 +1,4 @@
-"""What a check states: verdict, findings, how much was examined; and what a diagnosis says."""
+"""The result of a check: verdict, findings, number of comparisons. The diagnosis: the causes of failing checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.core.judge.finding import Finding
 
 
 class Verdict(StrEnum):
-    """XFAIL is a case's only, never a check's: it failed in just the way that it is expected to."""
+    """The verdict of a check or of a case. XFAIL is only a case's: it failed in just the way that it is expected to."""
 
     PASS = "PASS"
     FAIL = "FAIL"
@@ -38,20 +38,21 @@ class Result:
 
 
 def not_applicable(name: str, reason: str) -> Result:
-    """The result of a check that has no object here, with the reason that the report shows."""
+    """Return the result of a check that has nothing to check here, with the reason that the report shows."""
     return Result(name, Verdict.NOT_APPLICABLE, note=reason)
 
 
 def verdict_of(
     name: str, findings: list[Finding], examined: int, note: str = "", *, largest: float | None = None
 ) -> Result:
-    """Return FAIL with findings, PASS without."""
+    """Return a check's result: FAIL with findings, PASS without. The check's name is put into the findings."""
     verdict = Verdict.FAIL if findings else Verdict.PASS
-    return Result(name, verdict, examined, tuple(replace(one, check=name) for one in findings), note, largest)
+    named_findings = tuple(replace(finding, check=name) for finding in findings)
+    return Result(name, verdict, examined, named_findings, note, largest)
 
 
 def verdict_of_all(results: Iterable[Result]) -> Verdict:
-    """Return FAIL if a check fails, else UNKNOWN if one is, else PASS if one passes; UNKNOWN without any of these."""
+    """Return FAIL if a check fails, else UNKNOWN if one is UNKNOWN, else PASS if one passes; UNKNOWN without any of these."""
     verdicts = {result.verdict for result in results}
     ordered = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS)
     return next((verdict for verdict in ordered if verdict in verdicts), Verdict.UNKNOWN)
@@ -59,7 +60,7 @@ def verdict_of_all(results: Iterable[Result]) -> Verdict:
 
 @dataclass(frozen=True)
 class Cause:
-    """What is wrong. harness/core/report makes the sentence of it."""
+    """One cause of failing checks, as data. harness/core/report makes the sentence of it."""
 
     kind: str
     """Its name in the list of docs/causes.md, which faults of the catalogue refer to."""
@@ -92,7 +93,7 @@ Lines = tuple[Line, ...]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why checks fail."""
+    """The causes of failing checks, with the evidence for them."""
 
     causes: tuple[Cause, ...]
     """The ones that explain most checks first."""
@@ -107,5 +108,5 @@ class Diagnosis:
 
 
 def one_cause(text: str, evidence: Lines = (), kind: str = "") -> Diagnosis:
-    """A diagnosis of one cause that is a sentence already."""
+    """Return a diagnosis with one cause, whose text is a sentence already."""
     return Diagnosis((Cause(kind, text),), evidence)

@@ -1,4 +1,4 @@
-"""Hooks on tensors that autograd saves for backward, by whose they are."""
+"""Hooks on tensors that autograd saves for backward, by their owner."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ HOOKS_OF = ("torch.utils.checkpoint", "torch._functorch", "torch._dynamo", "torc
 
 
 def all_hooks(step: StepEvidence) -> set[str]:
-    """Return whose hooks were put on tensors saved for backward, except recomputation's."""
+    """Return the owners ("module.function") of hooks on tensors saved for backward, without those of HOOKS_OF."""
     return {f"{hook.module}.{hook.owner}" for hook in step.activity.saved if not hook.module.startswith(HOOKS_OF)}
 
 
 def foreign_hooks(trial: Trial, step: StepEvidence) -> list[str]:
-    """Return those that neither the case nor the trainer allows."""
-    return sorted(all_hooks(step) - {one.name for one in trial.allow})
+    """Return the owners of hooks that neither the case nor the trainer allows."""
+    return sorted(all_hooks(step) - {allowance.name for allowance in trial.allow})

@@ -1,8 +1,8 @@
 """Ranks that begin with the same parameters and train them separately: nothing reduces gradients between them.
 
-It is said where all of it was seen: equal bytes before the first step, other bytes after a later one, and no collective that
-joins them. In forward and backward any collective joins. Outside of them, or in another thread, one joins that moves as much
-as parameters or gradients may need. A norm and a loss do not.
+It is reported where all of it was observed: equal bytes before the first step, other bytes after a later one, and no
+collective that joins the ranks. In forward and backward any collective joins them. Outside of these phases, or in another
+thread, a collective joins them if it moves as many bytes as parameters or gradients may need. A norm and a loss do not.
 """
 
 from __future__ import annotations
@@ -33,62 +33,80 @@ class Separate:
 
 
 def separate_models(summaries: Sequence[Summary]) -> Separate | None:
-    """None as well if some rank left no step, for it is unknown what it did."""
+    """Return the first family of ranks that begin with equal parameters and train them separately. None if there is none.
+
+    None as well if some rank recorded no step, for it is unknown what it did.
+    """
     sets = _seen_sets(summaries)
-    home = {rank: number for number, ranks in enumerate(sets) for rank in ranks}
-    for family in (ranks for ranks in _alike_at_first(summaries) if not local_by(ranks)):
-        steps = set.intersection(*({step for step in one.contents if step} for one in family))
-        last = max(steps, default=0)
-        if (
-            sets
-            and last
-            and len({home[one.rank] for one in family}) > 1
-            and len({one.contents[last] for one in family}) > 1
-        ):
-            return Separate(sets, tuple(one.rank for one in family), last, any(one.own_groups for one in summaries))
+    set_of_rank: dict[int, int] = {}
+    for number, ranks in enumerate(sets):
+        for rank in ranks:
+            set_of_rank[rank] = number
+    for family in _alike_at_first(summaries):
+        if local_by(family):
+            continue
+        common_steps = set.intersection(*(set(summary.contents) - {0} for summary in family))
+        last_step = max(common_steps, default=0)
+        if not sets or not last_step:
+            continue
+        sets_of_family = {set_of_rank[summary.rank] for summary in family}
+        if len(sets_of_family) > 1 and len({summary.contents[last_step] for summary in family}) > 1:
+            ranks = tuple(summary.rank for summary in family)
+            return Separate(sets, ranks, last_step, any(summary.own_groups for summary in summaries))
     return None
 
 
 def _alike_at_first(summaries: Iterable[Summary]) -> Iterator[list[Summary]]:
-    """Ranks whose parts of one model had the same bytes."""
-    found: dict[tuple[int, int], list[Summary]] = defaultdict(list)
-    for one in summaries:
-        if 0 in one.contents:
-            found[one.model, one.contents[0]].append(one)
-    yield from (family for family in found.values() if len(family) > 1)
+    """Yield the families of ranks whose slices of one model had the same bytes before the first step."""
+    families: dict[tuple[int, int], list[Summary]] = defaultdict(list)
+    for summary in summaries:
+        if 0 in summary.contents:
+            families[summary.model, summary.contents[0]].append(summary)
+    yield from (family for family in families.values() if len(family) > 1)
 
 
 def joined_sets(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
-    """Return the sets of ranks that groups in use connect. There are none if some rank left no step, or has a group whose ranks
-    torch does not list."""
-    return () if any(one.own_groups for one in summaries) else _seen_sets(summaries)
+    """Return the sets of ranks that groups in use connect, directly or through others.
+
+    Empty if some rank recorded no step, or has a group whose ranks torch does not list.
+    """
+    if any(summary.own_groups for summary in summaries):
+        return ()
+    return _seen_sets(summaries)
 
 
 def _seen_sets(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
-    """The same as joined_sets, if groups whose ranks torch does not list join no ranks."""
-    if any(not one.saw_a_step for one in summaries) or len(summaries) < max(
-        (one.world for one in summaries), default=0
-    ):
-        return ()
-    towards = {one.rank: one.rank for one in summaries}
+    """Return the sets of ranks that groups in use connect, as if groups whose ranks torch does not list joined no ranks.
 
-    def end(rank: int) -> int:
-        while towards[rank] != rank:
-            towards[rank] = towards[towards[rank]]
-            rank = towards[rank]
+    Empty if some rank recorded no step.
+    """
+    world_size = max((summary.world for summary in summaries), default=0)
+    if any(not summary.saw_a_step for summary in summaries) or len(summaries) < world_size:
+        return ()
+    # A forest over ranks (union-find): ranks of one set have the same root.
+    parent = {summary.rank: summary.rank for summary in summaries}
+
+    def root_of(rank: int) -> int:
+        while parent[rank] != rank:
+            parent[rank] = parent[parent[rank]]
+            rank = parent[rank]
         return rank
 
-    for group in {group for one in summaries for group in _groups(one)}:
-        members = [rank for rank in ranks_of(group) if rank in towards]
+    groups: set[str] = set()
+    for summary in summaries:
+        groups.update(_groups(summary))
+    for group in groups:
+        members = [rank for rank in ranks_of(group) if rank in parent]
         for rank in members:
-            towards[end(rank)] = end(members[0])
+            parent[root_of(rank)] = root_of(members[0])
     sets: dict[int, list[int]] = defaultdict(list)
-    for rank in sorted(towards):
-        sets[end(rank)].append(rank)
+    for rank in sorted(parent):
+        sets[root_of(rank)].append(rank)
     return tuple(sorted(map(tuple, sets.values())))
 
 
-def _groups(one: Summary) -> Iterator[str]:
-    yield from (use.ranks for use in one.uses)
-    beside: tuple[Use | Outside, ...] = (*one.outside, *one.background)
-    yield from (use.ranks for use in beside if use.bytes * LEAST >= one.memory.get("parameters", 0))
+def _groups(summary: Summary) -> Iterator[str]:
+    """Yield the groups over which a rank moved enough bytes to join their ranks, in the words of ranks_key."""
+    yield from (use.ranks for use in summary.uses)
+    other_uses: tuple[Use | Outside, ...] = (*summary.outside, *summary.background)
+    yield from (use.ranks for use in other_uses if use.bytes * LEAST >= summary.memory.get("parameters", 0))

@@ -27,9 +27,14 @@ T = TypeVar("T")
 
 
 def load_trial(folder: Path) -> Trial:
-    """Raises EvidenceError if the folder is not one that `harness run` wrote."""
+    """Return the trial of the last launch in a case's folder, with the earlier launches in it.
+
+    Raises EvidenceError if the folder is not one that `harness run` wrote.
+    """
     case, chosen = load_case(folder)
-    references = {of.model_of: (_reference(folder, of), *_golden(of)) for of in golden.references(case)}
+    references = {}
+    for launch in golden.references(case):
+        references[launch.model_of] = (_reference(folder, launch), *_golden(launch))
     trials: list[Trial] = []
     for name, launched in case.launches.items():
         run = load_run(folder / name)
@@ -58,7 +63,7 @@ def _reference(folder: Path, launched: Case) -> ReferenceRun:
 
 
 def _golden(launched: Case) -> tuple[golden.Golden | None, str]:
-    """Return what is accepted, or why there is nothing."""
+    """Return (the accepted golden, ""), or (None, the reason why there is none)."""
     try:
         return golden.load(launched), ""
     except golden.GoldenError as error:
@@ -66,7 +71,7 @@ def _golden(launched: Case) -> tuple[golden.Golden | None, str]:
 
 
 def load_case(folder: Path) -> tuple[Case, dict[str, TrainerTraits]]:
-    """What was requested, and by launch what the trainer chose. Raises EvidenceError."""
+    """Return the requested case, and by launch the trainer's traits. Raises EvidenceError."""
     case = _read(folder / CASE_FILE, loading.from_json)
 
     def of_every_launch(record: dict[str, Any]) -> dict[str, TrainerTraits]:
@@ -78,7 +83,7 @@ def load_case(folder: Path) -> tuple[Case, dict[str, TrainerTraits]]:
 
 
 def _read(path: Path, build: Callable[[Any], T]) -> T:
-    """What `harness run` wrote beside the launches. Raises EvidenceError."""
+    """Return what `build` makes of a JSON file that `harness run` wrote beside the launches. Raises EvidenceError."""
     try:
         return build(read_json(path))
     except FileNotFoundError as error:
@@ -94,7 +99,10 @@ def _read(path: Path, build: Callable[[Any], T]) -> T:
 
 
 def by_sample(trial: Trial) -> Trial:
-    """Return the trial with tokens, labels and positions where a plan expects them; the same for other trainers."""
+    """Return the trial with tokens, labels and positions cut as the plan expects them: each sample alone.
+
+    A trainer that does so itself gets the trial unchanged.
+    """
     if trial.case.dims.cp == 1 or not trial.traits.cp_cuts_rows:
         return trial
     repeat = None if trial.repeat is None else _recut_run(trial, trial.repeat)
@@ -102,56 +110,78 @@ def by_sample(trial: Trial) -> Trial:
 
 
 def _recut_run(trial: Trial, run: Run) -> Run:
+    """Return the run with the samples of every cp group cut again. A group of which a rank is missing stays as it is."""
     ranks = dict(run.ranks)
-    for line in trial.plan.groups["cp"]:
-        if all(rank in ranks for rank in line):
-            for rank, steps in _of_line(trial.case, {rank: ranks[rank] for rank in line}).items():
+    for cp_group in trial.plan.groups["cp"]:
+        if all(rank in ranks for rank in cp_group):
+            for rank, steps in _of_line(trial.case, {rank: ranks[rank] for rank in cp_group}).items():
                 ranks[rank] = replace(ranks[rank], steps=steps)
     return replace(run, ranks=ranks)
 
 
 def _of_line(case: Case, line: Mapping[int, RankEvidence]) -> dict[int, tuple[StepEvidence, ...]]:
-    found: dict[int, list[StepEvidence]] = {rank: [] for rank in line}
-    for seen in zip(*(evidence.steps for evidence in line.values()), strict=False):
-        steps = dict(zip(line, seen, strict=True))
-        length = case.seq_len(seen[0].step)
-        parts = _parts(case, {rank: step.microbatches for rank, step in steps.items()}, length)
-        whole = _parts(case, {rank: step.evaluated for rank, step in steps.items()}, case.training.seq_len)
-        at = _arrays(case, {rank: step.positions for rank, step in steps.items()}, length)
+    """Return, by rank of a cp group, its steps with the samples cut again: as many steps as all of the ranks have."""
+    recut_steps: dict[int, list[StepEvidence]] = {rank: [] for rank in line}
+    for steps_of_ranks in zip(*(evidence.steps for evidence in line.values()), strict=False):
+        steps = dict(zip(line, steps_of_ranks, strict=True))
+        length = case.seq_len(steps_of_ranks[0].step)
+        microbatches = _parts(case, {rank: step.microbatches for rank, step in steps.items()}, length)
+        evaluated = _parts(case, {rank: step.evaluated for rank, step in steps.items()}, case.training.seq_len)
+        token_positions = _arrays(case, {rank: step.positions for rank, step in steps.items()}, length)
         for rank, step in steps.items():
-            evaluated = whole[rank]
-            found[rank].append(replace(step, microbatches=parts[rank], positions=at[rank], evaluated=evaluated))
-    return {rank: tuple(steps) for rank, steps in found.items()}
+            recut_step = replace(
+                step,
+                microbatches=microbatches[rank],
+                positions=token_positions[rank],
+                evaluated=evaluated[rank],
+            )
+            recut_steps[rank].append(recut_step)
+    return {rank: tuple(steps) for rank, steps in recut_steps.items()}
 
 
 def _parts(case: Case, parts: Mapping[int, Sequence[Microbatch]], length: int) -> dict[int, tuple[Microbatch, ...]]:
-    done: dict[int, list[Microbatch]] = {rank: [] for rank in parts}
-    for together in zip(*parts.values(), strict=False):
-        seen = dict(zip(parts, together, strict=True))
-        tokens = _recut(case, {rank: part.tokens for rank, part in seen.items()}, length)
-        labels = _recut(case, {rank: part.labels for rank, part in seen.items()}, length)
-        for rank, part in seen.items():
-            done[rank].append(replace(part, tokens=tokens[rank], labels=labels[rank]))
-    return {rank: (*done[rank], *parts[rank][len(done[rank]) :]) for rank in parts}
+    """Return, by rank of a cp group, its microbatches with tokens and labels cut again.
+
+    Microbatches that not all of the ranks have stay as they are, behind the others.
+    """
+    recut: dict[int, list[Microbatch]] = {rank: [] for rank in parts}
+    for microbatches in zip(*parts.values(), strict=False):
+        by_rank = dict(zip(parts, microbatches, strict=True))
+        tokens = _recut(case, {rank: microbatch.tokens for rank, microbatch in by_rank.items()}, length)
+        labels = _recut(case, {rank: microbatch.labels for rank, microbatch in by_rank.items()}, length)
+        for rank, microbatch in by_rank.items():
+            recut[rank].append(replace(microbatch, tokens=tokens[rank], labels=labels[rank]))
+    return {rank: (*recut[rank], *parts[rank][len(recut[rank]) :]) for rank in parts}
 
 
 def _arrays(case: Case, arrays: Mapping[int, Sequence[np.ndarray]], length: int) -> dict[int, tuple[np.ndarray, ...]]:
-    """The different positions of a step. Where ranks have several and not as many, those of one microbatch are not known."""
-    if len({len(each) for each in arrays.values()}) > 1:
+    """Return, by rank of a cp group, the different positions of a step, cut again.
+
+    Empty for all ranks if they have different numbers of arrays: it is unknown then which arrays are of one microbatch.
+    """
+    if len({len(rank_arrays) for rank_arrays in arrays.values()}) > 1:
         return dict.fromkeys(arrays, ())
-    cut = [_recut(case, dict(zip(arrays, seen, strict=True)), length) for seen in zip(*arrays.values(), strict=True)]
-    return {rank: tuple(one[rank] for one in cut) for rank in arrays}
+    recut = []
+    for arrays_of_ranks in zip(*arrays.values(), strict=True):
+        recut.append(_recut(case, dict(zip(arrays, arrays_of_ranks, strict=True)), length))
+    arrays_of_rank: dict[int, tuple[np.ndarray, ...]] = {}
+    for rank in arrays:
+        arrays_of_rank[rank] = tuple(by_rank[rank] for by_rank in recut)
+    return arrays_of_rank
 
 
-def _recut(case: Case, held: Mapping[int, Any], length: int) -> dict[int, Any]:
-    """held: by rank of a cp group what it has of a row of samples of this length. Anything else is returned as it is."""
-    sizes = {-1 if each is None else each.size for each in held.values()}
-    size = sizes.pop() * len(held)
-    halves = 2 * len(held) if case.features.cp_load_balance else len(held)
-    if sizes or size <= 0 or size % length or size % halves:
-        return dict(held)
-    row = np.empty(size, dtype=np.int64)
-    for rank, each in held.items():
-        row[positions(case, rank, size)] = each.reshape(-1)
+def _recut(case: Case, arrays: Mapping[int, Any], length: int) -> dict[int, Any]:
+    """Return, by rank of a cp group, its positions of each sample, where its array is cut from all samples in one row.
+
+    arrays: by rank, or None. length: positions of a sample. Arrays that do not fit are returned as they are.
+    """
+    sizes = {-1 if array is None else array.size for array in arrays.values()}
+    row_size = sizes.pop() * len(arrays)
+    pieces = 2 * len(arrays) if case.features.cp_load_balance else len(arrays)
+    if sizes or row_size <= 0 or row_size % length or row_size % pieces:
+        return dict(arrays)
+    row = np.empty(row_size, dtype=np.int64)
+    for rank, array in arrays.items():
+        row[positions(case, rank, row_size)] = array.reshape(-1)
     samples = row.reshape(-1, length)
-    return {rank: samples[:, positions(case, rank, length)] for rank in held}
+    return {rank: samples[:, positions(case, rank, length)] for rank in arrays}

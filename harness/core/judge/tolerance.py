@@ -78,20 +78,22 @@ UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8}
 
 
 class NoBound(ArithmeticError):
-    """Nothing useful can be said about how close is close; the message says why."""
+    """No useful bound can be given; the message says why."""
 
 
 @dataclass(frozen=True)
 class ParameterBounds:
-    """Bounds of one parameter's whole gradient, by step: its distance, and how far the best-fitting factor is from 1."""
+    """The bounds of one parameter's whole gradient, by step."""
 
     distance: dict[int, float]
+    """Largest relative distance from the reference's gradient."""
     fit: dict[int, float]
+    """Largest difference of the best-fitting factor from 1."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Largest relative differences that rounding explains, by step (from 1). how: where they come from, "" if derived.
+    """The largest relative differences that rounding explains, by step (from 1). how: their origin, "" if derived.
 
     by_parameter: by fqn, of measured bounds only.
     """
@@ -103,13 +105,14 @@ class Bounds:
     by_parameter: dict[str, ParameterBounds] = field(default_factory=dict)
 
     def of(self, bound: float, factor: float = FACTOR) -> Bound:
-        """Return it as a finding has it, with how it was derived."""
+        """Return a number of these bounds as a finding stores it, with its derivation. factor: by which it was multiplied."""
         return Bound(bound, f"{factor:g} x {self.how}" if self.how else "")
 
 
 def gamma(case: Case, products_per_layer: int) -> float:
-    """The relative rounding of a quantity behind all matmuls of the model; see the module."""
-    model, training = case.model, case.training
+    """Return the relative rounding of a quantity behind all matmuls of the model: the module's gamma."""
+    model = case.model
+    training = case.training
     longest = max(training.global_batch * training.seq_len, model.vocab_size, model.dim, model.ffn_dim)
     depth = products_per_layer * model.n_layers + products_per_layer // 7
     return LAMBDA * math.sqrt(depth * longest) * UNIT_ROUNDOFF[training.dtype]
@@ -118,16 +121,16 @@ def gamma(case: Case, products_per_layer: int) -> float:
 def bounds(
     case: Case, reference: ReferenceRun, noise: Noise | None = None, *, before: tuple[ReferenceStep, ...] = ()
 ) -> Bounds:
-    """The bounds of every step of a run of this recipe.
+    """Return the bounds of every step of a run of this recipe. Raises NoBound.
 
-    noise: the reference's own, for all but the exact tier. before: the steps that trained the weights it starts from, whose
-    roundings it inherits; measured noise has them.
+    noise: the reference's own, for all but the exact tier. before: the steps that trained the weights that the run starts
+    from, for it inherits their roundings. Measured noise contains them already.
     """
     return derived_bounds(case, reference, before) if case.exact else measured_bounds(case, noise)
 
 
 def measured_bounds(case: Case, noise: Noise | None) -> Bounds:
-    """Bounds of a recipe with noise. Raises NoBound where the noise was not measured, or holds a NaN."""
+    """Return the bounds of a recipe with noise. Raises NoBound where the noise was not measured, or has a NaN."""
     if noise is None:
         accept = f"`{accept_of(case)}` measures it"
         raise NoBound(f"the noise of this recipe's reference was never measured; {accept}")
@@ -149,12 +152,12 @@ def measured_bounds(case: Case, noise: Noise | None) -> Bounds:
 
 
 def distance_factor(case: Case, step: int) -> float:
-    """Return how many times the largest of the repeats' a parameter's distance may be."""
+    """Return the factor between a parameter's largest distance in the repeats and the bound on its distance."""
     return FIRST_FACTOR if step == 1 and not case.training.quantize else FACTOR
 
 
 def derived_bounds(case: Case, reference: ReferenceRun, before: tuple[ReferenceStep, ...] = ()) -> Bounds:
-    """Bounds of a float64 recipe. Raises NoBound where rounding alone would explain more than the smallest mistake."""
+    """Return the bounds of a float64 recipe. Raises NoBound where rounding alone explains more than the smallest mistake."""
     loss, gradient = _derived(case, reference, before)
     if not all(map(math.isfinite, (*loss.values(), *gradient.values()))):
         raise NoBound("the reference's own path has a NaN or an infinite number")
@@ -166,18 +169,22 @@ def derived_bounds(case: Case, reference: ReferenceRun, before: tuple[ReferenceS
 def _derived(
     case: Case, reference: ReferenceRun, before: tuple[ReferenceStep, ...] = ()
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the bounds of loss and gradients, by step. What steps before it moved by rounding drifts on."""
-    forward, both = gamma(case, 7), gamma(case, 21)
-    loss, gradient = {}, {}
+    """Return the bounds of loss and gradients, by step. Differences of parameters by rounding add up from step to step."""
+    forward_rounding = gamma(case, 7)
+    backward_rounding = gamma(case, 21)
+    loss = {}
+    gradient = {}
     loss_drift = gradient_drift = 0.0
     steps = (*before, *reference.steps)
     for step, following in zip(steps, (*steps[1:], None), strict=True):
-        loss[step.step] = forward + loss_drift
-        gradient[step.step] = both + gradient_drift
+        loss[step.step] = forward_rounding + loss_drift
+        gradient[step.step] = backward_rounding + gradient_drift
         if following is not None:
-            moved = {fqn: _parameter_noise(step, fqn, both, case.training) for fqn in step.gradients}
-            loss_drift += sum(float(np.sum(np.abs(following.gradients[f]) * moved[f])) for f in moved) / following.loss
-            gradient_drift += _curvature(step, following) * math.sqrt(sum(float(np.sum(m * m)) for m in moved.values()))
+            noise = {fqn: _parameter_noise(step, fqn, backward_rounding, case.training) for fqn in step.gradients}
+            loss_change = sum(float(np.sum(np.abs(following.gradients[fqn]) * noise[fqn])) for fqn in noise)
+            loss_drift += loss_change / following.loss
+            noise_length = math.sqrt(sum(float(np.sum(entries * entries)) for entries in noise.values()))
+            gradient_drift += _curvature(step, following) * noise_length
     return loss, gradient
 
 
@@ -188,31 +195,38 @@ def _too_blunt(
     gradient: dict[int, float],
     before: tuple[ReferenceStep, ...],
 ) -> str:
-    """Where rounding reaches the smallest mistakes, and what would keep it away from them."""
-    most = {step: max(loss[step], gradient[step]) for step in loss}
-    sharp = [step for step in most if most[step] < SMALLEST_MISTAKE]
-    text = f"rounding alone explains {max(most.values()):.1e} by step {max(most)}, and mistakes start at {SMALLEST_MISTAKE:.0e}"
-    ways = [f"`steps: {max(sharp)}` ({most[max(sharp)]:.1e})"] if sharp else []
+    """Return a text of the step in which rounding reaches the smallest mistakes, and of the changes that would avoid it."""
+    largest = {step: max(loss[step], gradient[step]) for step in loss}
+    sharp_steps = [step for step in largest if largest[step] < SMALLEST_MISTAKE]
+    by_step = f"{max(largest.values()):.1e} by step {max(largest)}"
+    text = f"rounding alone explains {by_step}, and mistakes start at {SMALLEST_MISTAKE:.0e}"
+    remedies = []
+    if sharp_steps:
+        last_sharp = max(sharp_steps)
+        remedies.append(f"`steps: {last_sharp}` ({largest[last_sharp]:.1e})")
     if case.training.optimizer == "adamw" and (eps := _sharp_eps(case, reference, before)):
-        ways.append(f"a larger `eps: {eps:.0e}` (AdamW divides noise by sqrt(v) + eps, now {case.training.eps:.0e})")
-    ways.append("`--dtype float32`, whose bounds are measured rather than derived")
-    return f"{text}; what helps: {', or '.join(ways)}"
+        remedies.append(
+            f"a larger `eps: {eps:.0e}` (AdamW divides noise by sqrt(v) + eps, now {case.training.eps:.0e})"
+        )
+    remedies.append("`--dtype float32`, whose bounds are measured rather than derived")
+    return f"{text}; what helps: {', or '.join(remedies)}"
 
 
 def _sharp_eps(case: Case, reference: ReferenceRun, before: tuple[ReferenceStep, ...]) -> float | None:
-    """The smallest power of ten with which the bounds on this path would be sharp."""
-    for eps in (10.0**n for n in range(-12, 0)):
-        other = dataclasses.replace(case, training=dataclasses.replace(case.training, eps=eps))
-        if (
-            eps > case.training.eps
-            and max(max(numbers.values()) for numbers in _derived(other, reference, before)) < SMALLEST_MISTAKE
-        ):
+    """Return the smallest power of ten that, as eps, makes the bounds on this path sharp. None if none below 1 does."""
+    for exponent in range(-12, 0):
+        eps = 10.0**exponent
+        if eps <= case.training.eps:
+            continue
+        changed_case = dataclasses.replace(case, training=dataclasses.replace(case.training, eps=eps))
+        bounds_of_numbers = _derived(changed_case, reference, before)
+        if max(max(by_step.values()) for by_step in bounds_of_numbers) < SMALLEST_MISTAKE:
             return eps
     return None
 
 
 def _parameter_noise(step: ReferenceStep, fqn: str, noise: float, training: TrainingConfig) -> np.ndarray:
-    """The bound on |delta theta|, entry by entry, that one optimizer step makes of gradients off by `noise`."""
+    """Return the bound on |delta theta|, entry by entry, after one optimizer step with gradients off by `noise`."""
     gradient = step.gradients[fqn]
     clip = clip_coefficient(step.grad_norm, training.max_norm)
     present = gradient[gradient != 0]
@@ -223,44 +237,56 @@ def _parameter_noise(step: ReferenceStep, fqn: str, noise: float, training: Trai
     if rule == "muon":
         average = step.optimizer_state[fqn]["momentum_buffer"]
         update = given(average, clip * gradient, momentum=training.momentum, nesterov=training.nesterov)
-        lengths = [
-            float(np.linalg.norm(value)) for value in (average, (1 - training.momentum) * clip * gradient, update)
-        ]
-        off = STEEPEST * noise * sum(lengths) / max(lengths[-1], SMALLEST)
-        return np.full_like(
-            gradient, step.lr * scale(gradient.shape, training.adjust_lr) * off / math.sqrt(gradient.size)
-        )
+        summands = (average, (1 - training.momentum) * clip * gradient, update)
+        lengths = [float(np.linalg.norm(summand)) for summand in summands]
+        orthogonal_noise = STEEPEST * noise * sum(lengths) / max(lengths[-1], SMALLEST)
+        rate = step.lr * scale(gradient.shape, training.adjust_lr)
+        return np.full_like(gradient, rate * orthogonal_noise / math.sqrt(gradient.size))
     second = step.optimizer_state[fqn]["exp_avg_sq"] / (1 - training.beta2**step.step)
     # An entry without any gradient so far (an unused token's row) has none on any layout: its noise is zero.
     return np.where(second > 0, step.lr * largest / (np.sqrt(second) + training.eps), 0.0)
 
 
 def _curvature(step: ReferenceStep, following: ReferenceStep) -> float:
-    """Largest change of a gradient relative to that parameter's largest, per unit of distance moved. A gradient that was all
-    zero has no largest entry: then it is that of the step to which the bound applies."""
-    squares = [np.sum((following.parameters[f] - step.parameters[f]) ** 2) for f in step.parameters]
+    """Return the largest relative change of a gradient between two steps, per unit of distance that the parameters moved.
+
+    The change is relative to the parameter's largest gradient entry in the first step. If all entries were zero, that of the
+    following step is taken, to which the bound applies.
+    """
+    squares = [np.sum((following.parameters[fqn] - step.parameters[fqn]) ** 2) for fqn in step.parameters]
     distance = math.sqrt(float(np.sum(squares)))
-    largest = {f: max_abs(step.gradients[f]) or max_abs(following.gradients[f]) for f in step.gradients}
-    change = max(relative_difference(following.gradients[f], step.gradients[f], scale) for f, scale in largest.items())
-    return change / distance if distance else 0.0
+    changes = []
+    for fqn, gradient in step.gradients.items():
+        largest_entry = max_abs(gradient) or max_abs(following.gradients[fqn])
+        changes.append(relative_difference(following.gradients[fqn], gradient, largest_entry))
+    largest_change = max(changes)
+    return largest_change / distance if distance else 0.0
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """What clipping multiplies gradients by; the 1e-6 is torch.nn.utils.clip_grad_norm_'s."""
-    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+    """Return the number by which clipping multiplies gradients; 1 without clipping.
+
+    The 1e-6 is torch.nn.utils.clip_grad_norm_'s.
+    """
+    if max_norm is None:
+        return 1.0
+    return min(1.0, max_norm / (norm + 1e-6))
 
 
 def relative_difference(observed: np.ndarray, expected: np.ndarray, scale: float | None = None) -> float:
-    """Largest |observed - expected| over the largest |expected| (or `scale`). NaN anywhere is infinitely far."""
+    """Return the largest |observed - expected| over the largest |expected| (or `scale`). inf for a NaN, or another shape."""
     if observed.shape != expected.shape:
         return math.inf
     if observed.size == 0:
         return 0.0
     difference = float(np.max(np.abs(observed - expected)))
-    scale = float(np.max(np.abs(expected))) if scale is None else scale
+    if scale is None:
+        scale = float(np.max(np.abs(expected)))
     if not math.isfinite(difference):
         return math.inf
-    return difference / scale if scale else (0.0 if difference == 0 else math.inf)
+    if scale:
+        return difference / scale
+    return 0.0 if difference == 0 else math.inf
 
 
 def max_abs(value: np.ndarray) -> float:
@@ -269,19 +295,20 @@ def max_abs(value: np.ndarray) -> float:
 
 
 def orthogonal_bound(case: Case, shape: Sequence[int], cancelled: float) -> float:
-    """For an entry of a matrix that Muon orthogonalised, recomputed from the gradients seen.
+    """Return the bound on an entry of a matrix that Muon orthogonalised, recomputed from the observed gradients.
 
-    cancelled: length of all that was averaged over that of the average. What is off by a share of the whole length before
-    Newton-Schulz is off by up to STEEPEST times that afterwards; so are roundings within it. Spread over all entries.
+    cancelled: length of all that was averaged over that of the average. Newton-Schulz magnifies a difference by up to
+    STEEPEST, and the roundings within it as well. The difference is spread over all entries.
     """
     roundings = 64 + LAMBDA * math.sqrt(max(shape))
-    off = roundings * UNIT_ROUNDOFF[case.training.dtype] * STEEPEST * (1 + cancelled)
-    return LAMBDA * off / math.sqrt(math.prod(shape))
+    difference = roundings * UNIT_ROUNDOFF[case.training.dtype] * STEEPEST * (1 + cancelled)
+    return LAMBDA * difference / math.sqrt(math.prod(shape))
 
 
 def update_bound(case: Case, magnitude: np.ndarray) -> np.ndarray:
-    """For parameters recomputed from the gradients seen: a dozen roundings an entry, and those of the clipping norm.
+    """Return the bound on parameters recomputed from the observed gradients, entry by entry.
 
-    magnitude: the sum of the absolute values of all that was added up, entry by entry.
+    It covers a dozen roundings an entry, and those of the clipping norm. magnitude: the sum of the absolute values of all that
+    was added up, entry by entry.
     """
     return (64 + LAMBDA * math.sqrt(case.model.numel)) * UNIT_ROUNDOFF[case.training.dtype] * magnitude

@@ -19,7 +19,10 @@ Key = tuple[tuple[int, ...], str, str]  # ranks, op, phase
 
 
 def planned(trial: Trial, rank: int, step: int, *, optional_only: bool = False) -> dict[Key, int]:
-    """Bytes of one step, by group, collective and phase. optional_only: of flows that may be left out."""
+    """Return the bytes that the plan has a rank move in one step, by group, collective and phase.
+
+    optional_only: only of flows that may be left out.
+    """
     totals: dict[Key, int] = defaultdict(int)
     for flow in trial.plan.flows_of(rank, step):
         if flow.phase == OUTSIDE:
@@ -30,7 +33,7 @@ def planned(trial: Trial, rank: int, step: int, *, optional_only: bool = False) 
 
 
 def planned_outside(trial: Trial, rank: int, step: int) -> dict[tuple[Key, str], int]:
-    """The bytes that a step moves at least outside of forward and backward, by collective and purpose."""
+    """Return the least bytes that a step moves outside of forward and backward, by collective and purpose."""
     alone = trial.assumption.optimizer.alone
     flows = [flow for flow in trial.plan.flows_of(rank, step) if flow.phase == OUTSIDE]
     flows = [flow for flow in flows if flow.role != MATRICES or flow.axis not in alone]
@@ -38,8 +41,10 @@ def planned_outside(trial: Trial, rank: int, step: int) -> dict[tuple[Key, str],
 
 
 def observed_outside(evidence: RankEvidence, step: int, pairs: Collection[tuple[int, ...]] = ()) -> dict[Key, int]:
-    """All that a rank issued there, integers among it. pairs: groups of two ranks, of which one sends to the other, whatever
-    group carries it."""
+    """Return the bytes that a rank moved outside of forward and backward, integers among them, by collective.
+
+    pairs: groups of two ranks. What one of the two sends to the other counts for the pair, whatever group carries it.
+    """
     totals: dict[Key, int] = defaultdict(int)
     for call in evidence.collectives:
         if call.step == step and call.phase in ("optimizer", "other") and len(call.ranks) > 1:
@@ -49,17 +54,17 @@ def observed_outside(evidence: RankEvidence, step: int, pairs: Collection[tuple[
 
 
 def still_gathered(trial: Trial, rank: int) -> list[tuple[int, str, int]]:
-    """(step before, parameter, bytes of it still there) of what evaluation left, beyond the rank's own slices."""
-    return [
-        (record.step, fqn, record.bytes[fqn])
-        for record in trial.ranks[rank].after_evaluation
-        for fqn in record.gathered
-        if fqn in trial.plan.after_forward[rank]
-    ]
+    """Return (step before, fqn, bytes) of each parameter that evaluation left gathered, beyond the rank's own slices."""
+    parameters = []
+    for record in trial.ranks[rank].after_evaluation:
+        for fqn in record.gathered:
+            if fqn in trial.plan.after_forward[rank]:
+                parameters.append((record.step, fqn, record.bytes[fqn]))
+    return parameters
 
 
 def own_bytes(trial: Trial, rank: int, fqn: str) -> int:
-    """Bytes of a rank's own slice of a parameter."""
+    """Return the bytes of a rank's own slice of a parameter."""
     return numel(trial.plan.slices[rank][fqn]) * BYTES[trial.case.training.dtype]
 
 
@@ -68,7 +73,7 @@ def _key(trial: Trial, rank: int, flow: Flow) -> Key:
 
 
 def observed(trial: Trial, evidence: RankEvidence, step: int) -> dict[Key, int]:
-    """Bytes of one step, by group, collective and phase, as the rank issued them."""
+    """Return the bytes that a rank moved in one step, by group, collective and phase."""
     totals: dict[Key, int] = defaultdict(int)
     for collective in evidence.collectives:
         if collective.step == step and is_traffic(collective):
@@ -78,41 +83,57 @@ def observed(trial: Trial, evidence: RankEvidence, step: int) -> dict[Key, int]:
 
 
 def _stages(trial: Trial, rank: int, call: Collective) -> tuple[int, ...]:
-    """The pipeline that both ends of a send or receive are of: these take part in it, whatever group carries it. (Megatron
-    sends one way through the world's group, so that the two ways do not wait for each other.)"""
+    """Return the ranks of the pipeline that both ends of a send or receive belong to. Empty for all other calls.
+
+    The pipeline is taken whatever group carries the call. (Megatron sends one way through the world's group, so that the two
+    ways do not wait for each other.)
+    """
     pipeline = trial.plan.peers(rank, "pp")
-    return pipeline if call.op in ("send", "recv") and call.peer != rank and call.peer in pipeline else ()
+    if call.op in ("send", "recv") and call.peer != rank and call.peer in pipeline:
+        return pipeline
+    return ()
 
 
 def is_traffic(collective: Collective) -> bool:
-    """torch 2.11 greets the neighbours of a pipeline stage with one number, before the first pass."""
+    """Return whether a call moves floating-point numbers between ranks in forward, backward or the pipeline.
+
+    torch 2.11 sends one number to the neighbours of a pipeline stage before the first pass. It does not count.
+    """
     greeting = collective.op in ("send", "recv") and collective.bytes <= BYTES["float64"]
     inside = collective.phase in INSIDE and len(collective.ranks) > 1
     return inside and "float" in collective.dtype and not greeting
 
 
 def axis_text(trial: Trial, ranks: tuple[int, ...]) -> str:
-    """The ranks of a group, with the plan's axis that they form, if any."""
+    """Return a text of a group's ranks, with the plan's axis that they form, if any."""
     axis = axis_of(trial, ranks)
     if axis.startswith("post_forward"):  # slices after forward are gathered over it; no configuration names it
         return ranks_text(ranks)
-    return f"{axis} {ranks_text(ranks)}" if axis else f"{ranks_text(ranks)} (no axis of the plan)"
+    if axis:
+        return f"{axis} {ranks_text(ranks)}"
+    return f"{ranks_text(ranks)} (no axis of the plan)"
 
 
 def of_collective(trial: Trial, key: Key) -> dict[str, Any]:
-    """Return what a finding on the bytes of a collective is about."""
+    """Return the fields of a finding on the bytes of a collective: kind, name, phase, axis, group, unit and note."""
     ranks, op, phase = key
     axis = axis_of(trial, ranks)
-    known, note = "" if axis.startswith("post_forward") else axis, "" if axis else "no axis of the plan"
-    what = {"kind": "collective", "name": op, "phase": phase, "axis": known, "group": ranks}
-    return what | {"unit": "bytes", "note": note}
+    return {
+        "kind": "collective",
+        "name": op,
+        "phase": phase,
+        "axis": "" if axis.startswith("post_forward") else axis,
+        "group": ranks,
+        "unit": "bytes",
+        "note": "" if axis else "no axis of the plan",
+    }
 
 
 def axis_of(trial: Trial, ranks: tuple[int, ...]) -> str:
-    """The plan's axis that they form; empty if they form none."""
+    """Return the plan's axis that these ranks form; empty if they form none."""
     return next((axis for axis, lines in trial.plan.groups.items() if ranks in lines), "")
 
 
 def amount(count: int) -> str:
-    """Bytes for a person, and the exact number."""
+    """Return a text of a number of bytes for a person, with the exact number."""
     return f"{bytes_text(count)} ({count})" if count else "nothing"

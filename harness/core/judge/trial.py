@@ -1,4 +1,4 @@
-"""Everything the checks may look at, gathered: the case, its plan, what the ranks left, what the reference left.
+"""The input of the checks: the case, its plan, the evidence of the ranks, and the reference's.
 
 From here on nothing has effects: a Trial is stored evidence, and what is derived from it is pure arithmetic.
 """
@@ -59,155 +59,190 @@ class Trial:
 
     @property
     def provided(self) -> Provided:
-        """What of all that checks may need is there."""
-        found = self.run.provided
-        if why := unplaced({rank: evidence.own_groups for rank, evidence in self.ranks.items()}):
-            found = found.without(("members",), why, unknown=True)
+        """Return the kinds of evidence that checks can use, with the reason for each that is missing."""
+        provided = self.run.provided
+        if reason := unplaced({rank: evidence.own_groups for rank, evidence in self.ranks.items()}):
+            provided = provided.without(("members",), reason, unknown=True)
         missing = self._missing
-        return found.unseen(f"no evidence {missing}; see `completed`") if missing else found
+        return provided.unseen(f"no evidence {missing}; see `completed`") if missing else provided
 
     @property
     def holds_told(self) -> bool:
-        """Whether something other than traffic shows what ranks hold."""
+        """Return whether something other than traffic shows what ranks hold."""
         return any(word in self.provided for word in ("claims", "slices", "contents"))
 
     def of_step(self, step: int) -> Trial:
-        """The trial with the case as it is in that step."""
+        """Return the trial with the case as it is in that step."""
         case = self.case.at(step)
         return self if case is self.case else replace(self, case=case)
 
     @property
     def due(self) -> list[int]:
-        """The ranks of which evidence is to be read: all, but for those for which another one stands."""
+        """Return the ranks that must have evidence: all that were started, without those that another rank represents."""
         seen = self.run.seen
         return [rank for rank in self.run.started if rank in self.ranks or rank not in seen]
 
     @functools.cached_property
     def _missing(self) -> str:
-        """Whose evidence is lacking: a rank's, some steps of a rank's, or the reference's. Empty if all is there."""
-        lost = [rank for rank in self.due if rank not in self.ranks]
-        if lost:
-            some = f"{len(lost)} ranks ({', '.join(map(str, lost[:4]))}...)"
-            return f"from {some if len(lost) > 1 else f'rank {lost[0]}'}"
-        left = {"the reference": {one.step for one in self.reference.steps}} if "reference" in self.run.provided else {}
-        left |= {f"rank {rank}": {step.step for step in self.ranks[rank].steps} for rank in sorted(self.ranks)}
-        for who, steps in left.items():
-            if lacking := sorted({*self.case.steps} - steps):
-                return f"from {who} of step {', '.join(map(str, lacking))}"
+        """Return a text of the evidence that is missing: ranks, or steps of a rank or of the reference. Empty if none is."""
+        missing_ranks = [rank for rank in self.due if rank not in self.ranks]
+        if len(missing_ranks) > 1:
+            return f"from {len(missing_ranks)} ranks ({', '.join(map(str, missing_ranks[:4]))}...)"
+        if missing_ranks:
+            return f"from rank {missing_ranks[0]}"
+        recorded_steps: dict[str, set[int]] = {}
+        if "reference" in self.run.provided:
+            recorded_steps["the reference"] = {step.step for step in self.reference.steps}
+        for rank in sorted(self.ranks):
+            recorded_steps[f"rank {rank}"] = {step.step for step in self.ranks[rank].steps}
+        for source, steps in recorded_steps.items():
+            if missing_steps := sorted({*self.case.steps} - steps):
+                return f"from {source} of step {', '.join(map(str, missing_steps))}"
         return ""
 
     @functools.cached_property
     def glances(self) -> list[Summary]:
-        """Each rank that was seen, at a glance: contents, and inputs if the tokens are not known, as digests."""
-        return [one for _, one in sorted(self.run.summaries.items())]
+        """Return the summary of each rank that was recorded, by rank.
+
+        It has digests of contents, and digests of inputs if the tokens are not known.
+        """
+        return [summary for _, summary in sorted(self.run.summaries.items())]
 
     def lines(self, axis: str) -> dict[int, tuple[int, ...]]:
-        """Return, by rank, the ranks that differ from it in this axis alone."""
-        return {rank: line for line in groups(self.plan.dims, axis) for rank in line}
+        """Return, by rank, the ranks that differ from it in this axis alone, itself included."""
+        line_of_rank: dict[int, tuple[int, ...]] = {}
+        for line in groups(self.plan.dims, axis):
+            for rank in line:
+                line_of_rank[rank] = line
+        return line_of_rank
 
     @property
     def launches(self) -> tuple[Trial, ...]:
-        """The earlier launches that this one continues, each as a trial, and this one."""
+        """Return the earlier launches that this one continues, each as a trial, and this one."""
         return (*self.saved, self)
 
     @functools.cached_property
     def bounds(self) -> Bounds:
-        """How close is close, by step. Raises tolerance.NoBound."""
+        """Return how far numbers may be from the reference's, by step. Raises tolerance.NoBound."""
         noise = self.reference.noise or (self.golden.noise if self.golden else {})
         measured = noise.get(self.traits.noise_key(self.case))
         return tolerance.bounds(self.case, self.reference, measured, before=self.steps_before)
 
     @property
     def steps_before(self) -> tuple[ReferenceStep, ...]:
-        """The steps of the earlier reference up to the weights that this launch starts from; none for all other launches."""
+        """Return the steps of the earlier reference up to the weights that this launch starts from; empty otherwise."""
         after = self.case.model_of
         return () if after is None else self.saved[-1].reference.steps[:after]
 
     @property
     def seed_weights(self) -> dict[str, np.ndarray]:
-        """What a trainer is built with, before it reads a checkpoint, in this launch's shapes."""
-        first, shapes = (*self.saved, self)[0].reference.weights, self.reference.weights
-        anew = any(one.case.model_of is not None for one in self.launches)
-        return {fqn: full.reshape(shapes[fqn].shape) for fqn, full in first.items()} if anew else shapes
+        """Return the whole weights with which a trainer is built, before it reads a checkpoint, in this launch's shapes."""
+        first_weights = self.launches[0].reference.weights
+        own_weights = self.reference.weights
+        if all(launch.case.model_of is None for launch in self.launches):
+            return own_weights
+        # A launch that starts from weights alone has a reference that begins with those, not with the seed's.
+        return {fqn: full.reshape(own_weights[fqn].shape) for fqn, full in first_weights.items()}
 
     @property
     def traits(self) -> TrainerTraits:
-        """What the trainer of this launch chose."""
+        """Return the choices of this launch's trainer."""
         return self.plan.traits
 
     @property
     def allow(self) -> tuple[Allowance, ...]:
-        """What the case allows, and what the trainer declares in every case."""
+        """Return the allowances of the case, and those that the trainer declares in every case."""
         return self.case.allow + self.traits.allow
 
     @property
     def ranks(self) -> dict[int, RankEvidence]:
+        """Return the evidence of this launch, by rank."""
         return self.run.ranks
 
     @functools.cached_property
     def holdings(self) -> dict[int, dict[str, Slice | None]]:
-        """Which slice of the seed weights each rank really holds, by comparing bytes; None: found nowhere. Ranks without values
-        hold what they claim."""
-        if "values" not in self.run.provided:
-            return {r: {t.fqn: claimed_slice(r, t) for t in e.parameters} for r, e in self.ranks.items()}
-        return {rank: self._holdings_of(rank, evidence) for rank, evidence in self.ranks.items()}
+        """Return the slice of the seed weights that each rank really holds, by rank and fqn. None if its bytes were not found.
+
+        Bytes are compared. Ranks without values are taken to hold what they claim.
+        """
+        if "values" in self.run.provided:
+            return {rank: self._holdings_of(rank, evidence) for rank, evidence in self.ranks.items()}
+        claims: dict[int, dict[str, Slice | None]] = {}
+        for rank, evidence in self.ranks.items():
+            claims[rank] = {tensor.fqn: claimed_slice(rank, tensor) for tensor in evidence.parameters}
+        return claims
 
     def _holdings_of(self, rank: int, evidence: RankEvidence) -> dict[str, Slice | None]:
-        held: dict[str, Slice | None] = {}
+        slices: dict[str, Slice | None] = {}
         for tensor in evidence.parameters:
             full = self.seed_weights.get(tensor.fqn)
             guess = self.plan.slices[rank].get(tensor.fqn)
-            held[tensor.fqn] = None if full is None else locate(tensor.value, full, guess)
-            if held[tensor.fqn] is None and self._began_resumed(evidence) and tensor.fqn in self.saved_weights:
-                held[tensor.fqn] = locate(tensor.value, self.saved_weights[tensor.fqn], guess)
-        return held
+            slices[tensor.fqn] = None if full is None else locate(tensor.value, full, guess)
+            if slices[tensor.fqn] is None and self._began_resumed(evidence) and tensor.fqn in self.saved_weights:
+                slices[tensor.fqn] = locate(tensor.value, self.saved_weights[tensor.fqn], guess)
+        return slices
 
     def _began_resumed(self, evidence: RankEvidence) -> bool:
-        """Whether it had read its checkpoint as soon as it was built, as a script does: it never held the seed weights."""
+        """Return whether the trainer had read its checkpoint when it was first observed, as a script may do.
+
+        Such a rank never showed the seed weights.
+        """
         resumed = evidence.resumed.parameters if evidence.resumed is not None else {}
-        both = [(tensor.value, resumed.get(tensor.fqn)) for tensor in evidence.parameters]
-        return bool(resumed) and all(b is not None and a.tobytes() == b.tobytes() for a, b in both)
+        if not resumed:
+            return False
+        for tensor in evidence.parameters:
+            checkpoint_value = resumed.get(tensor.fqn)
+            if checkpoint_value is None or tensor.value.tobytes() != checkpoint_value.tobytes():
+                return False
+        return True
 
     @functools.cached_property
     def saved_weights(self) -> dict[str, np.ndarray]:
-        """Whole parameters as the launch that saved held them then, NaN where no rank did; nothing if this one resumes none."""
-        launch = self.saved[-1] if self.saved else None
-        found = weights_after(launch, launch.case.saved_step or 0) if launch else {}
-        return {fqn: full.reshape(self.plan.shapes[fqn]) for fqn, full in found.items()}
+        """Return the whole parameters of the launch that saved the checkpoint, by fqn, NaN where no rank held an entry.
+
+        Empty if this launch resumes no checkpoint.
+        """
+        if not self.saved:
+            return {}
+        launch = self.saved[-1]
+        weights = weights_after(launch, launch.case.saved_step or 0)
+        return {fqn: full.reshape(self.plan.shapes[fqn]) for fqn, full in weights.items()}
 
     def slice_of(self, rank: int, fqn: str) -> Slice | None:
-        """Where a rank's local part belongs: where its bytes were found, else where the plan puts it."""
-        held = self.holdings[rank].get(fqn)
-        return held if held is not None else self.plan.slices[rank].get(fqn)
+        """Return the slice that a rank holds of a parameter: where its bytes were found, else by the plan. None if no slice."""
+        located = self.holdings[rank].get(fqn)
+        return located if located is not None else self.plan.slices[rank].get(fqn)
 
     def gradient_slice_of(self, rank: int, fqn: str) -> Slice | None:
-        """The same of its gradient, which ZeRO reduces to a part where a parameter is whole."""
-        apart = self.plan.gradient_slices
-        return apart[rank].get(fqn) if apart else self.slice_of(rank, fqn)
+        """Return the slice that a rank holds of a parameter's gradient. ZeRO may cut it where the parameter is whole."""
+        gradient_slices = self.plan.gradient_slices
+        return gradient_slices[rank].get(fqn) if gradient_slices else self.slice_of(rank, fqn)
 
     def start_of(self, rank: int) -> dict[str, np.ndarray]:
-        """The parameters a rank begins with: those of the checkpoint if it resumed, else the seed's."""
+        """Return the local parameters that a rank begins with: those of the checkpoint if it resumed, else the seed's."""
         evidence = self.ranks[rank]
         if evidence.resumed is not None:
             return evidence.resumed.parameters
         return {tensor.fqn: tensor.value for tensor in evidence.parameters}
 
-    def assuming(self, optimizer: AssumedOptimizer = AssumedOptimizer(), **more: Any) -> Trial:  # noqa: B008 - frozen
-        """The same evidence, with this assumption added: see Assumption.and_besides."""
-        return replace(self, assumption=self.assumption.and_besides(optimizer, **more))
+    def assuming(self, optimizer: AssumedOptimizer = AssumedOptimizer(), **fields: Any) -> Trial:  # noqa: B008 - frozen
+        """Return the trial with this assumption added. fields: see Assumption.and_besides."""
+        return replace(self, assumption=self.assumption.and_besides(optimizer, **fields))
 
     @property
     def first_step(self) -> int:
         return self.case.steps.start
 
     def reference_step(self, number: int) -> ReferenceStep:
+        """Return the reference's record of a step. Raises StopIteration if there is none."""
         return next(step for step in self.reference.steps if step.step == number)
 
     def reference_of(self, rank: int) -> ReferenceRun:
+        """Return the reference of a rank: its own, where an assumption gives it one."""
         return self.assumption.references.get(rank, self.reference)
 
     def steps(self) -> Iterator[tuple[int, StepEvidence, ReferenceStep]]:
-        """Every rank's record of every step, with the reference's."""
+        """Yield (rank, its record, the reference's record) of every step that both have."""
         for rank, evidence in sorted(self.ranks.items()):
             by_number = {step.step: step for step in self.reference_of(rank).steps}
             for step in evidence.steps:
@@ -215,10 +250,12 @@ class Trial:
                     yield rank, step, by_number[step.step]
 
     def own_steps(self) -> Iterator[tuple[int, StepEvidence]]:
-        """Every rank's record of every step."""
-        return ((rank, step) for rank, evidence in sorted(self.ranks.items()) for step in evidence.steps)
+        """Yield (rank, its record) of every step."""
+        for rank, evidence in sorted(self.ranks.items()):
+            for step in evidence.steps:
+                yield rank, step
 
 
 def launch_label(launch: Trial) -> str:
-    """Empty for the last launch of a case."""
+    """Return the label of a launch of a case that resumes: saved_1, saved_2. Empty for the last launch."""
     return "" if launch.case.last_step is None else f"saved_{len(launch.saved) + 1}"

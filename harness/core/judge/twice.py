@@ -1,4 +1,4 @@
-"""Where two runs of the same launch first differ. On one machine, the same code gives the same numbers."""
+"""The first difference between two runs of the same launch. On one machine, the same code gives the same numbers."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ class FirstDifference:
     """Ranks on which they differ."""
 
 
-PASSED_EARLY, PASSED = "what is passed in forward", "what is passed in backward"
+PASSED_EARLY = "what is passed in forward"
+PASSED = "what is passed in backward"
 AFTER = ("parameters after the step", "optimizer state", "reported loss")
 ORDER = ("samples", PASSED_EARLY, "losses", PASSED, "gradients", "gradient norm", *AFTER)
-"""A step comes to them in this order."""
+"""Kinds of numbers, in the order in which a step computes them."""
 EARLY = ("forward", "pipeline")
 
 
 class _Found(NamedTuple):
-    """What differs on one rank."""
+    """A number that differs between two runs on one rank."""
 
     step: int
     quantity: str
@@ -44,68 +45,87 @@ class _Found(NamedTuple):
     place: int = 0  # of a collective, among those of its step
 
 
-def first_difference(one: Run, other: Run) -> FirstDifference | None:
-    """Return None where all numbers of the steps that both have are equal. One rank alone passes something else first, where
-    a number changed on it: what it has passed changes the numbers of others."""
-    ranks = sorted(one.ranks.keys() & other.ranks.keys())
-    all_found = [(rank, found) for rank in ranks for found in _of_rank(one.ranks[rank], other.ranks[rank])]
-    if not all_found:
+def first_difference(first_run: Run, second_run: Run) -> FirstDifference | None:
+    """Return the first difference between two runs. None if all numbers of the steps that both have are equal.
+
+    Where a number changed on one rank, that rank alone passes something else first. What it passed then changes the numbers of
+    other ranks.
+    """
+    differences: list[tuple[int, _Found]] = []
+    for rank in sorted(first_run.ranks.keys() & second_run.ranks.keys()):
+        differences += [(rank, difference) for difference in _of_rank(first_run.ranks[rank], second_run.ranks[rank])]
+    if not differences:
         return None
-    first = min((found.step, ORDER.index(found.quantity), found.place) for _, found in all_found)
-    told = [(rank, each) for rank, each in all_found if (each.step, ORDER.index(each.quantity), each.place) == first]
-    names, where = dict.fromkeys(each.name for _, each in told), dict.fromkeys(rank for rank, _ in told)
-    return FirstDifference(first[0], ORDER[first[1]], tuple(names), tuple(where))
+
+    def time_of(difference: _Found) -> tuple[int, int, int]:
+        return (difference.step, ORDER.index(difference.quantity), difference.place)
+
+    first = min(time_of(difference) for _, difference in differences)
+    earliest = [(rank, difference) for rank, difference in differences if time_of(difference) == first]
+    names = dict.fromkeys(difference.name for _, difference in earliest)
+    ranks = dict.fromkeys(rank for rank, _ in earliest)
+    step, quantity_index, _ = first
+    return FirstDifference(step, ORDER[quantity_index], tuple(names), tuple(ranks))
 
 
-def _of_rank(one: RankEvidence, other: RankEvidence) -> Iterator[_Found]:
-    """Yield whatever differs; of collectives the first one of a step."""
-    steps = {step.step: step for step in other.steps}
-    for step in one.steps:
+def _of_rank(first_evidence: RankEvidence, second_evidence: RankEvidence) -> Iterator[_Found]:
+    """Yield each number that differs between two runs of a rank; of collectives the first one of a step."""
+    steps = {step.step: step for step in second_evidence.steps}
+    for step in first_evidence.steps:
         if step.step in steps:
             yield from (_Found(step.step, *named) for named in differing(step, steps[step.step]))
-    if one.passed is None or other.passed is None or one.collectives != other.collectives:
+    if (
+        first_evidence.passed is None
+        or second_evidence.passed is None
+        or first_evidence.collectives != second_evidence.collectives
+    ):
         return
     places: Counter[int] = Counter()
-    told = {0}  # what sets the job up is of no step
-    for call, mine, theirs in zip(one.collectives, one.passed, other.passed, strict=True):
+    differing_steps = {0}  # collectives that set the job up belong to no step: leave them out
+    for call, first_digest, second_digest in zip(
+        first_evidence.collectives, first_evidence.passed, second_evidence.passed, strict=True
+    ):
         places[call.step] += 1
-        if mine != theirs and call.step not in told:
-            told.add(call.step)
+        if first_digest != second_digest and call.step not in differing_steps:
+            differing_steps.add(call.step)
             quantity = PASSED_EARLY if call.phase in EARLY else PASSED
             yield _Found(call.step, quantity, f"{call.op} of {call.dtype} in {call.phase}", places[call.step])
 
 
-def differing(one: StepEvidence, other: StepEvidence) -> Iterator[tuple[str, str]]:
-    """Yield the kind of number and the name of what differs between two evidences of one step on one rank."""
-    if len(one.microbatches) != len(other.microbatches):
+def differing(first_step: StepEvidence, second_step: StepEvidence) -> Iterator[tuple[str, str]]:
+    """Yield (kind of number, name) of each difference between two runs' evidence of one step on one rank."""
+    if len(first_step.microbatches) != len(second_step.microbatches):
         yield "samples", "microbatches, whose number differs"
-    for number, (mine, theirs) in enumerate(zip(one.microbatches, other.microbatches, strict=False)):
-        if not (_equal(mine.tokens, theirs.tokens) and _equal(mine.labels, theirs.labels)):
+    for number, (first, second) in enumerate(zip(first_step.microbatches, second_step.microbatches, strict=False)):
+        if not (_equal(first.tokens, second.tokens) and _equal(first.labels, second.labels)):
             yield "samples", f"microbatch {number}"
-        if not _same(mine.loss_sum, theirs.loss_sum):
+        if not _same(first.loss_sum, second.loss_sum):
             yield "losses", f"microbatch {number}"
-    yield from (("gradients", fqn) for fqn in _unequal(one.gradients, other.gradients))
-    if not _same(one.grad_norm, other.grad_norm):
+    yield from (("gradients", fqn) for fqn in _unequal(first_step.gradients, second_step.gradients))
+    if not _same(first_step.grad_norm, second_step.grad_norm):
         yield "gradient norm", "as reported"
-    yield from (("parameters after the step", fqn) for fqn in _unequal(one.parameters, other.parameters))
-    for fqn in one.optimizer_state.keys() & other.optimizer_state.keys():
-        states = one.optimizer_state[fqn], other.optimizer_state[fqn]
-        yield from (("optimizer state", f"{fqn}, {key}") for key in _unequal(*states))
-
-    if not _same(one.reported_loss, other.reported_loss):
+    yield from (("parameters after the step", fqn) for fqn in _unequal(first_step.parameters, second_step.parameters))
+    for fqn in first_step.optimizer_state.keys() & second_step.optimizer_state.keys():
+        for key in _unequal(first_step.optimizer_state[fqn], second_step.optimizer_state[fqn]):
+            yield "optimizer state", f"{fqn}, {key}"
+    if not _same(first_step.reported_loss, second_step.reported_loss):
         yield "reported loss", "of the step"
 
 
-def _same(one: float | None, other: float | None) -> bool:
-    return one == other or (one is not None and other is not None and math.isnan(one) and math.isnan(other))
+def _same(first: float | None, second: float | None) -> bool:
+    """Return whether two numbers are equal: two NaN are, and two None."""
+    if first is None or second is None:
+        return first is second
+    return first == second or (math.isnan(first) and math.isnan(second))
 
 
-def _unequal(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> Iterator[str]:
-    return (name for name, value in one.items() if not _equal(value, other.get(name)))
+def _unequal(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]) -> Iterator[str]:
+    """Return the names whose arrays differ, or that only the first has."""
+    return (name for name, value in first.items() if not _equal(value, second.get(name)))
 
 
-def _equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
-    """Bytes: two NaN are the same number here."""
-    if one is None or other is None:
-        return one is other
-    return one.shape == other.shape and one.tobytes() == other.tobytes()
+def _equal(first: np.ndarray | None, second: np.ndarray | None) -> bool:
+    """Return whether shape and bytes of two arrays are equal, so that two NaN are, and two None."""
+    if first is None or second is None:
+        return first is second
+    return first.shape == second.shape and first.tobytes() == second.tobytes()

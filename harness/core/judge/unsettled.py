@@ -1,4 +1,4 @@
-"""What a rank holds and moves more while a DTensor's gradients are not settled: clipping and the optimizer do that."""
+"""The additional bytes that a rank holds and moves while gradients of DTensors are partial: clipping and optimizer sum them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ NORM = 1
 
 
 def unsettled_bytes(step: StepEvidence) -> int:
-    """Return the bytes that a rank's gradients take in addition to its slices."""
-    return sum(max(lies.bytes - lies.settled_bytes, 0) for lies in step.unsettled.values())
+    """Return the bytes that a rank's partial gradients take in addition to its slices."""
+    return sum(max(gradient.bytes - gradient.settled_bytes, 0) for gradient in step.unsettled.values())
 
 
 def settling_bytes(trial: Trial, rank: int, number: int) -> dict[Key, int]:
-    """Return, by collective, the most bytes that the sums of a step's partial gradients take."""
-    most = Counter[Key]()
-    times = NORM + READS[trial.case.training.optimizer]
+    """Return, by collective, the most bytes that the sums of a step's partial gradients move."""
+    largest_bytes = Counter[Key]()
+    reads = NORM + READS[trial.case.training.optimizer]
     for step in trial.ranks[rank].steps:
-        for lies in step.unsettled.values() if step.step == number else ():
-            ranks = tuple(partial_ranks(lies, rank))
-            most[ranks, "all_reduce", OUTSIDE] += times * lies.bytes * (len(ranks) > 1)
-    return dict(most)
+        if step.step != number:
+            continue
+        for gradient in step.unsettled.values():
+            ranks = tuple(partial_ranks(gradient, rank))
+            # A group of one rank sums nothing: its entry is 0.
+            largest_bytes[ranks, "all_reduce", OUTSIDE] += reads * gradient.bytes if len(ranks) > 1 else 0
+    return dict(largest_bytes)

@@ -14,11 +14,11 @@ from typing import Any
 from harness import __version__
 
 SCHEMA = 1
-"""Raised where a field goes or means something else. A field more is no other schema."""
+"""Version of the documents. It is raised if a field is removed or changes its meaning, but not for an additional field."""
 
 
 def document(kind: str, data: Mapping[str, Any], indent: int | None = None) -> str:
-    """Return the whole document in ASCII, whatever letters names have."""
+    """Return the JSON text of a document in ASCII, whatever letters names have."""
     head = {"harness": __version__, "schema": SCHEMA, "document": kind}
     return json.dumps(head | as_data(data), indent=indent, allow_nan=False)
 
@@ -27,11 +27,13 @@ def as_data(value: Any) -> Any:
     """Return dataclasses as objects without what is None or empty; NaN and infinity, which JSON lacks, as text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: as_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {name: found for name, found in fields.items() if found not in (None, "", [], {})}
+        return {name: data for name, data in fields.items() if data not in (None, "", [], {})}
     if isinstance(value, Mapping):
-        return {_text(str(name)): as_data(found) for name, found in value.items() if found is not None}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [as_data(one) for one in (sorted(value) if isinstance(value, set | frozenset) else value)]
+        return {_text(str(name)): as_data(entry) for name, entry in value.items() if entry is not None}
+    if isinstance(value, set | frozenset):
+        return [as_data(entry) for entry in sorted(value)]
+    if isinstance(value, list | tuple):
+        return [as_data(entry) for entry in value]
     if isinstance(value, enum.Enum | Path | str | datetime.date):
         return _text(str(value))
     if hasattr(value, "item"):  # a number of numpy, which what is printed of bad input does not import
@@ -42,5 +44,5 @@ def as_data(value: Any) -> Any:
 
 
 def _text(text: str) -> str:
-    """Return it with what no reader of UTF-8 takes, as of a file's name in another encoding, as a number."""
+    """Return the text with escapes in place of what UTF-8 cannot encode, as in a file's name in another encoding."""
     return text.encode(errors="backslashreplace").decode()

@@ -8,7 +8,7 @@ from harness.core.report.finding_text import sentence
 
 
 def diagnosis_line(diagnosis: Diagnosis | None) -> str:
-    """Return all causes on one line; nothing where there is no diagnosis."""
+    """Return all causes on one line; empty without a diagnosis."""
     if diagnosis is None:
         return ""
     launch = f"{diagnosis.launch}: " if diagnosis.launch else ""
@@ -16,18 +16,19 @@ def diagnosis_line(diagnosis: Diagnosis | None) -> str:
 
 
 def cause_line(cause: Cause) -> str:
-    """Return what is so, where, what was requested, and the hint or finding."""
-    text = " ".join(filter(None, (cause.observed, cause.where))) + f", requested {cause.expected}" * bool(
-        cause.expected
-    )
-    found = sentence(cause.finding) if cause.finding is not None else ""
+    """Return a cause on one line: observed, where, requested, and the finding and hint."""
+    text = " ".join(filter(None, (cause.observed, cause.where)))
+    if cause.expected:
+        text += f", requested {cause.expected}"
+    finding = sentence(cause.finding) if cause.finding is not None else ""
     if cause.finding is not None and not cause.observed:
         text = cause.finding.check
-    return ": ".join(filter(None, (text, "; ".join(filter(None, (found, cause.hint))))))
+    details = "; ".join(filter(None, (finding, cause.hint)))
+    return ": ".join(filter(None, (text, details)))
 
 
 def evidence_rows(lines: tuple[Line, ...]) -> list[tuple[str, str]]:
-    """Return each line's label and what stands beside it, in words."""
+    """Return (label, text) of each line of a diagnosis' evidence."""
     return [(label, _words(value)) for label, value in lines]
 
 

@@ -1,4 +1,4 @@
-"""Why cases are not green, each cause once with all its cases: what a page and a summary begin with."""
+"""The causes of cases that are not green, each once with all its cases. A page and a summary begin with them."""
 
 from __future__ import annotations
 
@@ -24,41 +24,44 @@ class Shared:
 
     @property
     def broken(self) -> bool:
-        """Whether a check fails; else something could not be judged."""
+        """Return whether a check fails in some case; else something could not be judged."""
         return any(case.verdict == Verdict.FAIL for case in self.cases)
 
 
 def causes(outcomes: Iterable[Outcome]) -> list[Shared]:
     """Return the causes of what failed: failing checks first, then those of most cases."""
-    found: dict[str, list[Outcome]] = {}
+    cases_by_cause: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.failed:
-            found.setdefault(_without_numbers(why(outcome)), []).append(outcome)
-    ordered = [sorted(cases, key=_size) for cases in found.values()]
-    shared = [Shared(why(cases[0]), tuple(cases)) for cases in ordered]
-    return sorted(shared, key=lambda one: (not one.broken, -len(one.cases)))
+            cases_by_cause.setdefault(_without_numbers(why(outcome)), []).append(outcome)
+    shared = []
+    for cases in cases_by_cause.values():
+        smallest_first = sorted(cases, key=_size)
+        shared.append(Shared(why(smallest_first[0]), tuple(smallest_first)))
+    return sorted(shared, key=lambda cause: (not cause.broken, -len(cause.cases)))
 
 
 def _size(outcome: Outcome) -> tuple[bool, int]:
+    """Return a sort key: cases with failing checks first, then by number of ranks."""
     return outcome.verdict != Verdict.FAIL, outcome.ranks
 
 
 def _without_numbers(cause: str) -> str:
-    """Return the same text for one mistake in layouts of different degrees."""
+    """Return the cause without its numbers and ranks: the same text for one mistake in layouts of different degrees."""
     return NUMBER.sub("#", RANKS.sub("[#]", cause))
 
 
 def why(outcome: Outcome) -> str:
-    """Return the cause, or the reason, in one line."""
+    """Return the cause of a case's verdict in one line: its cause, else its reason, else the verdicts of its checks."""
     return outcome.cause or outcome.reason or checks_text(outcome)
 
 
 def checks_text(outcome: Outcome) -> str:
-    """Return how many checks pass, and which do not."""
+    """Return a text of how many checks pass, and which do not."""
     verdicts = list(outcome.checks.values())
     parts = [f"{verdicts.count(Verdict.PASS)} of {len(verdicts)} pass"] if verdicts else []
     for verdict, word in ((Verdict.FAIL, "fail"), (Verdict.UNKNOWN, "could not be judged")):
-        if named := [check for check, found in outcome.checks.items() if found == verdict]:
+        if named := [check for check, check_verdict in outcome.checks.items() if check_verdict == verdict]:
             parts.append(f"{word}: {' '.join(named)}")
     if without := verdicts.count(Verdict.NOT_APPLICABLE):
         parts.append(f"{without} not applicable")

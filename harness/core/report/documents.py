@@ -1,4 +1,4 @@
-"""What `--json` prints: one document of each kind, with the data that the text is made of. schema.json says its shape."""
+"""Documents that `--json` prints, with the data that the texts are made of. schema.json defines their shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCHEMA_FILE = Path(__file__).with_name("schema.json")
 
 
 def case(judgement: Judgement) -> dict[str, Any]:
-    """Return all of it but where it lies and what shows it again, which change as the folder is moved."""
+    """Return the data of a judged case, without its folder and the command that runs it again: these change with the folder."""
     return {
         "case": judgement.case.name,
         "trainer": judgement.trainer,
@@ -43,9 +43,11 @@ def case_here(judgement: Judgement) -> dict[str, Any]:
 
 
 def shown_results(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return results as a report shows them: of many findings the first, and how many more there are."""
-    return [
-        as_data(replace(one, findings=one.findings[:SHOWN]))
-        | ({"more": len(one.findings) - SHOWN} if len(one.findings) > SHOWN else {})
-        for one in results
-    ]
+    """Return results as a report shows them: of many findings the first SHOWN, and how many more there are."""
+    shown = []
+    for result in results:
+        data = as_data(replace(result, findings=result.findings[:SHOWN]))
+        if len(result.findings) > SHOWN:
+            data["more"] = len(result.findings) - SHOWN
+        shown.append(data)
+    return shown

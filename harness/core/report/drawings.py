@@ -1,9 +1,9 @@
-"""A case's stored evidence as a page shows it: who holds what, which groups moved what, how losses and gradients compare."""
+"""A case's stored evidence as a page shows it: slices that ranks hold, bytes that groups moved, losses and gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.core.checks.memory import planned
@@ -46,7 +46,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """What is shown of one subject."""
+    """The drawings and tables on one subject."""
 
     title: str
     """The subject."""
@@ -64,7 +64,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a page shows of one case."""
+    """All drawings and tables of one case."""
 
     sections: tuple[Section, ...]
     """The sections that differ from the request come first."""
@@ -73,7 +73,7 @@ class Drawn:
 
 
 def drawn(trial: Trial) -> Drawn:
-    """Return what the ranks that left evidence show, and the names of the others."""
+    """Return the drawings and tables of a case from the ranks that left evidence, and a text of the other ranks."""
     missing = [rank for rank in range(trial.run.world_size) if rank not in trial.ranks]
     lacking = f"ranks {ranks_text(missing)} left no evidence" if missing else ""
     sections = [_holdings(trial), _traffic(trial), _numbers(trial), _memory(trial)] if trial.ranks else []
@@ -86,38 +86,49 @@ def drawn(trial: Trial) -> Drawn:
 
 def _holdings(trial: Trial) -> Section:
     fqn = shown_parameter(trial)
-    due = {rank: trial.plan.slices[rank].get(fqn) for rank in sorted(trial.ranks)}
-    seen = {rank: trial.holdings[rank].get(fqn) for rank in due}
-    odd = [rank for rank in due if seen[rank] != due[rank]]
-    ranks = sorted(sorted(due, key=lambda rank: (rank not in odd, rank))[:MOST_RANKS])
-    cut = f" {len(ranks)} of {len(due)} ranks{', those that differ among them' * bool(odd)}." * (len(ranks) < len(due))
-    legend = f"Hatched: other than requested, on ranks {ranks_text(odd)}." if odd else "As requested on every rank."
+    requested = {rank: trial.plan.slices[rank].get(fqn) for rank in sorted(trial.ranks)}
+    observed = {rank: trial.holdings[rank].get(fqn) for rank in requested}
+    differing = [rank for rank in requested if observed[rank] != requested[rank]]
+    # Ranks that differ are shown before others, if there are too many to show all.
+    ranks = sorted(sorted(requested, key=lambda rank: (rank not in differing, rank))[:MOST_RANKS])
+    cut = ""
+    if len(ranks) < len(requested):
+        among = ", those that differ among them" if differing else ""
+        cut = f" {len(ranks)} of {len(requested)} ranks{among}."
+    legend = "As requested on every rank."
+    if differing:
+        legend = f"Hatched: other than requested, on ranks {ranks_text(differing)}."
     shape = "x".join(map(str, trial.plan.shapes[fqn]))
-    requested = strips("requested", [_strip(trial, rank, fqn, due[rank], odd=False) for rank in ranks])
-    observed = strips("observed", [_strip(trial, rank, fqn, seen[rank], odd=rank in odd) for rank in ranks])
+    requested_strips = [_strip(trial, rank, fqn, requested[rank], odd=False) for rank in ranks]
+    observed_strips = [_strip(trial, rank, fqn, observed[rank], odd=rank in differing) for rank in ranks]
+    requested_caption = f"The bar: dim 0 of {shape}. Filled: what each rank holds.{cut}"
     drawings = (
-        Drawing(f"Requested: {fqn}", requested, f"The bar: dim 0 of {shape}. Filled: what each rank holds.{cut}"),
-        Drawing(f"Observed: {fqn}", observed, f"Found by comparing bytes. {legend}"),
+        Drawing(f"Requested: {fqn}", strips("requested", requested_strips), requested_caption),
+        Drawing(f"Observed: {fqn}", strips("observed", observed_strips), f"Found by comparing bytes. {legend}"),
     )
-    return Section("Who holds what", bool(odd), drawings)
+    return Section("Who holds what", bool(differing), drawings)
 
 
 def _strip(trial: Trial, rank: int, fqn: str, part: Slice | None, *, odd: bool) -> Strip:
-    place = rank_label(trial, rank).partition("  ")[2].replace("dp_replicate", "rep").replace("dp_shard", "shard")
+    """Return the row of a rank in a drawing of a parameter. part: the slice that it holds."""
+    label = rank_label(trial, rank).partition("  ")[2]
+    coordinate_text = label.replace("dp_replicate", "rep").replace("dp_shard", "shard")
     if part is None:
-        return Strip(str(rank), place, 0.0, 0.0, "no such slice", odd)
+        return Strip(str(rank), coordinate_text, 0.0, 0.0, "no such slice", odd)
     if not numel(part):
-        return Strip(str(rank), place, 0.0, 0.0, "nothing", odd)
-    shape, (start, stop) = trial.plan.shapes[fqn], part[0]
-    return Strip(str(rank), place, start / shape[0], stop / shape[0], interval_text(part, shape), odd)
+        return Strip(str(rank), coordinate_text, 0.0, 0.0, "nothing", odd)
+    shape = trial.plan.shapes[fqn]
+    start, stop = part[0]
+    return Strip(str(rank), coordinate_text, start / shape[0], stop / shape[0], interval_text(part, shape), odd)
 
 
 # ---- losses and gradients
 
 
 def _numbers(trial: Trial) -> Section:
-    found = [*_losses(trial), *_gradients(trial)]
-    return Section("Losses and gradients", any(above for _, above in found), tuple(drawing for drawing, _ in found))
+    judged = [*_losses(trial), *_gradients(trial)]
+    drawings = tuple(drawing for drawing, _ in judged)
+    return Section("Losses and gradients", any(is_above for _, is_above in judged), drawings)
 
 
 Judged = tuple[Drawing, bool]
@@ -125,49 +136,59 @@ Judged = tuple[Drawing, bool]
 
 
 def _losses(trial: Trial) -> list[Judged]:
-    """Return the loss and its difference, if the reference has the steps."""
-    known = {step.step: step.loss for step in trial.reference.steps if step.step in trial.case.steps}
-    steps = sorted(known)
+    """Return a drawing of the loss, and one of its difference from the reference's. Empty without a reference."""
+    expected = {step.step: step.loss for step in trial.reference.steps if step.step in trial.case.steps}
+    steps = sorted(expected)
     if not steps:
         return []
     observed = {step: global_loss(trial, step) for step in steps}
-    both = [
-        Curve("reference", [known[step] for step in steps], "reference"),
+    lines = [
+        Curve("reference", [expected[step] for step in steps], "reference"),
         Curve("observed", [observed[step] for step in steps], "observed"),
     ]
-    differences = {s: abs(seen - known[s]) / abs(known[s]) for s, seen in observed.items() if seen is not None}
+    differences = {}
+    for step, loss in observed.items():
+        if loss is not None:
+            differences[step] = abs(loss - expected[step]) / abs(expected[step])
     below = "Wide line: reference on one device. Dots: observed, over the tokens of all ranks."
     return [
-        (Drawing("Loss by step", curves("loss by step", steps, both), below), False),
+        (Drawing("Loss by step", curves("loss by step", steps, lines), below), False),
         _against_bound(trial, "Difference of the loss", steps, differences, "loss"),
     ]
 
 
 def _gradients(trial: Trial) -> list[Judged]:
-    """Return the largest difference of an entry, relative to its parameter's largest.
+    """Return a drawing of the largest difference of a gradient's entry, relative to its parameter's largest entry.
 
-    In recipes with noise, whole parameters are compared too.
+    In recipes with noise, there is a second drawing, of whole parameters.
     """
     worst: dict[int, float] = {}
     for rank, step, reference in trial.steps():
         for fqn, gradient in step.gradients.items():
             if fqn in reference.gradients:
-                found = gradient_distance(trial, rank, fqn, gradient, reference.gradients[fqn])
-                worst[step.step] = max(worst.get(step.step, 0.0), found if math.isfinite(found) else math.inf)
+                distance = gradient_distance(trial, rank, fqn, gradient, reference.gradients[fqn])
+                worst[step.step] = max(worst.get(step.step, 0.0), distance if math.isfinite(distance) else math.inf)
     if not worst:
         return []
-    entries = _against_bound(trial, "Largest difference of gradients, any rank", sorted(worst), worst, "gradient")
-    return [entries, *([] if trial.case.exact else _of_whole_gradients(trial, sorted(worst)))]
+    steps = sorted(worst)
+    entries = _against_bound(trial, "Largest difference of gradients, any rank", steps, worst, "gradient")
+    if trial.case.exact:
+        return [entries]
+    return [entries, *_of_whole_gradients(trial, steps)]
 
 
 def _of_whole_gradients(trial: Trial, steps: Sequence[int]) -> list[Judged]:
-    """Return how many times its bound the worst parameter differs; nothing if no noise was measured."""
+    """Return a drawing of the worst parameter's difference, divided by its bound. Empty if no noise was measured."""
+    excess: dict[int, float | None] = {}
     try:
-        excess = {step: max((one.excess for one in misfits(trial, step)[0]), default=None) for step in steps}
+        for step in steps:
+            step_misfits, _ = misfits(trial, step)
+            excess[step] = max((misfit.excess for misfit in step_misfits), default=None)
     except tolerance.NoBound:
         return []
-    title, ones = "Whole gradients, times their bound", Curve("bound", [1.0] * len(steps), "bound")
-    lines = [Curve("difference", [excess[step] for step in steps], "observed"), ones]
+    title = "Whole gradients, times their bound"
+    bound_line = Curve("bound", [1.0] * len(steps), "bound")
+    lines = [Curve("difference", [excess[step] for step in steps], "observed"), bound_line]
     above = [step for step in steps if not (excess[step] or 0.0) <= 1]
     below = _said("Dots: the parameter that differs most.", above)
     return [(Drawing(title, curves(title, steps, lines, log=True), below), bool(above))]
@@ -186,9 +207,9 @@ def _against_bound(trial: Trial, title: str, steps: Sequence[int], differences: 
 
 
 def _said(below: str, above: Sequence[int]) -> str:
-    """Return the caption. above: the steps in which dots are above the bound."""
-    said = f"Above it in step {', '.join(map(str, above))}." if above else "No step is above it."
-    return f"{below} Dashed line: the bound. {said}"
+    """Return the caption with a sentence on the bound. above: the steps in which dots are above the bound."""
+    verdict = f"Above it in step {', '.join(map(str, above))}." if above else "No step is above it."
+    return f"{below} Dashed line: the bound. {verdict}"
 
 
 # ---- what moved, and what is kept
@@ -219,44 +240,51 @@ def _group_row(group: UsedGroup) -> tuple[str, ...]:
 
 
 def _axis_rows(groups: Sequence[UsedGroup]) -> list[tuple[str, ...]]:
-    """Return the bytes over each axis."""
-    axes = dict.fromkeys(group.axis for group in groups)
-    return [
-        (
-            axis or OUTSIDE_THE_PLAN,
-            _bytes(sum(group.requested for group in groups if group.axis == axis)),
-            _bytes(sum(group.moved for group in groups if group.axis == axis)),
-        )
-        for axis in axes
-    ]
+    """Return (axis, requested bytes, observed bytes) of each axis, as texts."""
+    rows: list[tuple[str, ...]] = []
+    for axis in dict.fromkeys(group.axis for group in groups):
+        requested = sum(group.requested for group in groups if group.axis == axis)
+        moved = sum(group.moved for group in groups if group.axis == axis)
+        rows.append((axis or OUTSIDE_THE_PLAN, _bytes(requested), _bytes(moved)))
+    return rows
 
 
 def _memory(trial: Trial) -> Section:
-    """Show the rank that differs most from its plan, of each kind; if none does, the rank that holds most."""
+    """Return a table of memory, with one rank for each kind: that which differs most from its plan, else that with most."""
     step = step_shown(trial)
-    held = {
-        rank: next((one.memory for one in evidence.steps if one.step == step), {})
-        for rank, evidence in trial.ranks.items()
-    }
-    due = {rank: planned(trial, rank) for rank in trial.ranks}
-    rows, differs = [], False
-    for kind in next(iter(due.values())):
-        seen = {rank: memory[kind] for rank, memory in held.items() if kind in memory}
-        if not seen:
-            rows.append((kind.replace("_", " "), "any", _range(*due[min(due)][kind]), "not observed"))
+    observed_memory: dict[int, dict[str, int]] = {}
+    for rank, evidence in trial.ranks.items():
+        observed_memory[rank] = next((record.memory for record in evidence.steps if record.step == step), {})
+    requested = {rank: planned(trial, rank) for rank in trial.ranks}
+    rows = []
+    differs = False
+    for kind in next(iter(requested.values())):
+        kind_text = kind.replace("_", " ")
+        observed = {rank: memory[kind] for rank, memory in observed_memory.items() if kind in memory}
+        if not observed:
+            rows.append((kind_text, "any", _range(*requested[min(requested)][kind]), "not observed"))
             continue
-        beyond = {rank: max(due[rank][kind][0] - count, count - due[rank][kind][1], 0) for rank, count in seen.items()}
-        rank = max(seen, key=lambda rank: (beyond[rank], seen[rank], -rank))
-        differs |= beyond[rank] > 0
-        rows.append((kind.replace("_", " "), str(rank), _range(*due[rank][kind]), _bytes(seen[rank])))
+        excess = {}
+        for rank, count in observed.items():
+            lower, upper = requested[rank][kind]
+            excess[rank] = max(lower - count, count - upper, 0)
+        shown_rank = _worst_rank(excess, observed)
+        differs |= excess[shown_rank] > 0
+        requested_text = _range(*requested[shown_rank][kind])
+        rows.append((kind_text, str(shown_rank), requested_text, _bytes(observed[shown_rank])))
     title = f"Memory after step {step} (one rank: the one that differs most, or holds most)"
     return Section("Memory", differs, tables=(Table(title, ("kind", "rank", "requested", "observed"), tuple(rows)),))
 
 
-def _range(least: int, most: int) -> str:
-    if least == most:
-        return _bytes(most)
-    return f"{_bytes(least)} to {_bytes(most)}" if least else f"at most {_bytes(most)}"
+def _worst_rank(excess: Mapping[int, int], observed: Mapping[int, int]) -> int:
+    """Return the rank that is farthest outside of its plan, else that with most bytes; of several the lowest."""
+    return max(observed, key=lambda rank: (excess[rank], observed[rank], -rank))
+
+
+def _range(lower: int, upper: int) -> str:
+    if lower == upper:
+        return _bytes(upper)
+    return f"{_bytes(lower)} to {_bytes(upper)}" if lower else f"at most {_bytes(upper)}"
 
 
 def _bytes(count: float) -> str:

@@ -16,7 +16,7 @@ RELATIVE = ("of the largest entry", "of its norm")
 
 
 def finding_text(finding: Finding, indent: str = "") -> str:
-    """Return where, expected, observed, and the bound; lines after the first are indented more."""
+    """Return a finding as text: where, expected, observed, and the bound. Lines after the first are indented more."""
     first, *rest = sentence(finding).splitlines()
     return "\n".join([indent + first, *(textwrap.indent(line, indent + "  ") for line in rest)])
 
@@ -26,18 +26,27 @@ SHOWN = 8
 
 
 def findings_text(result: Result, indent: str) -> list[str]:
-    """Return the first findings of a check, and how many more there are."""
-    more = len(result.findings) - SHOWN
-    return [finding_text(one, indent) for one in result.findings[:SHOWN]] + [f"{indent}and {more} more"] * (more > 0)
+    """Return the texts of a check's first findings, and how many more there are."""
+    texts = [finding_text(finding, indent) for finding in result.findings[:SHOWN]]
+    hidden = len(result.findings) - SHOWN
+    if hidden > 0:
+        texts.append(f"{indent}and {hidden} more")
+    return texts
 
 
 def sentence(finding: Finding) -> str:
     """Return the finding on one line, unless what was observed has several."""
-    how = f": {finding.bound.how}" if finding.bound and finding.bound.how else ""
-    bound = f"bound {finding.bound.number:.1e}{how}" if finding.bound else ""
-    besides = "; ".join(filter(None, (finding.note, bound)))
-    seen = f"expected {value_text(finding, finding.expected)}, observed {value_text(finding, finding.observed)}"
-    return f"{where_text(finding)}: {seen}" + f" ({besides})" * bool(besides)
+    expected = value_text(finding, finding.expected)
+    observed = value_text(finding, finding.observed)
+    text = f"{where_text(finding)}: expected {expected}, observed {observed}"
+    bound = ""
+    if finding.bound:
+        bound = f"bound {finding.bound.number:.1e}"
+        if finding.bound.how:
+            bound += f": {finding.bound.how}"
+    if remarks := "; ".join(filter(None, (finding.note, bound))):
+        text += f" ({remarks})"
+    return text
 
 
 def where_text(finding: Finding) -> str:
@@ -48,31 +57,38 @@ def where_text(finding: Finding) -> str:
 
 
 def of_ranks(ranks: tuple[int, ...]) -> str:
-    """Return "rank 1" or "ranks [0-3]"."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks_text(ranks)}" if ranks else ""
+    """Return "rank 1" or "ranks [0-3]"; empty for no ranks."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {ranks_text(ranks)}" if ranks else ""
 
 
 def object_text(finding: Finding) -> str:
-    """Return what it is about: "all_gather over dp_shard [0-3] in forward"."""
+    """Return the object of a finding: "all_gather over dp_shard [0-3] in forward"."""
     name = f"FSDP unit of {finding.name}" if finding.kind == "unit" and finding.name else finding.name
-    both = f"{name} {finding.quantity}" if finding.kind == "collective" else f"{finding.quantity} of {name}"
-    what = both if finding.quantity and name else finding.quantity or name
-    over = " ".join(
-        filter(None, (finding.axis, ranks_text(finding.group) if finding.group not in ((), finding.ranks) else ""))
-    )
-    joined = f"{what} over {over}" if what and over else what or over
-    return " ".join(filter(None, (joined, when_text(finding.phase))))
+    if not finding.quantity or not name:
+        subject = finding.quantity or name
+    elif finding.kind == "collective":
+        subject = f"{name} {finding.quantity}"
+    else:
+        subject = f"{finding.quantity} of {name}"
+    group = ranks_text(finding.group) if finding.group not in ((), finding.ranks) else ""
+    axis_and_group = " ".join(filter(None, (finding.axis, group)))
+    text = " over ".join(filter(None, (subject, axis_and_group)))
+    return " ".join(filter(None, (text, when_text(finding.phase))))
 
 
 def when_text(phase: str) -> str:
-    """Return "in backward"; "before forward" is not changed."""
+    """Return a phase with its preposition: "in backward". A phase of several words, as "before forward", is not changed."""
     if phase == OUTSIDE:
         return "outside forward and backward"
-    return phase if " " in phase else f"in {phase}" * bool(phase)
+    if not phase or " " in phase:
+        return phase
+    return f"in {phase}"
 
 
 def value_text(finding: Finding, value: Value) -> str:
-    """Return what is expected or observed, in the finding's unit."""
+    """Return the text of an expected or observed value, in the finding's unit."""
     match value:
         case None:
             return "none"
@@ -95,17 +111,19 @@ def _several(finding: Finding, values: tuple[Value, ...]) -> str:
     if not values:
         return "none"
     if finding.unit == "ranks":
-        return ranks_text([one for one in values if isinstance(one, int)])
-    if all(type(one) is int for one in values):
+        return ranks_text([value for value in values if isinstance(value, int)])
+    if all(type(value) is int for value in values):
         return f"{[*values]} {finding.unit}".strip()
-    return " and ".join(value_text(finding, one) for one in values)
+    return " and ".join(value_text(finding, value) for value in values)
 
 
 def number(value: float, unit: str) -> str:
     """Return a number with its unit; bytes also have the exact number."""
     if unit == "bytes":
-        exact = f" ({value:.16g})" * (abs(value) >= 1000)
-        return f"{bytes_text(value)}{exact}" if value else "nothing"
+        if not value:
+            return "nothing"
+        exact = f" ({value:.16g})" if abs(value) >= 1000 else ""
+        return f"{bytes_text(value)}{exact}"
     if unit in RELATIVE and not math.isfinite(value):
         return "NaN or infinite"
     if unit in RELATIVE:
@@ -114,7 +132,10 @@ def number(value: float, unit: str) -> str:
 
 
 def _limit(finding: Finding, limit: Limit) -> str:
-    least, most = (None if one is None else number(one, finding.unit) for one in (limit.least, limit.most))
-    if least is None or most is None:
-        return f"at least {least}" if most is None else f"at most {most}"
-    return f"{least} to {most}"
+    least_text = None if limit.least is None else number(limit.least, finding.unit)
+    most_text = None if limit.most is None else number(limit.most, finding.unit)
+    if most_text is None:
+        return f"at least {least_text}"
+    if least_text is None:
+        return f"at most {most_text}"
+    return f"{least_text} to {most_text}"

@@ -13,7 +13,7 @@ from harness.core.report.text import MARKS, wrapped
 
 
 def matrix_report(outcomes: Sequence[Outcome], seconds: float | None) -> str:
-    """The grid, why checks were not applicable, the report of every case that is not green, and one line that counts."""
+    """Return the text on many cases: grid, checks that were not applicable, reports of cases that are not green, counts."""
     judged = [outcome for outcome in outcomes if outcome.checks]
     reports = [outcome.report for outcome in judged if outcome.report]
     notes = [not_applicable(judged), *replaced(judged)] if judged else []
@@ -22,15 +22,17 @@ def matrix_report(outcomes: Sequence[Outcome], seconds: float | None) -> str:
 
 
 def grid(outcomes: Sequence[Outcome]) -> str:
-    """Which check each column is of, then a row a case; below a row the checks that do not pass, by name."""
+    """Return the grid: the legend, then a row a case. Below a row are the names of the checks that do not pass."""
     width = max(len(outcome.case) for outcome in outcomes)
-    groups = " ".join(f"{stage[: len(checks)]:<{len(checks)}}" for stage, checks in _stages().items())
-    rows = [line for outcome in outcomes for line in _rows(outcome, width)]
-    return "\n".join([*legend(), "", f"{'':<{width}}  {groups}".rstrip(), *rows])
+    stage_names = " ".join(f"{stage[: len(checks)]:<{len(checks)}}" for stage, checks in _stages().items())
+    lines = [*legend(), "", f"{'':<{width}}  {stage_names}".rstrip()]
+    for outcome in outcomes:
+        lines += _rows(outcome, width)
+    return "\n".join(lines)
 
 
 def legend() -> list[str]:
-    """The checks in the order of their columns, and what a letter says."""
+    """Return lines with the checks in the order of their columns, and the meaning of each letter."""
     width = max(map(len, STAGES))
     lines = ["a column a check, in this order:"]
     for stage, checks in _stages().items():
@@ -40,9 +42,12 @@ def legend() -> list[str]:
 
 
 def _stages() -> dict[str, list[str]]:
-    """The names of the checks by stage; their order is that of all checks."""
-    checks = all_checks().items()
-    return {stage: [name for name, module in checks if stage == module.STAGE] for stage in STAGES}
+    """Return the names of the checks by stage, in the order of all checks."""
+    checks_by_stage: dict[str, list[str]] = {stage: [] for stage in STAGES}
+    for name, module in all_checks().items():
+        if module.STAGE in checks_by_stage:
+            checks_by_stage[module.STAGE].append(name)
+    return checks_by_stage
 
 
 def _rows(outcome: Outcome, width: int) -> list[str]:
@@ -50,42 +55,56 @@ def _rows(outcome: Outcome, width: int) -> list[str]:
     if not outcome.checks:
         return [f"{name}  {outcome.verdict}: {outcome.reason}"]
     letters = {check: MARKS[Verdict(verdict)] for check, verdict in outcome.checks.items()}
-    marks = " ".join("".join(letters.get(check, " ") for check in checks) for checks in _stages().values())
-    row = f"{name}  {marks}  {outcome.verdict:<7} {outcome.seconds:5.1f} s"
-    told = filter(None, [outcome.made_again, repeats_text(outcome.repeats)])
-    return [row, *_not_held(outcome.checks), *(line for text in told for line in wrapped(text, "    "))]
+    marks_by_stage = []
+    for checks in _stages().values():
+        marks_by_stage.append("".join(letters.get(check, " ") for check in checks))
+    row = f"{name}  {' '.join(marks_by_stage)}  {outcome.verdict:<7} {outcome.seconds:5.1f} s"
+    lines = [row, *_not_held(outcome.checks)]
+    for text in filter(None, [outcome.made_again, repeats_text(outcome.repeats)]):
+        lines += wrapped(text, "    ")
+    return lines
 
 
 def _not_held(verdicts: Mapping[str, str]) -> list[str]:
-    """The checks that fail; where none is, those that could not be judged."""
+    """Return lines with the checks that fail; if there is none, those that could not be judged."""
     for verdict in (Verdict.FAIL, Verdict.UNKNOWN):
-        if checks := [check for check, found in verdicts.items() if found == verdict]:
+        if checks := [check for check, check_verdict in verdicts.items() if check_verdict == verdict]:
             return wrapped(f"{MARKS[verdict]} {' '.join(checks)}", "    ")
     return []
 
 
 def replaced(judged: Sequence[Outcome]) -> list[str]:
-    """What of the trainer did not run as its users run it, and in how many cases: no verdict says so."""
-    parts = Counter(text for one in judged for text in one.replaced)
-    lines = [f"  {count:3} x  {text}" for text, count in parts.items()]
-    return ["\n".join(["replaced, so that it runs here:", *lines])] if lines else []
+    """Return a text of the trainer's parts that did not run as its users run them, with the number of cases of each.
+
+    No verdict shows it. Empty if nothing was replaced.
+    """
+    cases_by_part: Counter[str] = Counter()
+    for outcome in judged:
+        cases_by_part.update(outcome.replaced)
+    if not cases_by_part:
+        return []
+    lines = [f"  {count:3} x  {text}" for text, count in cases_by_part.items()]
+    return ["\n".join(["replaced, so that it runs here:", *lines])]
 
 
 def not_applicable(judged: Sequence[Outcome]) -> str:
-    """Which checks had nothing to say, for what reason and in how many cases: what is green by them was not looked at."""
-    reasons = Counter(pair for one in judged for pair in one.not_applicable.items())
-    shares = [len(one.checks) - len(one.not_applicable) for one in judged]
-    found = f"{min(shares)} to {max(shares)}" if len(set(shares)) > 1 else str(shares[0])
-    lines = [f"{found} of {len(all_checks())} checks were judged in a case; not applicable were:"]
-    width = max((len(check) for check, _ in reasons), default=0)
-    return "\n".join(
-        lines + [f"  {check:<{width}}  {count:>3} x  {note}" for (check, note), count in sorted(reasons.items())]
-    )
+    """Return a text of the checks that were not applicable, with reason and number of cases: they examined nothing there."""
+    cases_by_reason: Counter[tuple[str, str]] = Counter()
+    for outcome in judged:
+        cases_by_reason.update(outcome.not_applicable.items())
+    counts = [len(outcome.checks) - len(outcome.not_applicable) for outcome in judged]
+    judged_checks = f"{min(counts)} to {max(counts)}" if len(set(counts)) > 1 else str(counts[0])
+    lines = [f"{judged_checks} of {len(all_checks())} checks were judged in a case; not applicable were:"]
+    width = max((len(check) for check, _ in cases_by_reason), default=0)
+    for (check, note), cases in sorted(cases_by_reason.items()):
+        lines.append(f"  {check:<{width}}  {cases:>3} x  {note}")
+    return "\n".join(lines)
 
 
 def summary(outcomes: Sequence[Outcome], seconds: float | None) -> str:
-    """The last line: how many cases, how long where that is known, how many of each verdict."""
+    """Return the last line: number of cases, seconds where they are known, number of cases of each verdict."""
     counts = Counter(outcome.verdict for outcome in outcomes)
-    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     time = f" in {seconds:.1f} s" if seconds is not None else ""
-    return f"{len(outcomes)} case{'s' * (len(outcomes) > 1)}{time}: {said}"
+    plural = "s" if len(outcomes) > 1 else ""
+    return f"{len(outcomes)} case{plural}{time}: {verdicts}"

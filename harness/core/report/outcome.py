@@ -1,4 +1,4 @@
-"""What became of one case of many, in plain values: a row of the grid, and a line of a run's record."""
+"""The outcome of one case of many, in plain values: a row of the grid, and a line of a run's record."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from harness.core.report.documents import shown_results
 from harness.core.report.text import case_report, cause_text, command
 
 GREEN = (Verdict.PASS, Verdict.XFAIL)
-SKIPPED, ERROR = "SKIPPED", "ERROR"
+SKIPPED = "SKIPPED"
+ERROR = "ERROR"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one case."""
+    """The outcome of one case: its verdict, or SKIPPED or ERROR."""
 
     case: str
     verdict: str  # SKIPPED or ERROR if there is none
@@ -52,12 +53,14 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Neither green nor skipped: broken, or something could not be judged."""
+        """Return whether the case is neither green nor skipped: a check fails, or something could not be judged."""
         return not self.skipped and self.verdict not in GREEN
 
 
 def judged(judgement: Judgement) -> Outcome:
-    results, green = judgement.results, judgement.verdict in GREEN
+    """Return the outcome of a case that was judged."""
+    results = judgement.results
+    green = judgement.verdict in GREEN
     return Outcome(
         judgement.case.name,
         str(judgement.verdict),
@@ -80,16 +83,19 @@ def judged(judgement: Judgement) -> Outcome:
 
 
 def skipped(case: Case, reason: str) -> Outcome:
+    """Return the outcome of a case that was not run."""
     return Outcome(case.name, SKIPPED, **_requested(case), reason=reason)
 
 
 def problem(case: Case, reason: str) -> Outcome:
+    """Return the outcome of a case that could not be run or judged."""
     return Outcome(case.name, ERROR, **_requested(case), reason=reason)
 
 
 def _requested(case: Case) -> dict[str, Any]:
-    """What the case is of: its ranks, how they divide the work, and what they train."""
-    recipe, model = case.training, case.model.name
+    """Return the fields of an Outcome that the case alone determines: ranks, layout, tokens and recipe."""
+    recipe = case.training
+    model = case.model.name
     degrees = [f"{axis} {degree}" for axis, degree in zip(AXES, case.dims.degrees, strict=True) if degree > 1]
     return {
         "ranks": ranks_of(case),
@@ -100,7 +106,7 @@ def _requested(case: Case) -> dict[str, Any]:
 
 
 def ranks_of(case: Case) -> int:
-    """The most that one of its launches has."""
+    """Return the number of ranks of a case's largest launch."""
     return max(launched.dims.world_size for launched in case.launches.values())
 
 
@@ -116,12 +122,13 @@ TYPES: dict[str, Any] = {
 
 
 def _check(value: Mapping[str, Any]) -> None:
-    for each in dataclasses.fields(Outcome):
-        if each.name in value:
-            kind = str(each.type).partition("[")[0]
-            given = value[each.name]
-            if not isinstance(given, TYPES[kind]) or isinstance(given, bool):
-                raise TypeError(f"{each.name}: expected {each.type}, found {given!r}")
+    """Raise TypeError or ValueError if these are not the fields of an Outcome, as from_json does."""
+    for field_of_outcome in dataclasses.fields(Outcome):
+        name = field_of_outcome.name
+        if name in value:
+            kind = str(field_of_outcome.type).partition("[")[0]
+            if not isinstance(value[name], TYPES[kind]) or isinstance(value[name], bool):
+                raise TypeError(f"{name}: expected {field_of_outcome.type}, found {value[name]!r}")
     texts = {*value.get("checks", {}).values(), *value.get("not_applicable", {}).values(), *value.get("replaced", ())}
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("checks, not_applicable, replaced: expected texts")
@@ -133,20 +140,22 @@ def _check(value: Mapping[str, Any]) -> None:
 
 
 def to_json(outcome: Outcome) -> dict[str, Any]:
-    """Return its fields, without empty ones."""
+    """Return the fields of an outcome that are not empty."""
     return {name: value for name, value in dataclasses.asdict(outcome).items() if value}
 
 
 def as_document(outcome: Outcome) -> dict[str, Any]:
-    """Return the data of it; what its report says is in `results` and `diagnosis`."""
+    """Return the data of an outcome without its report, whose contents are in `results` and `diagnosis`."""
     return {name: value for name, value in to_json(outcome).items() if name != "report"}
 
 
 def from_json(value: Mapping[str, Any]) -> Outcome:
-    """Read one; fields that only a later version has are left out. TypeError for what is no outcome, also in one field, and
-    ValueError for a verdict that there is not."""
+    """Return the outcome that to_json returned the fields of. Fields that only a later version has are left out.
+
+    Raises TypeError for a field of another type, and ValueError for a verdict that does not exist.
+    """
     _check(value)
-    known = {each.name for each in dataclasses.fields(Outcome)}
-    return Outcome(
-        **{name: part for name, part in value.items() if name in known} | {"replaced": tuple(value.get("replaced", ()))}
-    )
+    known_names = {field_of_outcome.name for field_of_outcome in dataclasses.fields(Outcome)}
+    fields = {name: field_value for name, field_value in value.items() if name in known_names}
+    fields["replaced"] = tuple(value.get("replaced", ()))
+    return Outcome(**fields)

@@ -1,4 +1,4 @@
-"""What a person reads, on stdout and stderr. A reader that stops (`harness matrix | head -1`) changes no verdict."""
+"""Output for a person, on stdout and stderr. A reader that stops (`harness matrix | head -1`) changes no verdict."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ VERDICT = re.compile(rf"(?<![\w.-])({'|'.join(COLOURS)})(?![\w-])")
 
 
 class OutputError(Exception):
-    """What was found cannot be shown. The message says why."""
+    """The output cannot be written. The message says why."""
 
 
 def say(*parts: object, to: TextIO | None = None, sep: str = "\n", end: str = "\n") -> None:
-    """Print at once, to stdout by default, what a trainer, a file or git wrote never as a command to the terminal.
+    """Print and flush, to stdout by default. Text of a trainer, a file or git is never a command to the terminal.
 
-    Raises OutputError where the stream cannot take it: a full disk.
+    Raises OutputError where the stream cannot be written, as on a full disk.
     """
     stream = sys.stdout if to is None else to
     write(coloured(visible(sep.join(map(str, parts))), stream) + end, stream)
@@ -31,7 +31,7 @@ def coloured(text: str, stream: TextIO) -> str:
     """Return text with its verdicts in colour, where a terminal shows it and NO_COLOR is not set."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not (stream and stream.isatty()):
         return text
-    return VERDICT.sub(lambda found: f"\033[{COLOURS[found[0]]}m{found[0]}\033[0m", text)
+    return VERDICT.sub(lambda match: f"\033[{COLOURS[match[0]]}m{match[0]}\033[0m", text)
 
 
 def write(text: str, stream: TextIO) -> None:
@@ -46,19 +46,19 @@ def write(text: str, stream: TextIO) -> None:
 
 
 def complain(text: str) -> None:
-    """Why something could not be done, for the person who typed it."""
+    """Print to stderr why something could not be done, for the person who typed the command."""
     say(f"harness: {text}", to=sys.stderr)
 
 
 def any_letters() -> None:
-    """A terminal or locale that lacks a letter shows its number."""
+    """Make stdout and stderr print the number of a letter that the terminal or locale lacks."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _silence(stream: TextIO) -> None:
-    """What it still holds back goes nowhere, so that the end of the process meets no second error."""
+    """Send the rest of a stream's buffer to nowhere, so that the end of the process raises no second error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""A whole run as one HTML file: causes first, each with its smallest case, then every case, then what each layout took.
+"""A whole run as one HTML file: causes first, each with its smallest case, then every case, then the measures of layouts.
 
 The file holds its styles and drawings and loads nothing. Colours only repeat what a word says.
 """
@@ -40,12 +40,13 @@ class Past:
 
     @property
     def letter(self) -> str:
+        """Return the letter of the verdict."""
         return LETTERS.get(self.verdict, "?")
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The evidence of a case that failed, and what is drawn of it."""
+    """The evidence of a case that failed, and its drawings."""
 
     evidence: str = ""
     """A link to it; empty if it is not beside the page or below, because a page moves with its folder."""
@@ -82,6 +83,7 @@ class Trend:
 
     @property
     def svg(self) -> str:
+        """Return the drawing of the values."""
         return spark(f"{self.case}: {self.measure}", self.values)
 
     @property
@@ -122,13 +124,13 @@ class Page:
 
     @property
     def names(self) -> str:
-        """The trainer and the repository, as far as they are known."""
+        """Return a text of the trainer and the repository, as far as they are known."""
         trainer = self.trainer and f"trainer {self.trainer}"
         return ", ".join(filter(None, (trainer, self.repository and f"repository {self.repository}")))
 
 
 def is_page(text: str) -> bool:
-    """Return whether a text is a page of ours, of this version or an earlier one: by its head, and the first of its styles."""
+    """Return whether a text is a page of this harness, of any version: by its head, and the first of its styles."""
     head, _, styles = text.partition("</title>\n<style>\n:root {\n")
     return head.startswith('<!doctype html>\n<html lang="en">') and styles.startswith(
         "  --paper: #ffffff; --ink: #1b1f24"
@@ -136,7 +138,7 @@ def is_page(text: str) -> bool:
 
 
 def html(page: Page) -> str:
-    """Return the whole file."""
+    """Return the text of a page's HTML file."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -170,13 +172,16 @@ def ranks(outcome: Outcome) -> str:
 
 
 def measured(outcomes: Sequence[Outcome], device: str) -> list[Measured]:
-    """Return a table a recipe of the cases that passed, ordered by ranks. Times, peaks and the best are of GPUs only."""
+    """Return a table of measures for each recipe of the cases that passed, ordered by ranks.
+
+    Times, peaks and marks of the best case are shown on GPUs only.
+    """
     by_recipe: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.measures and outcome.verdict == Verdict.PASS:
             by_recipe.setdefault(outcome.recipe, []).append(outcome)
     on_gpu = device == "cuda"
-    return [_measured(recipe, sorted(some, key=_by_ranks), on_gpu=on_gpu) for recipe, some in by_recipe.items()]
+    return [_measured(recipe, sorted(cases, key=_by_ranks), on_gpu=on_gpu) for recipe, cases in by_recipe.items()]
 
 
 def _by_ranks(outcome: Outcome) -> tuple[int, str]:
@@ -185,7 +190,9 @@ def _by_ranks(outcome: Outcome) -> tuple[int, str]:
 
 def _measured(recipe: str, outcomes: Sequence[Outcome], *, on_gpu: bool) -> Measured:
     order = (TOKENS, SECONDS, PEAK, HELD, PARAMETERS, MOVED)
-    names = dict.fromkeys(name for outcome in outcomes for name in measures(outcome, on_gpu=on_gpu))
+    names: dict[str, None] = {}
+    for outcome in outcomes:
+        names |= dict.fromkeys(measures(outcome, on_gpu=on_gpu))
     columns = sorted(names, key=lambda name: (order.index(name) if name in order else len(order), name))
     rows = []
     for outcome in outcomes:
@@ -196,12 +203,15 @@ def _measured(recipe: str, outcomes: Sequence[Outcome], *, on_gpu: bool) -> Meas
 
 
 def measures(outcome: Outcome, *, on_gpu: bool) -> dict[str, float]:
-    """Return what is worth comparing: bytes on any device; on GPUs also seconds of a step and tokens per second."""
-    timed = (SECONDS, PEAK) if not on_gpu else ()
-    found = {name: value for name, value in outcome.measures.items() if not name.startswith((*timed, BLOCKED))}
+    """Return the measures that are worth comparing, by name.
+
+    They are bytes on any device; on GPUs also seconds of a step and tokens per second.
+    """
+    left_out = (BLOCKED,) if on_gpu else (SECONDS, PEAK, BLOCKED)
+    compared = {name: value for name, value in outcome.measures.items() if not name.startswith(left_out)}
     if on_gpu and outcome.tokens and outcome.measures.get(SECONDS):
-        found[TOKENS] = outcome.tokens / outcome.measures[SECONDS]
-    return found
+        compared[TOKENS] = outcome.tokens / outcome.measures[SECONDS]
+    return compared
 
 
 def _cell(name: str, outcome: Outcome, peers: Sequence[Outcome], *, on_gpu: bool) -> str:
@@ -209,13 +219,20 @@ def _cell(name: str, outcome: Outcome, peers: Sequence[Outcome], *, on_gpu: bool
     value = measures(outcome, on_gpu=on_gpu).get(name)
     if value is None:
         return "-" if name.startswith(f"{MOVED} ") else "not observed"
-    others = [found[name] for peer in peers if name in (found := measures(peer, on_gpu=on_gpu))]
-    best, word = (max(others, default=0), "most") if name == TOKENS else (min(others, default=0), "least")
-    return f"{_amount(name, value)} ({word})" if value == best and len(set(others)) > 1 else _amount(name, value)
+    peer_values = []
+    for peer in peers:
+        peer_measures = measures(peer, on_gpu=on_gpu)
+        if name in peer_measures:
+            peer_values.append(peer_measures[name])
+    best = max(peer_values, default=0) if name == TOKENS else min(peer_values, default=0)
+    if value == best and len(set(peer_values)) > 1:
+        return f"{_amount(name, value)} ({'most' if name == TOKENS else 'least'})"
+    return _amount(name, value)
 
 
 def _amount(name: str, value: float) -> str:
     if name == TOKENS:
         return f"{value:,.0f}"
-    timed = name == SECONDS or name.startswith(BLOCKED)
-    return f"{value:.3g} s" if timed else bytes_text(value) if value else "0 B"
+    if name == SECONDS or name.startswith(BLOCKED):
+        return f"{value:.3g} s"
+    return bytes_text(value) if value else "0 B"

@@ -33,14 +33,19 @@ SHOWN_PARAMETERS = (
 
 
 def plan_text(case: Case, plan: Plan, gpu: str = "H100", *, set_aside: Sequence[str] = ()) -> str:
-    """gpu: whose memory is compared with what a rank holds. set_aside: what of a file is not planned."""
+    """Return a plan as text: the rank grid or the groups, slices, bytes, memory, waiting and imbalance.
+
+    gpu: its memory is compared with the bytes of a rank. set_aside: settings of a file that are not planned.
+    """
     parts = wrapped(f"{case.name}: {plan.dims} = {plan.dims.world_size:,} ranks", "", "  ")
     parts += wrapped(case.why, "  ")
-    parts += [line for text in _unusual(case) for line in wrapped(text, "  ", "    ")]
-    parts += wrapped(f"not planned: {', '.join(set_aside)}", "  ", "    ") if set_aside else []
+    for text in _unusual(case):
+        parts += wrapped(text, "  ", "    ")
+    if set_aside:
+        parts += wrapped(f"not planned: {', '.join(set_aside)}", "  ", "    ")
     for saved in case.resume:
-        taken = "starts from the weights that" if saved.model_only else "resumes what"
-        parts.append(f"  {taken} {saved.dims} saved after step {saved.after}")
+        start = "starts from the weights that" if saved.model_only else "resumes what"
+        parts.append(f"  {start} {saved.dims} saved after step {saved.after}")
     parts += _each_rank(plan) if plan.dims.world_size <= MOST_RANKS else ["", "groups", *groups_lines(plan)]
     return "\n".join([*parts, *_costs(case, plan, gpu)])
 
@@ -52,7 +57,11 @@ def _costs(case: Case, plan: Plan, gpu: str) -> list[str]:
         "time that the busiest rank of a pipeline waits, of what it computes": pipeline_lines(case),
         "imbalance: the most, above the mean": balance_lines(case, plan),
     }
-    return [line for title, lines in sections.items() if lines for line in ("", title, *lines)]
+    parts: list[str] = []
+    for title, lines in sections.items():
+        if lines:
+            parts += ["", title, *lines]
+    return parts
 
 
 def _each_rank(plan: Plan) -> list[str]:
@@ -65,12 +74,16 @@ def _each_rank(plan: Plan) -> list[str]:
         f"bytes of rank 0 in every {'' if plan.flows == plan.even_flows else 'odd '}step",
         *(_table(_flows(plan)) or ["  none"]),
     ]
-    least, most = plan.parameter_bytes[0]
-    return [*parts, "", f"parameters of rank 0: {bytes_text(least)}, with padding at most {bytes_text(most)}"]
+    slice_bytes, padded_bytes = plan.parameter_bytes[0]
+    return [
+        *parts,
+        "",
+        f"parameters of rank 0: {bytes_text(slice_bytes)}, with padding at most {bytes_text(padded_bytes)}",
+    ]
 
 
 def _unusual(case: Case) -> Iterator[str]:
-    """What the case requests in addition to its dims."""
+    """Yield a line on each of model, features and training whose settings are not the defaults."""
     for name in ("model", "features", "training"):
         record = getattr(case, name)
         if name == "model" and record == PRESETS.get(case.model.name) != PRESETS["debug"]:
@@ -85,26 +98,30 @@ def _grid(plan: Plan) -> Iterator[list[str]]:
     axes = [axis for axis in AXES if axis in plan.groups]
     yield ["rank", *axes]
     for rank in range(min(plan.dims.world_size, SHOWN_RANKS)):
-        at = coordinate(plan.dims, rank)
-        yield [str(rank), *(str(at[axis]) for axis in axes)]
+        mesh_coordinate = coordinate(plan.dims, rank)
+        yield [str(rank), *(str(mesh_coordinate[axis]) for axis in axes)]
     if plan.dims.world_size > SHOWN_RANKS:
         yield [f"and {plan.dims.world_size - SHOWN_RANKS} more"]
 
 
 def _groups(plan: Plan) -> Iterator[list[str]]:
     for axis, groups in plan.groups.items():
-        more = f" and {len(groups) - SHOWN_RANKS} more" if len(groups) > SHOWN_RANKS else ""
-        yield [axis, " ".join(map(ranks_text, groups[:SHOWN_RANKS])) + more]
+        text = " ".join(map(ranks_text, groups[:SHOWN_RANKS]))
+        if len(groups) > SHOWN_RANKS:
+            text += f" and {len(groups) - SHOWN_RANKS} more"
+        yield [axis, text]
 
 
 def _slices(plan: Plan) -> Iterator[list[str]]:
     for fqn in SHOWN_PARAMETERS:
         yield [f"{fqn} {list(plan.shapes[fqn])}"]
-        held: dict[str, list[int]] = {}
+        ranks_by_slice: dict[str, list[int]] = {}
         for rank, slices in plan.slices.items():
             if fqn in slices:
-                held.setdefault(slice_text(slices[fqn], plan.shapes[fqn], flat=bool(plan.flat)), []).append(rank)
-        yield from (["  " + ranks_text(ranks), text] for text, ranks in list(held.items())[:SHOWN_RANKS])
+                text = slice_text(slices[fqn], plan.shapes[fqn], flat=bool(plan.flat))
+                ranks_by_slice.setdefault(text, []).append(rank)
+        for text, ranks in list(ranks_by_slice.items())[:SHOWN_RANKS]:
+            yield ["  " + ranks_text(ranks), text]
 
 
 def _flows(plan: Plan) -> Iterator[list[str]]:
@@ -119,12 +136,14 @@ def _flows(plan: Plan) -> Iterator[list[str]]:
 
 
 def _table(rows: Iterator[list[str]]) -> list[str]:
-    """Columns as wide as their longest cell; a row of one cell is a heading and widens none."""
-    lines = list(rows)
-    cells = [row for row in lines if len(row) > 1]
-    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
-    return ["  " + "  ".join(_padded(row, widths)).rstrip() for row in lines]
+    """Return rows of cells as lines, columns as wide as their longest cell. A row of one cell is a heading and widens none."""
+    all_rows = list(rows)
+    rows_of_cells = [row for row in all_rows if len(row) > 1]
+    widths = [max(map(len, column)) for column in zip(*rows_of_cells, strict=True)]
+    return ["  " + "  ".join(_padded(row, widths)).rstrip() for row in all_rows]
 
 
 def _padded(row: list[str], widths: list[int]) -> list[str]:
-    return [cell.ljust(width) for cell, width in zip(row, widths, strict=True)] if len(row) > 1 else row
+    if len(row) <= 1:
+        return row
+    return [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]

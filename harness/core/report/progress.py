@@ -1,4 +1,4 @@
-"""What a person sees while cases or faults run: on a terminal one line that changes, elsewhere a line for each that ended.
+"""The progress of cases or faults that run: on a terminal one line that changes, elsewhere a line for each that ended.
 
 A single case has a line on a terminal only.
 """
@@ -20,10 +20,14 @@ CLEAR = "\r\033[K"
 
 
 class Progress:
-    """started() may be called by any thread, the rest by one. weights: by name, what each takes beside the others."""
+    """The progress of many named runs. started() may be called by any thread, all other methods by one.
+
+    weights: by name, the time that each takes, in relation to the others.
+    """
 
     def __init__(self, weights: Mapping[str, float], stream: TextIO) -> None:
-        self.stream, self.terminal = stream, bool(stream and stream.isatty())
+        self.stream = stream
+        self.terminal = bool(stream and stream.isatty())
         self.began = time.monotonic()
         self.weights = weights
         self.running: list[str] = []
@@ -69,8 +73,13 @@ def draw_line(line: str, stream: TextIO) -> None:
 
 @contextmanager
 def stages(name: str, stream: TextIO) -> Iterator[Callable[[str], None]]:
-    """Yield what takes the name of each stage as it begins. On a terminal a line shows it until the block ends."""
-    now, began, ended = [""], time.monotonic(), threading.Event()
+    """Yield a function to be called with the name of each stage as it begins.
+
+    On a terminal a line shows the name until the block ends.
+    """
+    now = [""]  # the last one is the stage that runs
+    began = time.monotonic()
+    ended = threading.Event()
 
     def drawn() -> None:
         while not ended.wait(INTERVAL):

@@ -1,4 +1,4 @@
-"""What became of a failing case when it was made again, as a sentence."""
+"""The outcomes of a failing case's reruns, as a sentence."""
 
 from __future__ import annotations
 
@@ -10,26 +10,40 @@ from harness.core.judge.result import Verdict
 
 
 def repeats_text(repeats: Mapping[str, Any]) -> str:
-    """Return a sentence; nothing for a case that was not made again."""
+    """Return a sentence on the reruns of a case; empty for a case that was not rerun."""
     if not repeats:
         return ""
-    verdicts, alike = repeats["verdicts"], repeats["alike"]
-    times, failed = len(verdicts), verdicts.count(Verdict.FAIL)
+    verdicts = repeats["verdicts"]
+    alike = repeats["alike"]
+    times = len(verdicts)
+    failed = verdicts.count(Verdict.FAIL)
     unjudged = sum(verdict in (Verdict.UNKNOWN, "ERROR") for verdict in verdicts)
+    depends = "it depends on timing, hardware or random numbers without a seed"
     if failed == unjudged == 0:
-        text = f"it failed once in {times + 1} runs: it depends on timing, hardware or random numbers without a seed"
+        text = f"it failed once in {times + 1} runs: {depends}"
     elif failed == times:
-        text = f"made again: it fails in {times} of {times}" + f", otherwise in {times - alike}" * (alike < times)
+        text = f"made again: it fails in {times} of {times}"
+        if alike < times:
+            text += f", otherwise in {times - alike}"
     else:
-        text = f"made again: it fails in {failed} of {times}" + f", {unjudged} could not be judged" * bool(unjudged)
-        text += "; it depends on timing, hardware or random numbers without a seed" * (failed + unjudged < times)
-    text += f"; they first differ in {_place(repeats['differs'])}" if "differs" in repeats else ""
-    return text + f"; evidence of all: {', '.join(repeats['folders'])}" * (failed < times)
+        text = f"made again: it fails in {failed} of {times}"
+        if unjudged:
+            text += f", {unjudged} could not be judged"
+        if failed + unjudged < times:
+            text += f"; {depends}"
+    if "differs" in repeats:
+        text += f"; they first differ in {_place(repeats['differs'])}"
+    folders = ", ".join(repeats["folders"])
+    if failed < times:
+        text += f"; evidence of all: {folders}"
+    return text
 
 
 def _place(differs: Mapping[str, Any]) -> str:
-    first, *others = differs["names"]
-    more = f" and {len(others)} more" if others else ""
+    """Return a text of the first difference: step, ranks, kind of number and names."""
+    names, *others = differs["names"]
+    if others:
+        names += f" and {len(others)} more"
     ranks = tuple(differs["ranks"])
     where = f"ranks {ranks_text(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}"
-    return f"step {differs['step']} on {where}: {differs['quantity']}, {first}{more}"
+    return f"step {differs['step']} on {where}: {differs['quantity']}, {names}"

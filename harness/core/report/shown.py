@@ -1,7 +1,8 @@
-"""What drawings show of a trial: one parameter on every rank, and the groups over which tensors moved."""
+"""The data of drawings of a trial: one parameter on every rank, and the groups over which tensors moved."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from harness.core.judge.measures import step_shown
@@ -13,27 +14,33 @@ from harness.core.plan.traffic.flow import OUTSIDE
 
 
 def shown_parameter(trial: Trial) -> str:
-    """The first parameter that some rank holds wrongly, else the first projection of attention."""
-    for rank, held in trial.holdings.items():
-        for fqn, part in held.items():
+    """Return the fqn of the first parameter that some rank holds wrongly, else the first projection of attention.
+
+    Without attention it is the first parameter.
+    """
+    for rank, slices in trial.holdings.items():
+        for fqn, part in slices.items():
             if part != trial.plan.slices[rank].get(fqn):
                 return fqn
-    return next(
-        (fqn for fqn in trial.plan.shapes if fqn.endswith("attention.wq.weight")), next(iter(trial.plan.shapes))
-    )
+    first_fqn = next(iter(trial.plan.shapes))
+    return next((fqn for fqn in trial.plan.shapes if fqn.endswith("attention.wq.weight")), first_fqn)
 
 
 def interval_text(part: Slice, shape: tuple[int, ...]) -> str:
-    """[0:32] of dim 0, and of the other dims where they are cut."""
-    shown = [f"{a}:{b}" if (a, b) != (0, size) else ":" for (a, b), size in zip(part, shape, strict=True)]
-    return "[" + ", ".join(shown) + "]"
+    """Return a slice as text: "[0:32, :]". A dim that is not cut is ":"."""
+    texts = []
+    for (start, stop), size in zip(part, shape, strict=True):
+        texts.append(":" if (start, stop) == (0, size) else f"{start}:{stop}")
+    return "[" + ", ".join(texts) + "]"
 
 
 def rank_label(trial: Trial, rank: int) -> str:
-    """The rank, and its place on each axis of the plan."""
-    place = coordinate(trial.case.dims, rank)
-    where = " ".join(f"{axis}{place[axis]}" for axis in trial.plan.groups if axis in place)
-    return f"{rank}  {where}" if where else str(rank)
+    """Return a text of a rank and its coordinate along each axis of the plan: "3  dp_shard1 tp1"."""
+    mesh_coordinate = coordinate(trial.case.dims, rank)
+    coordinate_text = " ".join(
+        f"{axis}{mesh_coordinate[axis]}" for axis in trial.plan.groups if axis in mesh_coordinate
+    )
+    return f"{rank}  {coordinate_text}" if coordinate_text else str(rank)
 
 
 AS_REQUESTED = "as requested"
@@ -56,6 +63,7 @@ class UsedGroup:
 
     @property
     def word(self) -> str:
+        """Return how the observed bytes compare with those requested, in words."""
         if not self.axis:
             return "not in the plan"
         if self.requested - self.optional <= self.moved <= self.requested:
@@ -66,15 +74,17 @@ class UsedGroup:
 def used_groups(trial: Trial) -> list[UsedGroup]:
     """Return the groups of the plan, and others over which tensors moved in forward or backward of the step shown."""
     step = step_shown(trial)
-    requested: dict[tuple[int, ...], int] = {group: 0 for groups in trial.plan.groups.values() for group in groups}
-    optional, moved = dict.fromkeys(requested, 0), dict[tuple[int, ...], int]()
+    requested: dict[tuple[int, ...], int] = dict.fromkeys(itertools.chain.from_iterable(trial.plan.groups.values()), 0)
+    optional = dict.fromkeys(requested, 0)
+    moved = dict[tuple[int, ...], int]()
     for rank, evidence in trial.ranks.items():
         for flow in trial.plan.flows_of(rank, step):
             if flow.phase == OUTSIDE:
                 continue
             group = trial.plan.group_of(rank, flow.axis)
             requested[group] += flow.bytes
-            optional[group] += flow.bytes * flow.optional
+            if flow.optional:
+                optional[group] += flow.bytes
         for call in evidence.collectives:
             if call.step == step and is_traffic(call):
                 moved[call.ranks] = moved.get(call.ranks, 0) + call.bytes

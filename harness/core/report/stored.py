@@ -11,8 +11,10 @@ from harness.core.report.text import case_report
 
 
 def store_report(judgement: Judgement) -> None:
-    """Leaves report.txt and verdict.json beside the evidence, the latter with every finding. Raises EvidenceError where that
-    cannot be written."""
+    """Write report.txt and verdict.json beside the evidence, the latter with every finding.
+
+    Raises EvidenceError where they cannot be written.
+    """
     replace_own(judgement.folder / "report.txt", case_report(judgement) + "\n", _is_report)
     replace_own(judgement.folder / "verdict.json", document("case", case(judgement), indent=1) + "\n", _is_document)
 

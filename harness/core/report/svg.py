@@ -10,7 +10,9 @@ from html import escape
 from harness.core.evidence.text import visible
 
 WIDTH = 360  # a phone's; on wide screens drawings stand beside each other
-ROW, HEIGHT, SPARK = 18, 190, 120
+ROW = 18  # height of a row
+HEIGHT = 190  # of curves
+SPARK = 120  # width of a spark
 LETTER = 6.1  # the width of one of 10 px, in a font in which all are as wide; a page has such a font for strips
 BAR = 100  # at least, however long the texts beside it are
 LANE = 620  # the width of a row of times
@@ -55,12 +57,13 @@ def strips(title: str, rows: Sequence[Strip]) -> str:
     room = width - left - right
     parts = []
     for index, row in enumerate(rows):
-        top, at = index * ROW + 4, left + row.start * room
+        top = index * ROW + 4
+        bar_left = left + row.start * room
         parts += [
             _text(number, top + 10, row.rank, "end"),
             _text(number + LETTER, top + 10, row.place, "start"),
             f'<rect class="whole" x="{left:.1f}" y="{top}" width="{room:.1f}" height="12"/>',
-            f'<rect class="{"odd" if row.odd else "part"}" x="{at:.1f}" y="{top}" '
+            f'<rect class="{"odd" if row.odd else "part"}" x="{bar_left:.1f}" y="{top}" '
             f'width="{(row.stop - row.start) * room:.1f}" height="12"/>',
             _text(width - right + LETTER, top + 10, row.text, "start"),
         ]
@@ -84,7 +87,8 @@ class Bar:
 def lanes(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], length: float) -> str:
     """Draw rows of bars below each other over one time, each row with its name."""
     left = LETTER * (max(len(visible(name)) for name, _ in rows) + 1)
-    width, parts = math.ceil(left + LANE), []
+    width = math.ceil(left + LANE)
+    parts = []
     for index, (name, bars) in enumerate(rows):
         top = index * ROW + 4
         parts += [
@@ -92,32 +96,40 @@ def lanes(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], length: float) 
             f'<rect class="whole" x="{left:.1f}" y="{top}" width="{LANE}" height="12"/>',
         ]
         for bar in bars:
-            at, wide = LANE * bar.start / length, max(LANE * (bar.stop - bar.start) / length, 0.4)
-            kind, said = "odd" if bar.odd else "part", escape(visible(bar.text))
-            place = f'x="{left + at:.1f}" y="{top}" width="{wide:.1f}" height="12"'
-            parts.append(f'<rect class="{kind}" {place}><title>{said}</title></rect>')
+            bar_left = LANE * bar.start / length
+            bar_width = max(LANE * (bar.stop - bar.start) / length, 0.4)
+            kind = "odd" if bar.odd else "part"
+            title_text = escape(visible(bar.text))
+            geometry = f'x="{left + bar_left:.1f}" y="{top}" width="{bar_width:.1f}" height="12"'
+            parts.append(f'<rect class="{kind}" {geometry}><title>{title_text}</title></rect>')
     return _svg(title, len(rows) * ROW + 6, parts, width=width, kind="strips")
 
 
 def curves(title: str, steps: Sequence[int], lines: Sequence[Curve], *, log: bool = False) -> str:
     """Draw lines over steps. log: values of 0 stand on the lowest line."""
-    known = [value for line in lines for value in line.values if value is not None and math.isfinite(value)]
+    known = []
+    for line in lines:
+        known += [value for value in line.values if value is not None and math.isfinite(value)]
     low, high = _log_range(known) if log else _range(known)
-    room, bottom = WIDTH - 60 - 14, HEIGHT - 26
+    room = WIDTH - 60 - 14
+    bottom = HEIGHT - 26
 
     def across(index: int) -> float:
-        return 60 + (room * index / (len(steps) - 1) if len(steps) > 1 else room / 2)
+        if len(steps) > 1:
+            return 60 + room * index / (len(steps) - 1)
+        return 60 + room / 2
 
     def up(value: float) -> float:
-        value = (math.log10(value) if value > 0 else low) if log else value
+        if log:
+            value = math.log10(value) if value > 0 else low
         return bottom - (bottom - 8) * (min(max(value, low), high) - low) / (high - low)
 
     parts = []
     for level in (low, (low + high) / 2, high):
-        said = f"1e{level:.0f}" if log else f"{level:.4g}"
-        at = up(10**level if log else level)
-        parts += [f'<line class="level" x1="60" x2="{WIDTH - 14}" y1="{at:.1f}" y2="{at:.1f}"/>']
-        parts += [_text(56, at + 4, said, "end")]
+        level_text = f"1e{level:.0f}" if log else f"{level:.4g}"
+        y = up(10**level if log else level)
+        parts += [f'<line class="level" x1="60" x2="{WIDTH - 14}" y1="{y:.1f}" y2="{y:.1f}"/>']
+        parts += [_text(56, y + 4, level_text, "end")]
     parts += [_text(across(index), HEIGHT - 10, str(step), "middle") for index, step in _some(steps)]
     parts += [_line(line, across, up) for line in lines]
     return _svg(title, HEIGHT, parts)
@@ -125,17 +137,18 @@ def curves(title: str, steps: Sequence[int], lines: Sequence[Curve], *, log: boo
 
 def spark(title: str, values: Sequence[float | None]) -> str:
     """Draw one line as high as a row of text, from 0 to its largest value."""
-    most = max((value for value in values if value is not None), default=0.0) or 1.0
+    largest = max((value for value in values if value is not None), default=0.0) or 1.0
     across = (SPARK - 8) / max(1, len(values) - 1)
     line = Curve(title, values, "observed")
-    drawn = _line(line, lambda index: 4 + across * index, lambda value: ROW + 2 - (ROW - 4) * value / most)
+    drawn = _line(line, lambda index: 4 + across * index, lambda value: ROW + 2 - (ROW - 4) * value / largest)
     return _svg(title, ROW + 6, [drawn], width=SPARK, kind="spark")
 
 
 def _line(line: Curve, across: Callable[[int], float], up: Callable[[float], float]) -> str:
-    seen = [(i, v) for i, v in enumerate(line.values) if v is not None and math.isfinite(v)]
-    points = " ".join(f"{across(index):.1f},{up(value):.1f}" for index, value in seen)
-    dots = "".join(f'<circle cx="{across(i):.1f}" cy="{up(v):.1f}" r="3"/>' for i, v in seen)
+    """Return the line and its dots. across, up: from an index and a value to a position in the picture."""
+    known = [(index, value) for index, value in enumerate(line.values) if value is not None and math.isfinite(value)]
+    points = " ".join(f"{across(index):.1f},{up(value):.1f}" for index, value in known)
+    dots = "".join(f'<circle cx="{across(index):.1f}" cy="{up(value):.1f}" r="3"/>' for index, value in known)
     return f'<g class="curve {line.kind}"><polyline points="{points}"/>{dots}</g>'
 
 
@@ -146,7 +159,7 @@ def _range(known: Sequence[float]) -> tuple[float, float]:
 
 
 def _log_range(known: Sequence[float]) -> tuple[float, float]:
-    """Whole decades with a whole one in the middle."""
+    """Return the exponents of the lowest and highest decade, with a whole decade in the middle."""
     powers = [math.log10(value) for value in known if value > 0]
     low, high = (math.floor(min(powers)), math.ceil(max(powers))) if powers else (-17, -15)
     high = max(high, low + 2)
@@ -154,9 +167,9 @@ def _log_range(known: Sequence[float]) -> tuple[float, float]:
 
 
 def _some(steps: Sequence[int]) -> list[tuple[int, int]]:
-    """Return at most eight labels."""
-    every = max(1, math.ceil(len(steps) / 8))
-    return [(index, step) for index, step in enumerate(steps) if index % every == 0]
+    """Return (index, step) of at most eight steps that have a label."""
+    interval = max(1, math.ceil(len(steps) / 8))
+    return [(index, step) for index, step in enumerate(steps) if index % interval == 0]
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

@@ -30,14 +30,16 @@ MARKS = {Verdict.PASS: "P", Verdict.FAIL: "F", Verdict.UNKNOWN: "?", Verdict.NOT
 
 
 def headline(judgement: Judgement) -> str:
-    """All in one line: verdict, case, cause."""
+    """Return verdict, case and cause in one line."""
     return "    ".join(text for text in (_title(judgement), cause_text(judgement)) if text)
 
 
 def _head(judgement: Judgement) -> list[str]:
-    """The headline; where a terminal is too narrow for it the cause goes below."""
+    """Return the headline; where a terminal is too narrow for it, the cause is on lines below."""
     line = headline(judgement)
-    return [line] if len(line) <= WIDTH else [_title(judgement), *wrapped(cause_text(judgement), "  ")]
+    if len(line) <= WIDTH:
+        return [line]
+    return [_title(judgement), *wrapped(cause_text(judgement), "  ")]
 
 
 def _title(judgement: Judgement) -> str:
@@ -46,15 +48,22 @@ def _title(judgement: Judgement) -> str:
 
 
 def cause_text(judgement: Judgement) -> str:
-    """Say in one line why it is not as expected. Empty if nothing is wrong."""
+    """Return in one line the cause of a verdict, and the expectation of the case. Empty if nothing is wrong."""
     cause = diagnosis_line(judgement.diagnosis) or _cause_of_unknown(judgement)
     return " ".join(text for text in (cause, _expectation(judgement)) if text)
 
 
-def wrapped(text: str, indent: str, more: str = "") -> list[str]:
-    """Lines that fit a terminal, all but the first also indented by `more`. What has no blank in it is never cut."""
+def wrapped(text: str, indent: str, continuation: str = "") -> list[str]:
+    """Return a text as lines that fit a terminal. A word without a blank in it is never cut.
+
+    continuation: additional indentation of all lines but the first.
+    """
     fill = textwrap.TextWrapper(
-        WIDTH, initial_indent=indent, subsequent_indent=indent + more, break_long_words=False, break_on_hyphens=False
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + continuation,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
     return fill.wrap(text)
 
@@ -66,11 +75,12 @@ def _expectation(judgement: Judgement) -> str:
     if judgement.verdict is Verdict.XFAIL:
         return f"(expected: {expected.because.rstrip('.')}; see {expected.script})"
     remedy = f"if {expected.script} passes too, take expected_failure out of {case_files.shown(judgement.case.file)}"
-    raised = f" and raise {expected.raised!r}" * bool(expected.raised)
+    raised = f" and raise {expected.raised!r}" if expected.raised else ""
     return f"(expected to fail by {expected.checks}, cause {expected.named!r}{raised}: {remedy})"
 
 
 def case_report(judgement: Judgement) -> str:
+    """Return the report of a judged case: headline, evidence, a line for each check, findings."""
     lines = _head(judgement)
     if judgement.fired and judgement.verdict is Verdict.PASS:
         lines.append("  MISSED            the change ran and every check passes")
@@ -99,26 +109,35 @@ def _replaced(judgement: Judgement) -> list[str]:
 
 
 def command(judgement: Judgement) -> str:
-    """Return the command that shows it again, as it is typed in this folder."""
-    recipe, usual = judgement.case.training, TrainingConfig()
+    """Return the command that runs the case again, as it is typed in this folder."""
+    recipe = judgement.case.training
+    defaults = TrainingConfig()
     file, colon, name = (judgement.fault or "").rpartition(":")
-    given = {"fault": f"{from_here(file)}:{name}" if colon else name}
+    options = {"fault": f"{from_here(file)}:{name}" if colon else name}
     if not judgement.case.file:
-        given |= {"seed": str(recipe.seed)} if recipe.seed != usual.seed else {}
-        given |= {"dtype": recipe.dtype} if recipe.dtype != usual.dtype else {}
-    typed = [word for key, value in (given | _how(judgement)).items() if value for word in (f"--{key}", value)]
-    nodes = [f"--torchrun-args={value}"] if (value := judgement.made.get("torchrun-args")) else []
-    cases, folder = case_files.typed(judgement.case.file), judgement.made.get("cases")
-    cases = case_files.typed_folder(Path(folder)) if folder else cases
-    return shlex.join(["harness", "run", judgement.case.name, *cases, *_trainer(judgement), *typed, *nodes])
+        if recipe.seed != defaults.seed:
+            options["seed"] = str(recipe.seed)
+        if recipe.dtype != defaults.dtype:
+            options["dtype"] = recipe.dtype
+    words = []
+    for key, value in (options | _how(judgement)).items():
+        if value:
+            words += [f"--{key}", value]
+    if torchrun_args := judgement.made.get("torchrun-args"):
+        words.append(f"--torchrun-args={torchrun_args}")
+    cases = case_files.typed(judgement.case.file)
+    if folder := judgement.made.get("cases"):
+        cases = case_files.typed_folder(Path(folder))
+    return shlex.join(["harness", "run", judgement.case.name, *cases, *_trainer(judgement), *words])
 
 
 def pytest_command(judgement: Judgement) -> str:
+    """Return the pytest command that runs the case again."""
     tier = judgement.case.tier
-    marked = ["-m", f"harness_{tier}"] if tier != "default" else []
-    given = dict(zip(("trainer",), _trainer(judgement)[1:], strict=False)) | _how(judgement)
-    typed = (f"--harness-{key}={value}" for key, value in given.items() if value)
-    return shlex.join(["pytest", "-k", judgement.case.name, *marked, *typed])
+    marker = ["-m", f"harness_{tier}"] if tier != "default" else []
+    options = dict(zip(("trainer",), _trainer(judgement)[1:], strict=False)) | _how(judgement)
+    words = (f"--harness-{key}={value}" for key, value in options.items() if value)
+    return shlex.join(["pytest", "-k", judgement.case.name, *marker, *words])
 
 
 def _trainer(judgement: Judgement) -> list[str]:
@@ -126,32 +145,37 @@ def _trainer(judgement: Judgement) -> list[str]:
 
 
 def _how(judgement: Judgement) -> dict[str, str]:
-    """The options, which all commands share, that were not the usual ones."""
+    """Return the options, by name, that all commands share and that were not the usual ones."""
     source = TrainerSpec.parse(judgement.trainer).source
-    given = {"source": source and from_here(source)}
-    given |= {key: judgement.made.get(key, "") for key in ("device", "launcher", "ranks-per-gpu", "timeout")}
-    return {key: value for key, value in given.items() if value not in ("cpu", "local")}
+    options = {"source": source and from_here(source)}
+    options |= {key: judgement.made.get(key, "") for key in ("device", "launcher", "ranks-per-gpu", "timeout")}
+    return {key: value for key, value in options.items() if value not in ("cpu", "local")}
 
 
 def provenance(judgements: Sequence[Judgement]) -> str:
-    """When, with which torch and of which commit stored evidence was made: a folder may hold that of several runs."""
-    made = [judgement.made for judgement in judgements]
-    started = sorted({one["started"] for one in made if one.get("started")})
-    lines = [f"evidence of {' to '.join(dict.fromkeys((started[0], started[-1])))}"] if started else []
+    """Return a text of the dates, releases of torch and commits of stored evidence: a folder may hold that of several runs."""
+    runs = [judgement.made for judgement in judgements]
+    started = sorted({run["started"] for run in runs if run.get("started")})
+    texts = []
+    if started:
+        dates = dict.fromkeys((started[0], started[-1]))
+        texts.append(f"evidence of {' to '.join(dates)}")
     for key in ("torch", "commit"):
-        found = Counter(one.get(key) or "unknown" for one in made)
-        shown = ", ".join(f"{value} ({count} cases)" if len(found) > 1 else value for value, count in found.items())
-        lines.append(f"{key} {shown}")
-    return "; ".join(lines)
+        counts = Counter(run.get(key) or "unknown" for run in runs)
+        values = [f"{value} ({count} cases)" if len(counts) > 1 else value for value, count in counts.items()]
+        texts.append(f"{key} {', '.join(values)}")
+    return "; ".join(texts)
 
 
 def check_text(judgement: Judgement, result: Result) -> str:
-    """What a test runner shows of one check that did not pass. It shows the first line, cut, in its summary: the cause."""
-    rows = evidence_rows(judgement.diagnosis.evidence) if judgement.diagnosis else []
-    lines = [cause_text(judgement), *table(rows)] if judgement.diagnosis else []
-    lines.append(
-        f"{result.check} {result.verdict}" + (f": {result.note}" if result.note and not result.findings else "")
-    )
+    """Return the text of one check that did not pass, for a test runner. Its summary shows the first line, cut: the cause."""
+    lines: list[str] = []
+    if judgement.diagnosis:
+        lines += [cause_text(judgement), *table(evidence_rows(judgement.diagnosis.evidence))]
+    check = f"{result.check} {result.verdict}"
+    if result.note and not result.findings:
+        check += f": {result.note}"
+    lines.append(check)
     lines += findings_text(result, "  ")
     lines += _replaced(judgement)
     lines += _to_copy([("again", pytest_command(judgement)), ("evidence", str(judgement.folder))])
@@ -164,27 +188,39 @@ def _cause_of_unknown(judgement: Judgement) -> str:
 
 
 def table(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Rows of one label in a run show it once. What is observed goes below what is expected where both do not fit."""
+    """Return (label, text) rows as lines. Of consecutive rows with one label only the first shows it.
+
+    An observed value is below the expected one if both do not fit on a line.
+    """
     lines: list[str] = []
-    before = None
+    label_before = None
     for label, text in rows:
         if label == declarable.LABEL:
             lines += _to_copy([(label, text)])
             continue
-        first, *rest = [line for part in _parts(text) for line in wrapped(part, INDENT, "  ")] or [INDENT]
-        lines += [_labelled("" if label == before else label, first[len(INDENT) :]), *rest]
-        before = label
+        wrapped_lines: list[str] = []
+        for part in _parts(text):
+            wrapped_lines += wrapped(part, INDENT, "  ")
+        first, *rest = wrapped_lines or [INDENT]
+        lines += [_labelled("" if label == label_before else label, first[len(INDENT) :]), *rest]
+        label_before = label
     return lines
 
 
 def _parts(text: str) -> list[str]:
-    """Its lines; one that does not fit is split at three blanks."""
+    """Return the lines of a text; a line that does not fit is split at three blanks."""
     room = WIDTH - len(INDENT)
-    return [part for line in text.splitlines() for part in ([line] if len(line) <= room else line.split("   "))]
+    parts: list[str] = []
+    for line in text.splitlines():
+        if len(line) <= room:
+            parts.append(line)
+        else:
+            parts += line.split("   ")
+    return parts
 
 
 def _to_copy(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Commands and paths, each whole on its line."""
+    """Return rows of commands and paths, each whole on its line, so that a person can copy it."""
     return [_labelled(label, text) for label, text in rows]
 
 
@@ -193,7 +229,7 @@ def _labelled(label: str, text: str) -> str:
 
 
 def _check_lines(results: Sequence[Result]) -> list[str]:
-    """A line a check; checks that could not be judged for one and the same reason share a line."""
+    """Return a line for each check; more than two checks that could not be judged for the same reason share a line."""
     reasons = [result.note for result in results if result.verdict is Verdict.UNKNOWN]
     shared = {note for note in reasons if reasons.count(note) > 2}
     lines = [check_line(result) for result in results if result.note not in shared]
@@ -203,6 +239,7 @@ def _check_lines(results: Sequence[Result]) -> list[str]:
 
 
 def check_line(result: Result) -> str:
+    """Return the line of a check: verdict, number of comparisons, largest difference, note."""
     examined = f"{result.examined} examined" if result.examined else ""
     largest = "" if result.largest is None else f"largest difference {result.largest:.1e}"
     detail = ", ".join(text for text in (examined, largest, result.note) if text)

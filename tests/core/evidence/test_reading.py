@@ -49,10 +49,10 @@ def test_what_is_no_json_of_usual_depth_is_a_value_error(text: str, tmp_path: Pa
 
 
 def test_what_is_compressed_may_not_grow_without_end() -> None:
-    assert decompressed(zlib.compress(b"1" * 100), most=100) == b"1" * 100
+    assert decompressed(zlib.compress(b"1" * 100), largest=100) == b"1" * 100
     for wrong in (zlib.compress(b"1" * 101), zlib.compress(b"1" * 100)[:-8], b"x"):
         with pytest.raises(ValueError):
-            decompressed(wrong, most=100)
+            decompressed(wrong, largest=100)
 
 
 def test_compressed_evidence_is_refused_before_it_is_read(tmp_path: Path) -> None:
