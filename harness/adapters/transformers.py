@@ -73,7 +73,7 @@ class Transformers(Adapter):
         return renamed(name.removeprefix("model."), NAMES)
 
     def rows(self, case: Case) -> dict[str, Any]:
-        """Its rotary embedding turns entry i of a head with entry i + head_dim / 2, not with its neighbour."""
+        """Return the order of rows of a rotary embedding that turns entry i of a head with entry i + head_dim / 2."""
         return halves(case)
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
@@ -124,7 +124,9 @@ class Started(StartedTrainer):
     def train(self, last_step: int) -> None:
         self.function.train()
         shown: Any = [entry for entry in self.trainer.state.log_history if "loss" in entry]
-        self.metrics = [Metrics(one["step"], one["loss"], one["grad_norm"], one["learning_rate"]) for one in shown]
+        self.metrics = []
+        for entry in shown:
+            self.metrics.append(Metrics(entry["step"], entry["loss"], entry["grad_norm"], entry["learning_rate"]))
 
 
 def _callback(started: Started, case: Case) -> Any:
@@ -145,10 +147,12 @@ def _callback(started: Started, case: Case) -> Any:
 
 
 def _order(case: Case) -> tuple[tuple[str, ...], ...]:
-    """Its Llama's parameters, as they follow."""
+    """Return the parameters of transformers' Llama in their order, each as a group of its own."""
     parts = "attention.wq attention.wk attention.wv attention.wo feed_forward.w1 feed_forward.w3 feed_forward.w2"
     block = f"{parts} attention_norm ffn_norm".split()
-    layers = [f"layers.{layer}.{part}.weight" for layer in range(case.model.n_layers) for part in block]
+    layers = []
+    for layer in range(case.model.n_layers):
+        layers += [f"layers.{layer}.{part}.weight" for part in block]
     names = ("tok_embeddings.weight", *layers, "norm.weight", "output.weight")
     return tuple((name,) for name in names if name in case.model.parameter_shapes())
 
@@ -165,12 +169,15 @@ def _samples(case: Case) -> list[dict[str, Any]]:
     from harness.reference.data import build_dataset
 
     dataset = build_dataset(case.training, case.model)
-    steps = (rank_samples(case, dataset, step) for step in range(1, case.training.steps + 1))
-    return [_named(case, *sample) for step in steps for sample in zip(*step, strict=True)]
+    samples = []
+    for step in range(1, case.training.steps + 1):
+        tokens, labels = rank_samples(case, dataset, step)
+        samples += [_named(case, *sample) for sample in zip(tokens, labels, strict=True)]
+    return samples
 
 
 def _named(case: Case, tokens: Any, labels: Any) -> dict[str, Any]:
-    """One sample. attention_mask: bool [1, s, s], which positions see which under a document mask."""
+    """Return one sample by its names. attention_mask: bool [1, s, s], which positions see which under a document mask."""
     from harness.reference.data import documents
 
     sample = {"input_ids": tokens, "labels": labels, "shift_labels": labels}
@@ -182,14 +189,17 @@ def _named(case: Case, tokens: Any, labels: Any) -> dict[str, Any]:
 
 def _sizes(case: Case) -> dict[str, Any]:
     sizes = {theirs: getattr(case.model, ours) for theirs, ours in SIZES.items()}
-    scaling, rope = case.model.rope_scaling, {"rope_type": "default", "rope_theta": case.model.rope_theta}
+    scaling = case.model.rope_scaling
+    rope = {"rope_type": "default", "rope_theta": case.model.rope_theta}
     if scaling is not None:
         rope |= {"rope_type": "llama3"} | {theirs: getattr(scaling, ours) for theirs, ours in ROPE.items()}
     return sizes | {"rope_parameters": rope, "attn_implementation": "sdpa", "pad_token_id": None}
 
 
 def _options(case: Case, device: str) -> dict[str, Any]:
-    training, features, dims = case.training, case.features, case.dims
+    training = case.training
+    features = case.features
+    dims = case.dims
     arguments = USUAL | {theirs: getattr(training, ours) for theirs, ours in RECIPE.items()}
     arguments |= {"optim": "sgd" if training.optimizer == "sgd" else "adamw_torch"}
     arguments |= {"max_grad_norm": training.max_norm or 0.0, "ddp_bucket_cap_mb": features.bucket_mb}

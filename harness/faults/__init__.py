@@ -80,35 +80,39 @@ class FaultError(ToldError, ValueError):
 
 @dataclass(frozen=True)
 class Fault:
-    """breaks: what goes wrong, in one sentence. bug: the entry it is modelled on, and where that happened.
-
-    case: the smallest case that shows it. caught_by: the checks that must fail. named: the kind of its cause (docs/causes.md).
-    hangs: only a time limit of the harness's ends it, that of the launch or that of what a rank leaves behind.
-    """
+    """A deliberate mistake, and what must become of it."""
 
     name: str
     file: str
     breaks: str
+    """What goes wrong, in one sentence."""
     bug: str
+    """The entry it is modelled on, and where that happened."""
     case: str
+    """The smallest case that shows it."""
     caught_by: tuple[str, ...]
+    """The checks that must fail."""
     named: str
+    """The kind of its cause (docs/causes.md)."""
     apply: Callable[[Fired], None]
+    """Makes the mistake on a rank, before the trainer is built."""
     hangs: bool = False
+    """Only a time limit of the harness ends it: that of the launch, or that of what a rank leaves behind."""
 
     @property
     def family(self) -> str:
-        """The kind of bug; empty if it is modelled on nothing."""
-        found = re.search(r"\b([A-Z])(\d\d|-class)\b", self.bug)
-        return FAMILIES.get(found[1], "") if found else ""
+        """Return the kind of bug; empty if it is modelled on nothing."""
+        match = re.search(r"\b([A-Z])(\d\d|-class)\b", self.bug)
+        return FAMILIES.get(match[1], "") if match else ""
 
     @property
     def real(self) -> bool:
-        """Whether it is modelled on a bug that happened in one place, rather than on a kind of them."""
+        """Return whether it is modelled on a bug that happened in one place, rather than on a kind of bug."""
         return re.match(r"[A-Z]\d\d\b", self.bug) is not None
 
     @property
     def spec(self) -> str:
+        """Return FILE.py:NAME, by which the fault is loaded."""
         return f"{self.file}:{self.name}"
 
 
@@ -122,66 +126,73 @@ def fault(
     hangs: bool = False,
     does: Callable[[Fired], None] | None = None,
 ) -> Any:
-    """A fault that does this; without `does`, a mark for what does it. caught_by: checks, separated by blanks.
+    """Return the fault that does this; without `does`, a decorator for the function that does it.
 
-    It does not know the name that it has in its file: who loads it from there sets it.
+    caught_by: checks, separated by blanks. The fault has no name yet: load_fault and all_faults set its name in its file.
     """
     file = sys._getframe(1).f_code.co_filename
 
-    def of(apply: Callable[[Fired], None]) -> Fault:
+    def make_fault(apply: Callable[[Fired], None]) -> Fault:
         return Fault("", file, breaks, bug, case, tuple(caught_by.split()), named, apply, hangs)
 
-    return of if does is None else of(does)
+    return make_fault if does is None else make_fault(does)
 
 
 def load_fault(spec: str) -> Fault:
-    """The fault "FILE.py:NAME", or "NAME" from this folder. Raises FaultError."""
+    """Return the fault "FILE.py:NAME", or "NAME" from this folder. Raises FaultError."""
     path, _, name = spec.rpartition(":")
     if not path:
         known = {fault.name: fault for fault in all_faults()}
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            suggestion = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise FaultError(
-                f"no fault is named {name!r}{meant}; `harness faults --list` lists them; your own: FILE.py:NAME"
+                f"no fault is named {name!r}{suggestion}; `harness faults --list` lists them; your own: FILE.py:NAME"
             )
         return known[name]
-    found = getattr(_import_file(Path(path)), name, None)
-    if not isinstance(found, Fault):
+    loaded = getattr(_import_file(Path(path)), name, None)
+    if not isinstance(loaded, Fault):
         raise FaultError(f"{path}: no fault named {name!r} (made by harness.faults.fault)")
-    return dataclasses.replace(found, name=name)
+    return dataclasses.replace(loaded, name=name)
 
 
 def all_faults() -> list[Fault]:
-    """Every fault of the catalogue, by file and in the order written."""
+    """Return every fault of the catalogue, by file and in the order written."""
     from harness.faults import catalogue
 
-    modules = [
-        importlib.import_module(f"{catalogue.__name__}.{m.name}") for m in pkgutil.iter_modules(catalogue.__path__)
-    ]
-    return [fault for module in modules for fault in _faults_of(module)]
+    names = [info.name for info in pkgutil.iter_modules(catalogue.__path__)]
+    modules = [importlib.import_module(f"{catalogue.__name__}.{name}") for name in names]
+    faults = []
+    for module in modules:
+        faults += _faults_of(module)
+    return faults
 
 
 def faults_of_file(path: Path) -> list[Fault]:
-    """Somebody's own catalogue: every fault of one file, in the order written. Raises FaultError."""
+    """Return every fault of one file, in the order written. Raises FaultError."""
     try:
-        found = _faults_of(_import_file(path))
+        faults = _faults_of(_import_file(path))
     except FaultError:
         raise
     except (Exception, SystemExit) as error:
         raise FaultError(f"{path}: cannot be loaded: {error_in(path, error)}") from error
-    if not found:
+    if not faults:
         raise FaultError(f"{path}: no fault in it (made by harness.faults.fault)")
-    return found
+    return faults
 
 
 def _faults_of(module: ModuleType) -> list[Fault]:
     """Return the faults that are written there, not those that it imports."""
-    found = [(name, f) for name, f in vars(module).items() if isinstance(f, Fault) and f.file == module.__file__]
-    return [dataclasses.replace(fault, name=name) for name, fault in found]
+    named_faults = [
+        (name, fault)
+        for name, fault in vars(module).items()
+        if isinstance(fault, Fault) and fault.file == module.__file__
+    ]
+    return [dataclasses.replace(fault, name=name) for name, fault in named_faults]
 
 
 def _import_file(path: Path) -> ModuleType:
+    """Return the module of a file, imported anew under a name of its own. Raises FaultError if there is no such file."""
     if not path.is_file():
         raise FaultError(f"{path}: no such file; a fault is given as FILE.py:NAME")
     spec = importlib.util.spec_from_file_location(f"fault_{path.stem}", path)
@@ -193,5 +204,5 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Puts make(original) in the place of owner.name."""
+    """Set owner.name to make(original)."""
     setattr(owner, name, make(getattr(owner, name)))

@@ -1,4 +1,4 @@
-"""What became of a fault: which checks fail with it, what it was named, what weaker tests would have said."""
+"""The result of trying a fault: which checks fail with it, what it was named, what weaker tests would have said."""
 
 from __future__ import annotations
 
@@ -34,33 +34,36 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Attempt:
-    """What became of one fault. cause: the diagnosis' first line, without verdict and names. kinds: of its causes. broken: the
-    checks that fail.
-
-    weaker: by method, whether it noticed; empty if not measured. off: by how much the reported loss is off at worst over
-    ten steps, None if the faulty trainer did not get that far. note: why it was not tried, or what is lacking.
-    """
+    """The result of trying one fault."""
 
     fault: str
+    """Name of the fault."""
     bug: str
     family: str
     real: bool
     case: str
     outcome: Outcome
     cause: str = ""
+    """The diagnosis' first line, without verdict and names."""
     kinds: tuple[str, ...] = ()
+    """The kinds of its causes."""
     broken: tuple[str, ...] = ()
+    """The checks that fail."""
     weaker: dict[str, bool] | None = None
+    """By method, whether it noticed; None if not measured."""
     off: float | None = None
+    """Largest relative error of the reported loss over ten steps; None if the faulty trainer did not get that far."""
     note: str = ""
+    """Why it was not tried, or what is lacking."""
 
 
 def to_json(done: Sequence[Attempt]) -> str:
+    """Return attempts as they are stored in faults.json."""
     return json.dumps([asdict(attempt) for attempt in done], indent=1) + "\n"
 
 
 def is_attempts(text: str) -> bool:
-    """Return whether a text is what to_json makes."""
+    """Return whether a text was made by to_json."""
     try:
         from_json(text)
     except (ValueError, TypeError, KeyError):
@@ -69,20 +72,16 @@ def is_attempts(text: str) -> bool:
 
 
 def from_json(text: str) -> list[Attempt]:
-    records = json.loads(text)
-    return [
-        Attempt(
-            **{
-                **record,
-                "outcome": Outcome(record["outcome"]),
-                "kinds": tuple(record.get("kinds", ())),
-                "broken": tuple(record["broken"]),
-            }
-        )
-        for record in records
-    ]
+    """Return the attempts that are stored in a text of to_json."""
+    attempts = []
+    for record in json.loads(text):
+        outcome = Outcome(record["outcome"])
+        kinds = tuple(record.get("kinds", ()))
+        broken = tuple(record["broken"])
+        attempts.append(Attempt(**{**record, "outcome": outcome, "kinds": kinds, "broken": broken}))
+    return attempts
 
 
 def accepted(stored: Path = ACCEPTED) -> list[Attempt]:
-    """Empty where nothing is stored."""
+    """Return the attempts that were last accepted. Empty if nothing is stored."""
     return from_json(stored.read_text(encoding="utf-8")) if stored.exists() else []

@@ -10,27 +10,36 @@ from harness.faults.attempt import METHODS, Attempt, Outcome
 
 
 def listing(faults: Sequence[Fault], accepted: Sequence[Attempt]) -> str:
-    """List, by kind of bug: name, case, what breaks, modelled on what; below, the first line it was last accepted with."""
-    named = {attempt.fault: attempt.cause for attempt in accepted}
-    width = {key: max(len(getattr(fault, key)) for fault in faults) for key in ("name", "case")}
+    """Return the list of faults by kind of bug: name, case, what breaks, what it is modelled on.
+
+    Below each fault is the first line that it was last accepted with.
+    """
+    causes = {attempt.fault: attempt.cause for attempt in accepted}
+    name_width = max(len(fault.name) for fault in faults)
+    case_width = max(len(fault.case) for fault in faults)
     lines = []
     for family in [*FAMILIES.values(), ""]:
-        some = [fault for fault in faults if fault.family == family]
-        lines += [family or "others"] if some else []
-        for f in some:
-            lines.append(f"  {f.name:<{width['name']}}  {f.case:<{width['case']}}  {f.breaks} [{f.bug}]")
-            lines += [f"    -> {named[f.name]}"] if f.name in named else []
+        faults_of_family = [fault for fault in faults if fault.family == family]
+        if faults_of_family:
+            lines.append(family or "others")
+        for fault in faults_of_family:
+            lines.append(f"  {fault.name:<{name_width}}  {fault.case:<{case_width}}  {fault.breaks} [{fault.bug}]")
+            if fault.name in causes:
+                lines.append(f"    -> {causes[fault.name]}")
     return "\n".join(lines)
 
 
 def report(done: Sequence[Attempt], control: Attempt | None, seconds: float) -> str:
-    """All first lines in one list, the table of methods, once more what is not as expected, and one line that counts."""
+    """Return all first lines in one list, the table of methods, what is not caught, and one line of counts."""
     counts = Counter(attempt.outcome for attempt in done)
-    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    lines = [f"{len(done)} fault{'s' * (len(done) != 1)} in {seconds:.1f} s: {said}"]
+    counts_text = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    noun = "fault" if len(done) == 1 else "faults"
+    lines = [f"{len(done)} {noun} in {seconds:.1f} s: {counts_text}"]
     if control:
-        right = control.outcome is Outcome.MISSED
-        text = f"{control.outcome}, as it must be" if right else f"{control.outcome}, it must be MISSED: {control.note}"
+        is_right = control.outcome is Outcome.MISSED
+        text = (
+            f"{control.outcome}, as it must be" if is_right else f"{control.outcome}, it must be MISSED: {control.note}"
+        )
         lines.append(f"control, which changes nothing: {text}")
     parts = [
         first_lines(done),
@@ -42,30 +51,43 @@ def report(done: Sequence[Attempt], control: Attempt | None, seconds: float) -> 
 
 
 def _not_caught(done: Sequence[Attempt]) -> str:
-    """Repeat what is not caught at the end, where a log that was cut still has it."""
-    odd = [attempt for attempt in done if attempt.outcome is not Outcome.CAUGHT]
-    return first_lines(odd) if odd and len(odd) < len(done) else ""
+    """Return the rows of faults that are not caught, to be repeated at the end. Empty if all or none are caught.
+
+    A log that was cut still has its end.
+    """
+    uncaught = [attempt for attempt in done if attempt.outcome is not Outcome.CAUGHT]
+    return first_lines(uncaught) if uncaught and len(uncaught) < len(done) else ""
 
 
 def first_lines(done: Sequence[Attempt]) -> str:
-    """A row a fault: outcome, which weaker tests notice it, name, case, the diagnosis' first line."""
-    width = {key: max(len(getattr(a, key)) for a in done) for key in ("fault", "case", "outcome")}
+    """Return one row for each fault: outcome, which weaker tests notice it, name, case, the diagnosis' first line."""
+    fault_width = max(len(attempt.fault) for attempt in done)
+    case_width = max(len(attempt.case) for attempt in done)
+    outcome_width = max(len(attempt.outcome) for attempt in done)
     letters = dict(zip(METHODS, "abcd", strict=True))
     legend = "noticed by: " + ", ".join(f"{letters[key]} {text}" for key, text in METHODS.items())
     rows = []
-    for a in done:
-        noticed = "".join(letters[key] if (a.weaker or {}).get(key) else "-" for key in METHODS) if a.weaker else "    "
-        rows.append(
-            f"{a.outcome:<{width['outcome']}}  {noticed}  {a.fault:<{width['fault']}}  {a.case:<{width['case']}}  {a.cause}"
-        )
-        rows += [f"{'':<{width['outcome']}}        {a.note}"] if a.note and a.outcome is not Outcome.CAUGHT else []
-    return "\n".join([legend, *rows] if any(a.weaker for a in done) else rows)
+    for attempt in done:
+        noticed = "    "
+        if attempt.weaker:
+            noticed = "".join(letters[key] if attempt.weaker.get(key) else "-" for key in METHODS)
+        outcome_text = f"{attempt.outcome:<{outcome_width}}"
+        name_text = f"{attempt.fault:<{fault_width}}"
+        rows.append(f"{outcome_text}  {noticed}  {name_text}  {attempt.case:<{case_width}}  {attempt.cause}")
+        if attempt.note and attempt.outcome is not Outcome.CAUGHT:
+            rows.append(f"{'':<{outcome_width}}        {attempt.note}")
+    return "\n".join([legend, *rows] if any(attempt.weaker for attempt in done) else rows)
 
 
 def table(done: Sequence[Attempt]) -> str:
-    """How many of the bugs each method notices. Faults of a family, modelled on no single bug, do not count here."""
+    """Return the table of how many real bugs each method notices.
+
+    Faults of a family, modelled on no single bug, do not count here.
+    """
     real = [attempt for attempt in done if attempt.real and attempt.weaker]
-    rows = [(text, sum((attempt.weaker or {})[key] for attempt in real)) for key, text in METHODS.items()]
+    rows = []
+    for key, text in METHODS.items():
+        rows.append((text, sum((attempt.weaker or {})[key] for attempt in real)))
     caught = [attempt for attempt in real if attempt.outcome is Outcome.CAUGHT]
     named = [attempt for attempt in caught if "not explained" not in attempt.kinds]
     rows += [("this harness", len(caught)), ("this harness, cause named and not only located", len(named))]

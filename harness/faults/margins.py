@@ -40,90 +40,115 @@ from harness.reference.record import Noise, ReferenceRun
 
 NUMBERS = ("loss", "grad_norm", "gradient", "parameter")
 Distances = dict[str, list[float]]
-"""Number -> the relative distance from the reference in each step; of the parameter that is farthest off as a whole, how many
-times its bound that is."""
+"""Number -> relative distance from the reference in each step. For "parameter" it is the distance of the parameter that is
+farthest off as a whole, divided by its bound."""
 
 
 @dataclass(frozen=True)
 class Margin:
-    """What there is to show of one recipe and way of summing."""
+    """Distances and bounds of one recipe and way of summing."""
 
     name: str
     recipe: str
+    """The recipe in words."""
     bound: Distances
     correct: dict[str, Distances]
+    """Case -> distances of its correct run."""
     mistakes: dict[str, Distances]
+    """Mistake -> distances of the reference that was trained with it."""
 
     def ratios(self, distances: Distances) -> dict[str, float]:
-        """Return each number over its bound, in the step where that is most: below 1 is within."""
-        return {n: largest_of([d / b for d, b in zip(distances[n], self.bound[n], strict=True)]) for n in NUMBERS}
+        """Return each number divided by its bound, in the step where that is largest. Below 1 is within the bound."""
+        ratios = {}
+        for name in NUMBERS:
+            pairs = zip(distances[name], self.bound[name], strict=True)
+            ratios[name] = largest_of([distance / bound for distance, bound in pairs])
+        return ratios
 
 
 def margin(cases: Sequence[Case], options: Options) -> Margin:
-    """Runs these cases, which share a recipe and a noise key, and makes the mistakes. Raises NoBound."""
+    """Run these cases, which share a recipe and a noise key, and make the mistakes. Raises NoBound."""
     folders = {case.name: run_case(case, options).folder for case in cases}
     trials = {name: load_trial(folder) for name, folder in folders.items()}
     name, trial = next(iter(trials.items()))
-    bounds, case = trial.bounds, trial.case
+    bounds = trial.bounds
+    case = trial.case
     key = trial.traits.noise_key(case)
     reference = load(reference_folder(case, options) / "reference.npz", ReferenceRun)  # in the model's own order
+    bound = {name: list(getattr(bounds, name).values()) for name in NUMBERS[:3]}
+    bound["parameter"] = [1.0] * len(reference.steps)
     return Margin(
         name=f"{golden.recipe_name(case)} {key}",
         recipe=_said(case, key),
-        bound={name: list(getattr(bounds, name).values()) for name in NUMBERS[:3]}
-        | {"parameter": [1.0] * len(reference.steps)},
-        correct={name: _distances(one) for name, one in trials.items()},
+        bound=bound,
+        correct={name: _distances(trial) for name, trial in trials.items()},
         mistakes={name: _of_mistake(trial, reference, make) for name, make in MISTAKES.items()},
     )
 
 
 def _said(case: Case, key: str) -> str:
-    """The recipe as what differs from the defaults, and how the reference was cut to measure its noise."""
-    kind = case.training.quantize or case.training.compute_dtype or case.training.dtype
-    kind += " compiled" if case.features.compile else ""
+    """Return the recipe in words: fields that differ from the defaults, and how the reference was cut to measure its noise."""
+    dtype_text = case.training.quantize or case.training.compute_dtype or case.training.dtype
+    dtype_text += " compiled" if case.features.compile else ""
     others = {**golden.recipe(case)["model"], **golden.recipe(case)["training"]}
-    shown = [f"{key} {value}" for key, value in others.items() if key not in ("quantize", "compute_dtype", "dtype")]
-    return ", ".join([kind, key, *shown])
+    shown_fields = [
+        f"{key} {value}" for key, value in others.items() if key not in ("quantize", "compute_dtype", "dtype")
+    ]
+    return ", ".join([dtype_text, key, *shown_fields])
 
 
 def _distances(trial: Trial) -> Distances:
-    found: Distances = {name: [0.0] * len(trial.reference.steps) for name in NUMBERS}
+    """Return how far a run lies from the reference, in each step the rank that is farthest off."""
+    distances: Distances = {name: [0.0] * len(trial.reference.steps) for name in NUMBERS}
     for rank, step, reference in trial.steps():
         loss = global_loss(trial, step.step)
-        seen = {
+        distances_of_step = {
             "loss": abs((loss if loss is not None else float("nan")) / reference.loss - 1),
             "grad_norm": abs((step.grad_norm or 0.0) / reference.grad_norm - 1),
             "gradient": largest_of(
-                [gradient_distance(trial, rank, f, g, reference.gradients[f]) for f, g in step.gradients.items()]
+                [
+                    gradient_distance(trial, rank, fqn, gradient, reference.gradients[fqn])
+                    for fqn, gradient in step.gradients.items()
+                ]
             ),
         }
-        for name, value in seen.items():
-            found[name][step.step - 1] = largest_of([found[name][step.step - 1], value])
-    found["parameter"] = [largest_of([m.excess for m in misfits(trial, step)[0]]) for step in trial.case.steps]
-    return found
+        for name, value in distances_of_step.items():
+            distances[name][step.step - 1] = largest_of([distances[name][step.step - 1], value])
+    distances["parameter"] = []
+    for number in trial.case.steps:
+        excesses = [misfit.excess for misfit in misfits(trial, number)[0]]
+        distances["parameter"].append(largest_of(excesses))
+    return distances
 
 
 # ---- mistakes
 
 
 def _of_mistake(trial: Trial, reference: ReferenceRun, make: Callable[[Case], Any]) -> Distances:
+    """Return how far the reference lies from itself if it is trained with a mistake. make: case -> context of the mistake."""
     case = trial.case
     with make(case):
-        wrong = train.train(case.model, case.training, model_of=case.model_of).steps
-    by_step = {one.step: measure((right,), [(one,)]) for right, one in zip(reference.steps, wrong, strict=True)}
-    found = {name: [getattr(one, name)[0] for one in by_step.values()] for name in NUMBERS[:3]}
-    return found | {"parameter": [_excess(trial.bounds, step, one) for step, one in by_step.items()]}
+        wrong_steps = train.train(case.model, case.training, model_of=case.model_of).steps
+    by_step = {
+        step.step: measure((right,), [(step,)]) for right, step in zip(reference.steps, wrong_steps, strict=True)
+    }
+    distances = {}
+    for name in NUMBERS[:3]:
+        distances[name] = [getattr(noise, name)[0] for noise in by_step.values()]
+    distances["parameter"] = [_excess(trial.bounds, step, noise) for step, noise in by_step.items()]
+    return distances
 
 
 def _excess(bounds: Bounds, step: int, seen: Noise) -> float:
-    """How many times its bound the parameter is off that is farthest off."""
-    parts = bounds.by_parameter.items()
-    distances = [seen.distance[fqn][0] / bound.distance[step] for fqn, bound in parts]
-    return largest_of(distances + [seen.fit[fqn][0] / bound.fit[step] for fqn, bound in parts])
+    """Return the distance of the parameter that is farthest off, divided by its bound."""
+    bounds_of_parameters = bounds.by_parameter.items()
+    distances = [seen.distance[fqn][0] / bound.distance[step] for fqn, bound in bounds_of_parameters]
+    return largest_of(distances + [seen.fit[fqn][0] / bound.fit[step] for fqn, bound in bounds_of_parameters])
 
 
 @contextmanager
 def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set owner.name to a value, and back at the end."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -133,6 +158,7 @@ def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _scaled(case: Case) -> Any:
+    """Return the context in which gradients are 1% too large."""
     original = train.forward_loss
 
     def loss_of(*args: Any, **options: Any) -> torch.Tensor:
@@ -145,17 +171,19 @@ def _scaled(case: Case) -> Any:
 
 
 def _microbatch_lost(case: Case) -> Any:
-    original, most = train.forward_loss, case.training.global_batch
+    """Return the context in which the last quarter of a batch is lost."""
+    original = train.forward_loss
+    global_batch = case.training.global_batch
 
     def loss_of(model: Any, tokens: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
-        kept = len(tokens) - most // 4 if len(tokens) == most else len(tokens)
-        return original(model, tokens[:kept], labels[:kept], **options)
+        kept_samples = len(tokens) - global_batch // 4 if len(tokens) == global_batch else len(tokens)
+        return original(model, tokens[:kept_samples], labels[:kept_samples], **options)
 
     return _exchanged(train, "forward_loss", loss_of)
 
 
 def _coarse_angles(case: Case) -> Any:
-    """float32 instead of float64, else bfloat16."""
+    """Return the context in which rotary angles are in float32 for a float64 recipe, else in bfloat16."""
     original = Attention.angles
     dtype = torch.float32 if case.training.dtype == "float64" else torch.bfloat16
 
@@ -175,54 +203,65 @@ MISTAKES: dict[str, Callable[[Case], Any]] = {
 # ---- showing
 
 
-def table(one: Margin) -> str:
-    """How far each lies from the reference over its bound."""
-    ends = {name: f"{bound[0]:.0e}/{bound[-1]:.0e}" for name, bound in one.bound.items()}
-    lines = [f"{one.name}: {one.recipe}", f"  {'bound in step 1 / in the last':<34}{_cells(ends)}"]
-    for kind in (one.correct, one.mistakes):
+def table(margin: Margin) -> str:
+    """Return a table of distances from the reference, divided by their bounds: of correct runs, then of mistakes."""
+    ends_of_bounds = {name: f"{bound[0]:.0e}/{bound[-1]:.0e}" for name, bound in margin.bound.items()}
+    lines = [f"{margin.name}: {margin.recipe}", f"  {'bound in step 1 / in the last':<34}{_cells(ends_of_bounds)}"]
+    for kind in (margin.correct, margin.mistakes):
         for name, distances in kind.items():
-            ratios = one.ratios(distances)
-            seen = [n for n in NUMBERS if not ratios[n] <= 1]
-            verdict = f"seen by {', '.join(seen)}" if seen else "within" if kind is one.correct else "NOT SEEN"
-            lines.append(f"  {name:<34}{_cells({n: f'{r:.2g}' for n, r in ratios.items()})}  {verdict}")
+            ratios = margin.ratios(distances)
+            failing_numbers = [number for number in NUMBERS if not ratios[number] <= 1]
+            verdict = "within" if kind is margin.correct else "NOT SEEN"
+            if failing_numbers:
+                verdict = f"seen by {', '.join(failing_numbers)}"
+            ratio_texts = {number: f"{ratio:.2g}" for number, ratio in ratios.items()}
+            lines.append(f"  {name:<34}{_cells(ratio_texts)}  {verdict}")
     return "\n".join(lines)
 
 
 def _cells(values: dict[str, str]) -> str:
+    """Return the cells of a row: each name with its value."""
     return "".join(f"  {name} {value:<12}" for name, value in values.items())
 
 
-def draw(one: Margin, folder: Path) -> Path:
+def draw(margin: Margin, folder: Path) -> Path:
     figure, panels = plt.subplots(1, 4, figsize=(19, 5))
     for axes, number in zip(panels, NUMBERS, strict=True):
-        steps = range(1, len(one.bound[number]) + 1)
-        axes.semilogy(steps, one.bound[number], "r-", linewidth=2, label="bound")
+        steps = range(1, len(margin.bound[number]) + 1)
+        axes.semilogy(steps, margin.bound[number], "r-", linewidth=2, label="bound")
         if number != "parameter":
-            axes.semilogy(steps, [b / FACTOR for b in one.bound[number]], "-", color="0.6", label="spread of repeats")
-        for name, distances in one.correct.items():
+            axes.semilogy(
+                steps, [b / FACTOR for b in margin.bound[number]], "-", color="0.6", label="spread of repeats"
+            )
+        for name, distances in margin.correct.items():
             axes.semilogy(steps, [max(d, 1e-17) for d in distances[number]], "o", label=name)
-        for marker, (name, distances) in zip("xv^", one.mistakes.items(), strict=True):
+        for marker, (name, distances) in zip("xv^", margin.mistakes.items(), strict=True):
             axes.semilogy(steps, [max(d, 1e-17) for d in distances[number]], f"k{marker}:", label=name)
         axes.set(title=number, xlabel="step", xticks=list(steps))
     panels[0].legend(fontsize=7)
-    figure.suptitle(f"{one.recipe}: relative distance from the reference", wrap=True)
-    path = folder / f"margins-{one.name.replace(' ', '-')}.png"
+    figure.suptitle(f"{margin.recipe}: relative distance from the reference", wrap=True)
+    path = folder / f"margins-{margin.name.replace(' ', '-')}.png"
     refuse_foreign_file(path, is_drawing)
     figure.savefig(path, dpi=90)
     plt.close(figure)
     return path
 
 
-def draw_all(every: Sequence[Margin], folder: Path) -> Path:
-    """One row a recipe: how far correct runs and mistakes lie, over the bound, by the number that shows them most."""
-    figure, axes = plt.subplots(figsize=(11, 1.2 + 0.32 * len(every)))
-    for row, one in enumerate(every):
-        correct = [max(one.ratios(distances).values()) for distances in one.correct.values()]
+def draw_all(all_margins: Sequence[Margin], folder: Path) -> Path:
+    """Draw one row for each recipe: distances of correct runs and mistakes, divided by the bound. Return the file.
+
+    Each distance is that of the number that shows it most.
+    """
+    figure, axes = plt.subplots(figsize=(11, 1.2 + 0.32 * len(all_margins)))
+    for row, margin in enumerate(all_margins):
+        correct = [max(margin.ratios(distances).values()) for distances in margin.correct.values()]
         axes.semilogx(correct, [row] * len(correct), "o", color="tab:green", label="correct runs" if row == 0 else None)
-        for marker, (name, distances) in zip("xv^", one.mistakes.items(), strict=True):
-            axes.semilogx(max(one.ratios(distances).values()), row, f"k{marker}", label=name if row == 0 else None)
+        for marker, (name, distances) in zip("xv^", margin.mistakes.items(), strict=True):
+            axes.semilogx(max(margin.ratios(distances).values()), row, f"k{marker}", label=name if row == 0 else None)
     axes.axvline(1.0, color="r", linewidth=2, label="bound")
-    axes.set(yticks=range(len(every)), yticklabels=[one.recipe for one in every], xlabel="distance / bound")
+    axes.set(
+        yticks=range(len(all_margins)), yticklabels=[margin.recipe for margin in all_margins], xlabel="distance / bound"
+    )
     axes.tick_params(axis="y", labelsize=7)
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
@@ -235,9 +274,12 @@ def draw_all(every: Sequence[Margin], folder: Path) -> Path:
 
 
 def recipes(cases: Sequence[Case]) -> list[list[Case]]:
-    """Cases with noise, by recipe and noise key. Cases that must fail show no correct run, and are left out."""
-    found: dict[tuple[str, str], list[Case]] = {}
+    """Return the cases with noise, grouped by recipe and noise key.
+
+    Cases that must fail show no correct run, and are left out.
+    """
+    cases_by_recipe: dict[tuple[str, str], list[Case]] = {}
     for case in cases:
         if not case.exact and case.expected_failure is None:
-            found.setdefault((golden.recipe_name(case), case.noise_key), []).append(replace(case, runs=1))
-    return list(found.values())
+            cases_by_recipe.setdefault((golden.recipe_name(case), case.noise_key), []).append(replace(case, runs=1))
+    return list(cases_by_recipe.values())

@@ -32,72 +32,72 @@ Condition = Callable[..., Any]
 
 
 def instead(target: str, wrong: Act, *, when: Condition | None = None) -> Operator:
-    """wrong(original, *args, **kwargs) in the place of target(*args, **kwargs)."""
+    """Call wrong(original, *args, **kwargs) in the place of target(*args, **kwargs)."""
 
     def make(original: Act, fired: Fired) -> Act:
-        def replaced(*args: Any, **kwargs: Any) -> Any:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
             if when is not None and not when(*args, **kwargs):
                 return original(*args, **kwargs)
             fired()
             return wrong(original, *args, **kwargs)
 
-        return replaced
+        return replacement
 
     return _replacing(target, make)
 
 
 def skip_call(target: str, result: Any = None, *, when: Condition | None = None) -> Operator:
-    """The target is not called; its caller gets `result`."""
+    """Skip the target. Its caller gets `result`."""
     return instead(target, lambda original, *args, **kwargs: result, when=when)
 
 
 def repeat_call(target: str, *, when: Condition | None = None) -> Operator:
-    """The target is called twice; its caller gets the second result."""
+    """Call the target twice. Its caller gets the second result."""
 
-    def twice(original: Act, *args: Any, **kwargs: Any) -> Any:
+    def call_twice(original: Act, *args: Any, **kwargs: Any) -> Any:
         original(*args, **kwargs)
         return original(*args, **kwargs)
 
-    return instead(target, twice, when=when)
+    return instead(target, call_twice, when=when)
 
 
 def before_call(target: str, act: Act, *, when: Condition | None = None) -> Operator:
-    """act(*args, **kwargs), then target(*args, **kwargs)."""
+    """Call act(*args, **kwargs), then target(*args, **kwargs)."""
 
-    def preceded(original: Act, *args: Any, **kwargs: Any) -> Any:
+    def act_and_call(original: Act, *args: Any, **kwargs: Any) -> Any:
         act(*args, **kwargs)
         return original(*args, **kwargs)
 
-    return instead(target, preceded, when=when)
+    return instead(target, act_and_call, when=when)
 
 
 def after_call(target: str, act: Act, *, when: Condition | None = None) -> Operator:
-    """target(*args, **kwargs), then act(*args, **kwargs); the caller gets the target's result."""
+    """Call target(*args, **kwargs), then act(*args, **kwargs). The caller gets the target's result."""
 
-    def followed(original: Act, *args: Any, **kwargs: Any) -> Any:
+    def call_and_act(original: Act, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         act(*args, **kwargs)
         return result
 
-    return instead(target, followed, when=when)
+    return instead(target, call_and_act, when=when)
 
 
 # ---- what goes in and what comes out
 
 
 def override_argument(target: str, *, when: Condition | None = None, **values: Any) -> Operator:
-    """The target is called with these values of its arguments, by name, whatever it was given."""
-    return change_argument(target, when=when, **{name: lambda _, v=value: v for name, value in values.items()})
+    """Call the target with these values of its arguments, by name, whatever its caller gives."""
+    return change_argument(target, when=when, **{name: lambda _, value=value: value for name, value in values.items()})
 
 
 def change_argument(target: str, *, when: Condition | None = None, **changes: Callable[[Any], Any]) -> Operator:
-    """change(value) in the place of an argument, by name. Fires where that is another object."""
+    """Pass change(value) in the place of an argument, by name. Fires where that is another object."""
 
     def make(original: Act, fired: Fired) -> Act:
         signature = inspect.signature(original)
         _check_arguments(target, signature, changes)
 
-        def replaced(*args: Any, **kwargs: Any) -> Any:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
             if when is not None and not when(*args, **kwargs):
                 return original(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
@@ -106,16 +106,16 @@ def change_argument(target: str, *, when: Condition | None = None, **changes: Ca
                     fired()
             return original(*bound.args, **bound.kwargs)
 
-        return replaced
+        return replacement
 
     return _replacing(target, make)
 
 
 def change_result(target: str, change: Callable[[Any], Any], *, when: Condition | None = None) -> Operator:
-    """change(result) in the place of the result. Fires where that is another object."""
+    """Return change(result) in the place of the result. Fires where that is another object."""
 
     def make(original: Act, fired: Fired) -> Act:
-        def replaced(*args: Any, **kwargs: Any) -> Any:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             if when is not None and not when(*args, **kwargs):
                 return result
@@ -124,26 +124,27 @@ def change_result(target: str, change: Callable[[Any], Any], *, when: Condition 
                 fired()
             return changed
 
-        return replaced
+        return replacement
 
     return _replacing(target, make)
 
 
 def scale_result(target: str, factor: float, *, when: Condition | None = None) -> Operator:
+    """Multiply the target's result by a factor."""
     return change_result(target, lambda result: result * factor, when=when)
 
 
 def scale_gradient(target: str, factor: float, *, when: Condition | None = None) -> Operator:
-    """The result is not changed; the gradient that comes back to it is multiplied."""
+    """Multiply the gradient that comes back to the target's result. The result itself is not changed."""
 
-    def hooked(original: Act, *args: Any, **kwargs: Any) -> Any:
+    def call_and_hook(original: Act, *args: Any, **kwargs: Any) -> Any:
         return gradient_scaled(original(*args, **kwargs), factor)
 
-    return instead(target, hooked, when=when)
+    return instead(target, call_and_hook, when=when)
 
 
 def gradient_scaled(tensor: Any, factor: Any) -> Any:
-    """The tensor itself; where it has a gradient, that is multiplied."""
+    """Return the tensor itself, with a hook that multiplies its gradient if it has one."""
     if tensor.requires_grad:
         tensor.register_hook(lambda gradient: gradient * factor)
     return tensor
@@ -153,21 +154,21 @@ def gradient_scaled(tensor: Any, factor: Any) -> Any:
 
 
 def on_rank(rank: int | tuple[int, ...], does: Operator) -> Operator:
-    """Do it on this rank only, or on these."""
+    """Apply an operator on this rank only, or on these ranks."""
     ranks = rank if isinstance(rank, tuple) else (rank,)
     return lambda fired: does(fired) if this_rank() in ranks else None
 
 
 def before_step(step: int, act: Callable[[], Any]) -> Operator:
-    """act() just before an optimizer steps for the `step`-th time, whatever the trainer."""
+    """Call act() just before an optimizer steps for the `step`-th time, whatever the trainer."""
 
     def apply(fired: Fired) -> None:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        due = nth_call(step)
+        is_due = nth_call(step)
 
         def hook(*_: Any) -> None:
-            if due():
+            if is_due():
                 fired()
                 act()
 
@@ -177,34 +178,35 @@ def before_step(step: int, act: Callable[[], Any]) -> Operator:
 
 
 def together(*does: Operator) -> Operator:
-    """One mistake that shows at several seams."""
+    """Apply several operators: one mistake that shows at several seams."""
 
     def apply(fired: Fired) -> None:
-        for one in does:
-            one(fired)
+        for operator in does:
+            operator(fired)
 
     return apply
 
 
 def nth_call(*numbers: int) -> Condition:
-    """Holds in these calls, counted from 1 on each rank."""
+    """Return a condition that holds in these calls, counted from 1 on each rank."""
     count = itertools.count(1)
     return lambda *_, **__: next(count) in numbers
 
 
 def in_backward(*_: Any, **__: Any) -> bool:
-    """Holds where autograd is at work, in which FSDP2 reduces."""
+    """Return whether autograd is at work. FSDP2 reduces there."""
     import torch
 
     return torch._C._current_graph_task_id() != -1
 
 
 def this_rank() -> int:
+    """Return the global rank of this process."""
     return int(os.environ.get("RANK", 0))
 
 
 def call(target: str, *args: Any, **kwargs: Any) -> Act:
-    """An act that calls the target with these, imported when it comes to that."""
+    """Return an act that calls the target with these arguments. The target is imported when the act is called."""
 
     def act(*_: Any, **__: Any) -> Any:
         owner, name = find(target)
@@ -217,7 +219,7 @@ def call(target: str, *args: Any, **kwargs: Any) -> Act:
 
 
 def find(target: str) -> tuple[Any, str]:
-    """Return the target's holder, and its name there. Raises FaultError with the nearest name."""
+    """Return (the object that holds the target, the target's name there). Raises FaultError with the nearest name."""
     module, _, path = target.partition(":")
     if not path:
         raise FaultError(f"target {target!r}: one is given as 'module:attribute'")
@@ -238,6 +240,8 @@ def find(target: str) -> tuple[Any, str]:
 
 
 def _replacing(target: str, make: Callable[[Act, Fired], Act]) -> Operator:
+    """Return the operator that puts make(original, fired) in the place of the target."""
+
     def apply(fired: Fired) -> None:
         owner, name = find(target)
         original = getattr(owner, name)
@@ -247,6 +251,7 @@ def _replacing(target: str, make: Callable[[Act, Fired], Act]) -> Operator:
 
 
 def _check_arguments(target: str, signature: inspect.Signature, names: Any) -> None:
+    """Raise FaultError for a name that is no argument of the target."""
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     for name in names:
         if name not in signature.parameters and not takes_any:
@@ -254,26 +259,30 @@ def _check_arguments(target: str, signature: inspect.Signature, names: Any) -> N
 
 
 def _exchange(bound: inspect.BoundArguments, name: str, change: Callable[[Any], Any]) -> bool:
-    """Whether another object now is the argument."""
+    """Set an argument to change(its value). Return whether the argument is another object now."""
     parameter = bound.signature.parameters.get(name)
     if parameter is not None:
-        given, usual = bound.arguments, parameter.default
+        arguments = bound.arguments
+        default = parameter.default
     else:
-        rest = next(p.name for p in bound.signature.parameters.values() if p.kind is p.VAR_KEYWORD)
-        given, usual = bound.arguments.setdefault(rest, {}), None
-    before = given.get(name, usual)
-    given[name] = change(before)
-    return given[name] is not before
+        parameters = bound.signature.parameters.values()
+        name_of_rest = next(other.name for other in parameters if other.kind is other.VAR_KEYWORD)
+        arguments = bound.arguments.setdefault(name_of_rest, {})
+        default = None
+    before = arguments.get(name, default)
+    arguments[name] = change(before)
+    return arguments[name] is not before
 
 
 def _neighbours(module: str) -> list[str]:
-    """Modules beside one that there is not."""
+    """Return the names of modules beside one that does not exist."""
     parent = module.rpartition(".")[0]
     spec = importlib.util.find_spec(parent) if parent else None
     folders = spec.submodule_search_locations if spec else ()
-    return [f"{parent}.{found.name}" for found in pkgutil.iter_modules(folders)]
+    return [f"{parent}.{neighbour.name}" for neighbour in pkgutil.iter_modules(folders)]
 
 
 def _meant(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    """Return a question for the nearest known name; empty if none is near."""
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""

@@ -51,7 +51,10 @@ from harness.faults.attempt import STEPS, Attempt, Outcome
 
 
 def judged_again(case: Case, options: Options) -> Judgement | None:
-    """What the stored evidence says now. None if there is none, or if it is of another case, source, package or machine."""
+    """Return the judgement of stored evidence, made now.
+
+    None if there is none, or if it is of another case, source, package or machine.
+    """
     folder = folder_of(case, options)
     sources = digest(options)
     if case.training.data is not None or not sources or not (folder / CASE_FILE).exists():
@@ -65,9 +68,11 @@ def judged_again(case: Case, options: Options) -> Judgement | None:
             judgement = judge_folder(folder)
         except (EvidenceError, OSError, ValueError):  # of a run that was cut short
             return None
-    same = {"sources": sources, "device": options.device, "launcher": options.launcher}
-    same |= {"backend": backend(options)} if options.device == "cuda" else {}
-    return judgement if same.items() <= judgement.made.items() and judgement.fault == options.fault else None
+    required = {"sources": sources, "device": options.device, "launcher": options.launcher}
+    if options.device == "cuda":
+        required["backend"] = backend(options)
+    is_same_run = required.items() <= judgement.made.items() and judgement.fault == options.fault
+    return judgement if is_same_run else None
 
 
 # ---- the catalogue
@@ -79,57 +84,66 @@ HANGING_AT_ONCE = 3  # such launches cost no core while they wait
 
 @dataclass(frozen=True)
 class Baseline:
-    """A case without a fault. problem: why no fault can be tried on it. losses: of ten steps; empty if not measured.
-
-    stored: not run for this, as evidence of the same sources lay there.
-    """
+    """A case without a fault."""
 
     case: Case
     problem: str = ""
+    """Why no fault can be tried on it; empty if faults can."""
     losses: tuple[float, ...] = ()
+    """Reported losses of ten steps; empty if not measured."""
     stored: bool = False
+    """Whether it was not run for this, because evidence of the same sources was stored."""
 
     @property
     def outcome(self) -> str:
+        """Return the outcome in words."""
         return self.problem or ("PASS" if not self.stored else "PASS, as stored,")
 
 
 def matching(faults: Iterable[Fault], expression: str) -> list[Fault]:
-    """The faults that `-k` means, by words of name, case, bug, kind of bug and checks. Raises CaseError."""
-    chosen = [f for f in faults if holds(expression, " ".join((f.name, f.case, f.bug, f.family, *f.caught_by)))]
-    if not chosen:
+    """Return the faults that `-k` selects, by words of name, case, bug, kind of bug and checks. Raises CaseError."""
+    selected = [
+        fault
+        for fault in faults
+        if holds(expression, " ".join((fault.name, fault.case, fault.bug, fault.family, *fault.caught_by)))
+    ]
+    if not selected:
         raise CaseError(f"-k {expression!r} selects no fault; `harness faults --list` lists them")
-    return chosen
+    return selected
 
 
 CONTROL = "nothing_is_wrong"
 
 
 def with_control(faults: Sequence[Fault]) -> tuple[Fault, list[Fault]]:
-    """What fires and changes nothing, of the file where it has one, for a trainer that does not call what ours calls; and all
-    others. Were it CAUGHT, a catch would prove nothing."""
+    """Return (the control, all other faults). The control fires and changes nothing.
+
+    A file of faults has its own control if its trainer does not call what ours calls. If the control were CAUGHT, a catch
+    would prove nothing.
+    """
     others = [fault for fault in faults if fault.name != CONTROL]
-    own = next((fault for fault in faults if fault.name == CONTROL), None)
-    return own or load_fault(f"{ROOT / 'harness' / 'faults' / 'control.py'}:{CONTROL}"), others
+    own_control = next((fault for fault in faults if fault.name == CONTROL), None)
+    return own_control or load_fault(f"{ROOT / 'harness' / 'faults' / 'control.py'}:{CONTROL}"), others
 
 
 # ---- running
 
 
 def needed(faults: Sequence[Fault], cases: Sequence[Case]) -> list[Case]:
-    """The cases of the faults, each once. Raises CaseError for one that there is not, FaultError for a check likewise."""
+    """Return the cases of the faults, each once. Raises CaseError for an unknown case, FaultError for an unknown check."""
     for fault in faults:
         if unknown := set(fault.caught_by) - set(all_checks()):
             raise FaultError(
                 f"{fault.spec}: caught_by {' '.join(unknown)!r}: no such check; known: {', '.join(all_checks())}"
             )
-    return [find_case(name, cases) for name in dict.fromkeys(fault.case for fault in faults)]
+    names = dict.fromkeys(fault.case for fault in faults)
+    return [find_case(name, cases) for name in names]
 
 
 def baselines(
     needed: Sequence[Case], options: Options, *, jobs: int, curves: bool, progress: Progress
 ) -> dict[str, Baseline]:
-    """The cases without any fault, by name."""
+    """Run the cases without any fault. Return their baselines, by name of the case."""
     default_server(trainers.load(options.trainer).preload, device=options.device)
     tasks = {case.name: _baseline_of(case, options, curves) for case in needed}
     return _side_by_side(tasks, {}, jobs, progress, lambda baseline: baseline.outcome)
@@ -137,24 +151,26 @@ def baselines(
 
 def attempts(
     faults: Sequence[Fault],
-    based: dict[str, Baseline],
+    baselines_by_case: dict[str, Baseline],
     options: Options,
     *,
     jobs: int,
     progress: Progress,
 ) -> list[Attempt]:
-    """Every fault, in the order given. Faults that hang wait beside the others, from the start."""
-    tasks = {fault.name: _to_attempt(fault, based[fault.case], options) for fault in faults}
+    """Try every fault. Return the attempts, in the order given. Faults that hang wait beside the others, from the start."""
+    tasks = {fault.name: _to_attempt(fault, baselines_by_case[fault.case], options) for fault in faults}
     hanging = {fault.name: tasks.pop(fault.name) for fault in faults if fault.hangs}
     done = _side_by_side(tasks, hanging, jobs, progress, lambda attempt: attempt.outcome)
     return [done[fault.name] for fault in faults]
 
 
 def _baseline_of(case: Case, options: Options, curves: bool) -> Callable[[], Baseline]:
+    """Return the task that makes a baseline."""
     return lambda: baseline_of(case, options, curves)
 
 
 def _to_attempt(fault: Fault, baseline: Baseline, options: Options) -> Callable[[], Attempt]:
+    """Return the task that tries a fault."""
     return lambda: attempt_of(fault, baseline, options)
 
 
@@ -165,28 +181,34 @@ def _side_by_side(
     progress: Progress,
     ended: Callable[[Any], str],
 ) -> dict[str, Any]:
-    """What each task returned, by name; `jobs` at a time, and beside them those that only wait."""
-    began: dict[str, float] = {}
+    """Run tasks, `jobs` at a time, and beside them those that only wait. Return what each returned, by name.
 
-    def timed(name: str, task: Callable[[], Any]) -> tuple[str, Any]:
+    ended: result -> outcome in words, for the progress.
+    """
+    start_times: dict[str, float] = {}
+
+    def run_timed(name: str, task: Callable[[], Any]) -> tuple[str, Any]:
         progress.started(name)
-        began[name] = time.monotonic()
+        start_times[name] = time.monotonic()
         return name, task()
 
-    pools = (ThreadPoolExecutor(HANGING_AT_ONCE), waiting), (ThreadPoolExecutor(jobs), tasks)
-    pending: set[Future] = {pool.submit(timed, *item) for pool, some in pools for item in some.items()}
+    waiting_pool = ThreadPoolExecutor(HANGING_AT_ONCE)
+    pool = ThreadPoolExecutor(jobs)
+    pending: set[Future] = {waiting_pool.submit(run_timed, name, task) for name, task in waiting.items()}
+    pending |= {pool.submit(run_timed, name, task) for name, task in tasks.items()}
     results: dict[str, Any] = {}
     while pending:
         done, pending = wait(pending, timeout=INTERVAL, return_when=FIRST_COMPLETED)
         for name, result in (future.result() for future in done):
             results[name] = result
-            progress.finished(name, ended(result), time.monotonic() - began[name])
+            progress.finished(name, ended(result), time.monotonic() - start_times[name])
         progress.draw()
     progress.clear()
     return results
 
 
 def baseline_of(case: Case, options: Options, curves: bool) -> Baseline:
+    """Run a case without a fault, or judge its stored evidence. curves: whether losses of ten steps are measured too."""
     try:
         if not curves and (stored := judged_again(case, options)) and stored.verdict is Verdict.PASS:
             return Baseline(case, stored=True)
@@ -205,33 +227,33 @@ def baseline_of(case: Case, options: Options, curves: bool) -> Baseline:
 
 
 def attempt_of(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
-    name = Attempt(fault.name, fault.bug, fault.family, fault.real, fault.case, Outcome.NOT_TRIED)
+    """Try a fault on its case: run the case with it, or judge stored evidence in which it is caught."""
+    untried = Attempt(fault.name, fault.bug, fault.family, fault.real, fault.case, Outcome.NOT_TRIED)
     if baseline.problem:
-        return replace(name, note=baseline.problem)
+        return replace(untried, note=baseline.problem)
     timeout = min(HANG_LIMIT, options.timeout) if fault.hangs else options.timeout
     options = replace(options, fault=spec_of(fault), timeout=timeout, waits=fault.hangs)
     try:
         stored = None if baseline.losses else stored_if_caught(fault, baseline.case, options)
         judgement = stored or run_case(baseline.case, options)
-        found = replace(name, cause=_cause(judgement), kinds=_kinds(judgement), broken=_broken(judgement))
-        found = replace(found, outcome=outcome_of(fault, judgement))
-        found = replace(found, note=_not_judged(judgement) or _lacking(fault, found))
+        attempt = replace(untried, cause=_cause(judgement), kinds=_kinds(judgement), broken=_broken(judgement))
+        attempt = replace(attempt, outcome=outcome_of(fault, judgement))
+        attempt = replace(attempt, note=_not_judged(judgement) or _lacking(fault, attempt))
         if not baseline.losses:
-            return found
+            return attempt
         losses = _curve(judgement, options) if _ended_well(judgement) else ()
     except PROBLEMS as problem:
-        return replace(name, note=str(problem))
+        return replace(untried, note=str(problem))
     except (Exception, SystemExit) as error:  # one fault's, which no other need suffer from
-        return replace(name, note=unexpected(error))
-    return replace(
-        found, weaker=what_weaker_tests_say(found, baseline.losses, losses), off=off(baseline.losses, losses)
-    )
+        return replace(untried, note=unexpected(error))
+    weaker = what_weaker_tests_say(attempt, baseline.losses, losses)
+    return replace(attempt, weaker=weaker, off=off(baseline.losses, losses))
 
 
 def stored_if_caught(fault: Fault, case: Case, options: Options) -> Judgement | None:
-    """Return what is said of stored evidence in which the fault is caught; None if there is none, and the fault is made.
+    """Return the judgement of stored evidence in which the fault is caught. None if there is none: the case is run with it.
 
-    Whatever else became of it may have come from a machine that was busy.
+    Any other outcome may have come from a machine that was busy.
     """
     stored = judged_again(case, options)
     return stored if stored is not None and outcome_of(fault, stored) is Outcome.CAUGHT else None
@@ -244,6 +266,7 @@ def _cause(judgement: Judgement) -> str:
 
 
 def _kinds(judgement: Judgement) -> tuple[str, ...]:
+    """Return the kinds of the causes that the diagnosis names."""
     return judgement.diagnosis.kinds if judgement.diagnosis else ()
 
 
@@ -253,6 +276,7 @@ def spec_of(fault: Fault) -> str:
 
 
 def _curve(judgement: Judgement, options: Options) -> tuple[float, ...]:
+    """Run the trainer once more without the probe. Return the losses that it reports in ten steps."""
     try:
         return reported_losses(judgement.case, options, judgement.folder / "unwatched", steps=STEPS)
     finally:
@@ -263,9 +287,12 @@ def _curve(judgement: Judgement, options: Options) -> tuple[float, ...]:
 
 
 def outcome_of(fault: Fault, judgement: Judgement) -> Outcome:
-    """What became of a fault: it must fire, fail all checks that it names, and be named by a cause of its kind. Only checks
-    that looked can miss it: where the disk was full, say, it counts as not tried."""
-    broken, kinds = _broken(judgement), _kinds(judgement)
+    """Return the outcome of a fault. To be caught it must fire, fail all its checks, and be named by a cause of its kind.
+
+    Only checks that looked can miss it. If the disk was full, for example, it counts as not tried.
+    """
+    broken = _broken(judgement)
+    kinds = _kinds(judgement)
     if not judgement.fired:
         return Outcome.UNFIRED
     if broken and set(fault.caught_by) <= set(broken) and (not fault.named or fault.named in kinds):
@@ -278,54 +305,68 @@ def outcome_of(fault: Fault, judgement: Judgement) -> Outcome:
 
 
 def _not_judged(judgement: Judgement) -> str:
-    """Why the whole run was not judged, if it was not; with where it lies."""
+    """Return why the whole run was not judged, with its folder. Empty if it was judged."""
     completed = next((result for result in judgement.results if result.check == "completed"), None)
     if completed is None or completed.verdict is not Verdict.UNKNOWN:
         return ""
     return f"not judged: {completed.note}; see {judgement.folder}"
 
 
-def _lacking(fault: Fault, found: Attempt) -> str:
-    """What is not as the fault expects."""
-    checks = [check for check in fault.caught_by if check not in found.broken]
-    parts = [f"not broken: {', '.join(checks)}"] if checks else []
-    named = not fault.named or fault.named in found.kinds
-    return "; ".join(
-        parts + ([] if named else [f"not named: {fault.named!r}, but {', '.join(found.kinds) or 'nothing'}"])
-    )
+def _lacking(fault: Fault, attempt: Attempt) -> str:
+    """Return in words what is not as the fault expects. Empty if all is."""
+    texts = []
+    unbroken = [check for check in fault.caught_by if check not in attempt.broken]
+    if unbroken:
+        texts.append(f"not broken: {', '.join(unbroken)}")
+    if fault.named and fault.named not in attempt.kinds:
+        texts.append(f"not named: {fault.named!r}, but {', '.join(attempt.kinds) or 'nothing'}")
+    return "; ".join(texts)
 
 
 def _broken(judgement: Judgement) -> tuple[str, ...]:
+    """Return the checks that fail."""
     return tuple(result.check for result in judgement.results if result.verdict is Verdict.FAIL)
 
 
 def _exits(judgement: Judgement) -> Sequence[Any]:
-    """How the ranks of all launches ended."""
-    folders = [judgement.folder / name for name in judgement.case.launches]
-    return [exit for folder in folders for exit in read_json(folder / "run.json")["exits"]]
+    """Return the exit records of the ranks of all launches."""
+    exits = []
+    for name in judgement.case.launches:
+        exits += read_json(judgement.folder / name / "run.json")["exits"]
+    return exits
 
 
 def _ended_well(judgement: Judgement) -> bool:
+    """Return whether all ranks ended without an error."""
     return all(exit["how"] == "ok" for exit in _exits(judgement))
 
 
-def what_weaker_tests_say(found: Attempt, right: Sequence[float], seen: Sequence[float]) -> dict[str, bool]:
-    """Whether each method notices. `seen` is empty where a rank failed, which all of them notice. A curve that lacks steps is
-    noticed as a curve only."""
-    worst, failed = off(right, seen), not seen
+def what_weaker_tests_say(attempt: Attempt, right: Sequence[float], seen: Sequence[float]) -> dict[str, bool]:
+    """Return, by method, whether it notices the fault.
+
+    `seen` is empty if a rank failed, which all methods notice. A curve that lacks steps is noticed as a curve only.
+    """
+    worst = off(right, seen)
+    has_failed = not seen
     return {
-        "exit_code": failed,
+        "exit_code": has_failed,
         "within_1_percent": worst is None or not worst <= 1e-2,
         "within_1e_5": worst is None or not worst <= 1e-5,
-        "process_groups": failed or "process_groups" in found.broken,
+        "process_groups": has_failed or "process_groups" in attempt.broken,
     }
 
 
 def off(right: Sequence[float], seen: Sequence[float | None]) -> float | None:
-    """Largest relative difference of two curves, two digits; what is NaN or not reported counts as infinite, None if one
-    lacks steps."""
+    """Return the largest relative difference of two curves, to two digits. None if one lacks steps.
+
+    A loss that is NaN or not reported counts as infinitely far off.
+    """
     if len(right) != len(seen):
         return None
-    pairs = zip(seen, right, strict=True)
-    differences = [abs(a - b) / abs(b) if a is not None and math.isfinite(a) else math.inf for a, b in pairs]
+    differences = []
+    for observed, expected in zip(seen, right, strict=True):
+        if observed is None or not math.isfinite(observed):
+            differences.append(math.inf)
+        else:
+            differences.append(abs(observed - expected) / abs(expected))
     return float(f"{max(differences):.1e}")

@@ -49,28 +49,35 @@ from harness.hypotheses.whose import is_count
 
 
 def wrong_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """The first of these that is seen, beside what another layout leads to; what is not exchanged over cp also where
-    gradients are not judged."""
+    """Yield the first of these facts that is seen, beside what another layout leads to.
+
+    A missing exchange over cp is yielded also where gradients are not judged.
+    """
     step = ("gradients" in broken and first_wrong_step(trial)) or trial.first_step
     wrong = wrong_pairs(trial, step) if "gradients" in broken else []
     if not wrong:
-        yield from filter(None, [_no_exchange(trial, wrong, step)] if "traffic" in broken else [])
+        if "traffic" in broken and (exchange_fact := _no_exchange(trial, wrong, step)):
+            yield exchange_fact
         return
-    other = _of_another_layout(trial, step)
-    reduced = other
+    layout_fact = _of_another_layout(trial, step)
+    reduction_fact = layout_fact
     if "traffic" in broken and not wrong_parts(trial):
-        reduced = _other_groups(trial, wrong, step)
-    exchange = _no_exchange(trial, wrong, step) if "traffic" in broken else None
-    if exchange and reduced:  # what is wrong with gradients follows from both
-        exchange = replace(exchange, checks=tuple(check for check in exchange.checks if check not in reduced.checks))
-    if other or exchange or reduced:
-        yield from filter(None, (reduced, exchange))
-        if exchange or not other:
+        reduction_fact = _other_groups(trial, wrong, step)
+    exchange_fact = _no_exchange(trial, wrong, step) if "traffic" in broken else None
+    if exchange_fact and reduction_fact:  # what is wrong with gradients follows from both
+        other_checks = tuple(check for check in exchange_fact.checks if check not in reduction_fact.checks)
+        exchange_fact = replace(exchange_fact, checks=other_checks)
+    if layout_fact or exchange_fact or reduction_fact:
+        if reduction_fact:
+            yield reduction_fact
+        if exchange_fact:
+            yield exchange_fact
+        if exchange_fact or not layout_fact:
             return
-    rest = (
-        fact for look in (_norms_not_summed, _whole_not_reduced, _lost_before) if (fact := look(trial, wrong, step))
-    )
-    yield from itertools.islice(rest, 1)
+    for find_fact in (_norms_not_summed, _whole_not_reduced, _lost_before):
+        if fact := find_fact(trial, wrong, step):
+            yield fact
+            return
 
 
 OF_ATTENTION = {  # in backward K/V may be exchanged again, by the same collective as their gradients
@@ -80,72 +87,96 @@ OF_ATTENTION = {  # in backward K/V may be exchanged again, by the same collecti
 
 
 def _no_exchange(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
-    """Context parallel: planned flows of attention over cp of which nothing was seen, beside what else runs there."""
+    """Return the first planned flow of attention over cp of which nothing was seen, as a fact. None if all were seen.
+
+    Other planned flows of the same collective over cp are subtracted first.
+    """
     rank = min(trial.ranks)
-    seen, flows = observed_traffic(trial, trial.ranks[rank], step), trial.plan.flows_of(rank, step)
+    seen = observed_traffic(trial, trial.ranks[rank], step)
+    flows = trial.plan.flows_of(rank, step)
     checks = ("traffic", "exchange", "reshard", "features", *(consequences(trial, step) if wrong else ()))
-    for place, text in OF_ATTENTION.items():
-        for flow in (flow for flow in flows if (flow.role, flow.phase) == place):
-            alike = [f for f in flows if f is not flow and (f.axis, f.op, f.phase) == (flow.axis, flow.op, flow.phase)]
-            own = trial.plan.group_of(rank, flow.axis), flow.op, flow.phase
-            moved = seen.get(own, 0) - sum(one.bytes for one in alike)
+    for role_and_phase, text in OF_ATTENTION.items():
+        for flow in (flow for flow in flows if (flow.role, flow.phase) == role_and_phase):
+            collective = (flow.axis, flow.op, flow.phase)
+            same_collective = [
+                other for other in flows if other is not flow and (other.axis, other.op, other.phase) == collective
+            ]
+            key = trial.plan.group_of(rank, flow.axis), flow.op, flow.phase
+            moved_bytes = seen.get(key, 0) - sum(other.bytes for other in same_collective)
             lines = NOT_TESTED if wrong else tuple(traffic_lines(trial))
-            if 2 * moved == flow.bytes and (whose := _wrong_of_keys_and_values(wrong)):
-                what = f"no exchange of the gradients of {whose} over cp: each rank keeps its own"
-                return Fact(Cause("K/V not exchanged", what, details=(("of", whose),)), checks, lines)
-            if moved <= 0:
-                instead = _more_than_planned(trial, rank, step, flow)
-                hint = f"{flow.op} ran over {', '.join(instead)} more than planned" * bool(instead)
-                return Fact(Cause("K/V not exchanged", text, hint=hint, details=(("instead", instead),)), checks, lines)
+            if 2 * moved_bytes == flow.bytes and (tensor_names := _wrong_of_keys_and_values(wrong)):
+                reason = f"no exchange of the gradients of {tensor_names} over cp: each rank keeps its own"
+                return Fact(Cause("K/V not exchanged", reason, details=(("of", tensor_names),)), checks, lines)
+            if moved_bytes <= 0:
+                other_groups = _more_than_planned(trial, rank, step, flow)
+                hint = ""
+                if other_groups:
+                    hint = f"{flow.op} ran over {', '.join(other_groups)} more than planned"
+                cause = Cause("K/V not exchanged", text, hint=hint, details=(("instead", other_groups),))
+                return Fact(cause, checks, lines)
     return None
 
 
 def _wrong_of_keys_and_values(wrong: list[Pair]) -> str:
-    """Return which of the two have a wrong weight where that of the other is right.
+    """Return "keys" or "values": those with a wrong weight where the weight of the others is right. Empty if both or none.
 
     The last layer decides, because an earlier one is passed back what is wrong already. Keys and values are equally large.
     """
     fqns = [fqn.split(".") for _, fqn in wrong if fqn.endswith((".wk.weight", ".wv.weight"))]
-    last = max((int(of[1]) for of in fqns), default=None)
-    own = {of[-2] for of in fqns if int(of[1]) == last}
-    return {"wk": "keys", "wv": "values"}[own.pop()] if len(own) == 1 else ""
+    last_layer = max((int(parts[1]) for parts in fqns), default=None)
+    wrong_names = {parts[-2] for parts in fqns if int(parts[1]) == last_layer}
+    return {"wk": "keys", "wv": "values"}[wrong_names.pop()] if len(wrong_names) == 1 else ""
 
 
 def _more_than_planned(trial: Trial, rank: int, step: int, flow: Flow) -> tuple[str, ...]:
-    """The groups over which a rank moved more by a collective than planned, where it should have by another."""
-    seen, wanted = observed_traffic(trial, trial.ranks[rank], step), planned_traffic(trial, rank, step)
-    keys = (key for key in seen if key[1:] == (flow.op, flow.phase) and seen[key] > wanted.get(key, 0))
+    """Return the groups, in words, over which a rank moved more bytes by the flow's collective than planned."""
+    observed = observed_traffic(trial, trial.ranks[rank], step)
+    planned = planned_traffic(trial, rank, step)
+    keys = (key for key in observed if key[1:] == (flow.op, flow.phase) and observed[key] > planned.get(key, 0))
     return tuple(sorted(axis_text(trial, key[0]) for key in keys))
 
 
 def _other_groups(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
-    """Axes over which some rank should reduce gradients and nothing ran; and the groups over which it ran instead."""
+    """Return as a fact the axes over which some rank should reduce gradients and nothing ran. None if there are none.
+
+    The hint has the groups over which the collectives ran instead.
+    """
     missing = silent_axes(trial, step)
     if not missing:
         return None
     texts = silent_text(trial, step, missing)
-    instead = sorted({ranks for op in missing.values() for ranks in groups_of_no_axis(trial, op)})
-    texts += [f"but over {groups_text(instead)}"] if instead else []
-    silent = [number for number in trial.case.steps if missing.keys() <= silent_axes(trial, number).keys()]
-    when = (
-        f" in step{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
-        if len(silent) < len(trial.case.steps)
-        else ""
-    )
-    text, hint = f"gradients are not reduced over {' and '.join(missing)}{when}", ", ".join(texts)
+    other_groups = set[tuple[int, ...]]()
+    for op in missing.values():
+        other_groups |= groups_of_no_axis(trial, op)
+    if other_groups:
+        texts.append(f"but over {groups_text(sorted(other_groups))}")
+    silent_steps = [number for number in trial.case.steps if missing.keys() <= silent_axes(trial, number).keys()]
+    when = ""
+    if len(silent_steps) < len(trial.case.steps):
+        noun = "steps" if len(silent_steps) > 1 else "step"
+        when = f" in {noun} {', '.join(map(str, silent_steps))}"
+    text = f"gradients are not reduced over {' and '.join(missing)}{when}"
+    hint = ", ".join(texts)
     checks = ("traffic", "process_groups", "placements", *consequences(trial, step))
     cause = Cause("gradients not reduced", text, hint=hint, details=(("axes", tuple(missing)),))
     return Fact(cause, checks, (*traffic_lines(trial), *NOT_TESTED))
 
 
 def _of_another_layout(trial: Trial, step: int) -> Fact | None:
-    """Where ranks hold other slices: axes between whose ranks nothing that runs in backward sums gradients."""
-    rank, ops = min(trial.ranks), ("all_reduce", "reduce_scatter")
+    """Return as a fact the axes between whose ranks nothing that runs in backward sums gradients.
+
+    None if there are none, or if ranks hold the slices that are planned.
+    """
+    rank = min(trial.ranks)
+    ops = ("all_reduce", "reduce_scatter")
     calls = (call for call in trial.ranks[rank].collectives if call.phase in ("backward", "pipeline"))
     used = {call.ranks for call in calls if call.op in ops and "float" in call.dtype}
     axes = [axis for axis in ("dp_replicate", "dp_shard", "cp") if axis in trial.plan.groups]
-    lines = {axis: {*trial.plan.group_of(rank, axis)} for axis in axes}
-    missing = [axis for axis, line in lines.items() if not any(len(line & {*ranks}) > 1 for ranks in used)]
+    groups = {axis: {*trial.plan.group_of(rank, axis)} for axis in axes}
+    missing = []
+    for axis, group in groups.items():
+        if not any(len(group & {*ranks}) > 1 for ranks in used):
+            missing.append(axis)
     if not missing or not wrong_parts(trial):
         return None
     text = f"gradients are not reduced over {' and '.join(missing)}"
@@ -154,44 +185,56 @@ def _of_another_layout(trial: Trial, step: int) -> Fact | None:
 
 
 def silent_axes(trial: Trial, step: int) -> dict[str, str]:
-    """Axes over which some rank should reduce gradients in a step and nothing ran, with the collective that should."""
+    """Return the axes over which some rank should reduce gradients in a step and nothing ran: axis -> collective."""
     return {axis: op for axis, op, _ in _silent(trial, step)}
 
 
 def silent_text(trial: Trial, step: int, axes: Collection[str]) -> list[str]:
-    """Say over which groups of these axes nothing ran."""
+    """Return one text for each axis and collective: over which groups of these axes nothing ran."""
     groups: dict[tuple[str, str], dict[tuple[int, ...], None]] = {}
     for axis, op, group in _silent(trial, step):
         groups.setdefault((axis, op), {})[group] = None
-    return [f"no {op} of gradients ran over {groups_text([*of])}" for (axis, op), of in groups.items() if axis in axes]
+    return [
+        f"no {op} of gradients ran over {groups_text([*groups_of_axis])}"
+        for (axis, op), groups_of_axis in groups.items()
+        if axis in axes
+    ]
 
 
 def _silent(trial: Trial, step: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Axis, collective and group of each sum of gradients of which some rank moved nothing."""
+    """Yield axis, collective and group of each sum of gradients of which some rank moved nothing."""
     for rank, evidence in sorted(trial.ranks.items()):
-        seen = observed_traffic(trial, evidence, step)
+        observed = observed_traffic(trial, evidence, step)
         for flow in trial.plan.flows_of(rank, step):
             group = trial.plan.group_of(rank, flow.axis)
-            if flow.role == "gradients" and not seen.get((group, flow.op, flow.phase)):
+            if flow.role == "gradients" and not observed.get((group, flow.op, flow.phase)):
                 yield flow.axis, flow.op, group
 
 
 def groups_of_no_axis(trial: Trial, op: str) -> set[tuple[int, ...]]:
-    """The groups over which an operation ran in backward, and that the plan does not know."""
-    known = {group for groups in trial.plan.groups.values() for group in groups}
-    calls = (call for evidence in trial.ranks.values() for call in evidence.collectives)
-    return {c.ranks for c in calls if (c.op, c.phase) == (op, "backward") and len(c.ranks) > 1} - known
+    """Return the groups over which a collective ran in backward and that the plan does not have."""
+    planned_groups = set(itertools.chain.from_iterable(trial.plan.groups.values()))
+    calls = itertools.chain.from_iterable(evidence.collectives for evidence in trial.ranks.values())
+    backward_groups = {
+        call.ranks for call in calls if (call.op, call.phase) == (op, "backward") and len(call.ranks) > 1
+    }
+    return backward_groups - planned_groups
 
 
 def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
-    """Compare the sum of what tp ranks have with the reference's: of weights that are whole on each, theirs are shares."""
+    """Return a fact if the sum of the gradients that tp ranks have is the reference's. None if it is not.
+
+    Each tp rank holds these weights whole, and has the gradient of its share of the tokens.
+    """
     fqns = in_order(trial, (fqn for _, fqn in wrong))
     if trial.case.dims.tp == 1 or any(tp_dim(fqn) is not None for fqn in fqns):
         return None
     for group in trial.plan.groups["tp"]:
-        of_group = [seen_gradients(trial, rank, step) for rank in group]
-        for fqn in (fqn for fqn in fqns if all(fqn in seen for seen in of_group)):  # under ZeRO some have nothing of it
-            total = np.asarray(sum(seen[fqn] for seen in of_group))
+        gradients_of_group = [seen_gradients(trial, rank, step) for rank in group]
+        for fqn in fqns:
+            if not all(fqn in gradients for gradients in gradients_of_group):
+                continue  # under ZeRO some have nothing of it
+            total = np.asarray(sum(gradients[fqn] for gradients in gradients_of_group))
             expected = expected_gradient(trial, group[0], fqn, step)
             if expected is None or relative_difference(total, expected) > 1e-9:
                 return None
@@ -205,16 +248,21 @@ def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None
 
 
 def _whole_not_reduced(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
-    """Name what ranks hold whole, though it should be cut, if the mean of their gradients is the right one."""
-    held = {fqn for _, fqn, _ in wrong_parts(trial)}
-    fqns = [fqn for fqn in in_order(trial, (fqn for _, fqn in wrong)) if fqn in held]
-    right = trial.reference_step(step).gradients
-    for axis in ("dp_replicate", "dp_shard", "cp") if fqns else ():
-        groups = trial.plan.groups.get(axis, ())
-        own = [
-            (fqn, [seen_gradients(trial, rank, step).get(fqn) for rank in group]) for group in groups for fqn in fqns
-        ]
-        if own and all(_mean_is(values, right[fqn]) for fqn, values in own):
+    """Return a fact about parameters that ranks hold whole, though they should be cut, if the mean of their gradients is right.
+
+    None if no axis has that mean.
+    """
+    whole_fqns = {fqn for _, fqn, _ in wrong_parts(trial)}
+    wrong_fqns = in_order(trial, (fqn for _, fqn in wrong))
+    fqns = [fqn for fqn in wrong_fqns if fqn in whole_fqns]
+    right_gradients = trial.reference_step(step).gradients
+    if not fqns:
+        return None
+    for axis in ("dp_replicate", "dp_shard", "cp"):
+        gradients_of_groups = []
+        for group, fqn in itertools.product(trial.plan.groups.get(axis, ()), fqns):
+            gradients_of_groups.append((fqn, [seen_gradients(trial, rank, step).get(fqn) for rank in group]))
+        if gradients_of_groups and all(_mean_is(values, right_gradients[fqn]) for fqn, values in gradients_of_groups):
             text = f"gradients are not reduced over {axis}"
             cause = Cause("gradients not reduced", text, in_parameters(trial, fqns), details=(("axes", (axis,)),))
             return Fact(cause, consequences(trial, step), NOT_TESTED)
@@ -222,24 +270,26 @@ def _whole_not_reduced(trial: Trial, wrong: list[Pair], step: int) -> Fact | Non
 
 
 def _mean_is(values: Sequence[np.ndarray | None], right: np.ndarray) -> bool:
-    whole = [one for one in values if one is not None and one.shape == right.shape]
-    return len(whole) == len(values) and relative_difference(np.mean(whole, axis=0), right) <= 1e-9
+    same_shape = [value for value in values if value is not None and value.shape == right.shape]
+    return len(same_shape) == len(values) and relative_difference(np.mean(same_shape, axis=0), right) <= 1e-9
 
 
 def _lost_before(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
-    """Right down to some place that backward passes, wrong in all that it reaches later, and less was moved than planned. The
-    place alone is no cause."""
-    bad = {fqn for _, fqn in wrong}
-    if bad & {fqn for _, fqn, _ in wrong_parts(trial)}:
+    """Return a fact if gradients are right down to some place that backward passes and wrong in all that it reaches later.
+
+    None if no less was moved than planned: the place alone is no cause.
+    """
+    wrong_fqns = {fqn for _, fqn in wrong}
+    if wrong_fqns & {fqn for _, fqn, _ in wrong_parts(trial)}:
         return None
-    right = sorted((fqn for fqn in trial.plan.shapes if fqn not in bad), key=depth)
-    if not right or loss_off(trial, step) or not max(map(depth, bad)) < depth(right[0]):
+    right_fqns = sorted((fqn for fqn in trial.plan.shapes if fqn not in wrong_fqns), key=depth)
+    if not right_fqns or loss_off(trial, step) or not max(map(depth, wrong_fqns)) < depth(right_fqns[0]):
         return None
-    if not (less := _less_than_planned(trial, step)):
+    if not (traffic_text := _less_than_planned(trial, step)):
         return None
-    first = [fqn for fqn in right if depth(fqn) == depth(right[0])]
-    text = f"gradients are right in {some(first)}{' and what follows' * (len(first) < len(right))}, and wrong in all"
-    text += f" parameters before: {less}"
+    deepest = [fqn for fqn in right_fqns if depth(fqn) == depth(right_fqns[0])]
+    following_text = " and what follows" if len(deepest) < len(right_fqns) else ""
+    text = f"gradients are right in {some(deepest)}{following_text}, and wrong in all parameters before: {traffic_text}"
     return Fact(Cause("lost in backward", text), ("traffic", *consequences(trial, step)), NOT_TESTED)
 
 
@@ -248,20 +298,22 @@ PLACES = {"tok_embeddings": 0, **ATTENTION, "ffn_norm": 3, "w1": 4, "w3": 4, "w2
 
 
 def depth(fqn: str) -> tuple[float, int]:
-    """When forward comes to a parameter: layer, and place in it. The embedding is layer -1, norm and output are last."""
+    """Return when forward comes to a parameter: (layer, place in it). The embedding is layer -1, norm and output are last."""
     *path, module, _ = fqn.partition(".lora_")[0].removesuffix(".weight").split(".") + [""]
-    outside = -1 if module == "tok_embeddings" else math.inf
-    return int(path[1]) if path else outside, PLACES[module]
+    layer_outside = -1 if module == "tok_embeddings" else math.inf
+    return int(path[1]) if path else layer_outside, PLACES[module]
 
 
 def _less_than_planned(trial: Trial, step: int) -> str:
     """Return the axes over which the first rank moved less in backward than planned, optional flows left out."""
     rank = min(trial.ranks)
-    seen = observed_traffic(trial, trial.ranks[rank], step)
-    wanted, spare = (planned_traffic(trial, rank, step, optional_only=only) for only in (False, True))
-    least = {key: size - spare.get(key, 0) for key, size in wanted.items() if key[2] == "backward"}
-    short = (axis_of(trial, key[0]) for key, size in least.items() if seen.get(key, 0) < size)
-    axes = " and ".join(dict.fromkeys(short))
+    observed = observed_traffic(trial, trial.ranks[rank], step)
+    planned, optional = (
+        planned_traffic(trial, rank, step, optional_only=optional_only) for optional_only in (False, True)
+    )
+    required = {key: size - optional.get(key, 0) for key, size in planned.items() if key[2] == "backward"}
+    short_axes = (axis_of(trial, key[0]) for key, size in required.items() if observed.get(key, 0) < size)
+    axes = " and ".join(dict.fromkeys(short_axes))
     return f"backward moves less than planned over {axes}" if axes else ""
 
 
@@ -272,53 +324,60 @@ ENTRIES = 100
 
 
 def coarse(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """Numbers that should have more digits are all ones of a coarser format: gradients that fail, or an optimizer's state."""
+    """Yield gradients that fail, or an optimizer's state, whose numbers are all of a coarser format than they should be."""
     if trial.case.training.compute_dtype or trial.case.training.quantize or not {"gradients", "update"} & {*broken}:
         return
     step = first_wrong_step(trial) if "gradients" in broken else None
     wrong = wrong_pairs(trial, step) if step else []
     values = [seen_gradients(trial, rank, step)[fqn] for rank, fqn in wrong] if step else []
-    if step and (form := _format_of(values)):
-        where, details = where_text(trial, wrong), (("format", form), ("step", step))
-        cause = Cause("rounded", f"gradients of step {step} are all numbers of {form}", where, details=details)
+    if step and (format_name := _format_of(values)):
+        where = where_text(trial, wrong)
+        details = (("format", format_name), ("step", step))
+        cause = Cause("rounded", f"gradients of step {step} are all numbers of {format_name}", where, details=details)
         yield Fact(cause, consequences(trial, step))
     state: dict[str, list[np.ndarray]] = {}
-    for evidence in trial.ranks.values() if "update" in broken else ():
-        for of in evidence.steps[-1].optimizer_state.values():
-            for key, value in of.items():
-                state.setdefault(key, []).append(value)
-    for key, held in state.items():
-        if form := _format_of(held):
-            cause = Cause(
-                "rounded", f"{key} of the optimizer holds only numbers of {form}", details=(("format", form),)
-            )
-            follow = {*NUMBERS, "reported_loss"} if step is None or step > trial.first_step else {"update"}
-            yield Fact(cause, tuple(check for check in follow if check in broken))
+    if "update" in broken:
+        for evidence in trial.ranks.values():
+            for tensors in evidence.steps[-1].optimizer_state.values():
+                for key, value in tensors.items():
+                    state.setdefault(key, []).append(value)
+    for key, values_of_key in state.items():
+        if format_name := _format_of(values_of_key):
+            observed = f"{key} of the optimizer holds only numbers of {format_name}"
+            cause = Cause("rounded", observed, details=(("format", format_name),))
+            following = {*NUMBERS, "reported_loss"} if step is None or step > trial.first_step else {"update"}
+            yield Fact(cause, tuple(check for check in following if check in broken))
 
 
 def _format_of(values: Sequence[np.ndarray]) -> str:
-    """Return the coarsest format that all numbers are of, though their own is finer; empty if there is none. Counters and
-    constants are numbers of every format."""
-    values = [one for one in values if not is_count(one)]
-    if not values or not all(one.dtype.kind == "f" for one in values):
+    """Return the coarsest format that all numbers are of, though their own is finer; empty if there is none.
+
+    Counters and constants are numbers of every format, so they are left out.
+    """
+    values = [value for value in values if not is_count(value)]
+    if not values or not all(value.dtype.kind == "f" for value in values):
         return ""
-    every = np.concatenate([one[one != 0].reshape(-1) for one in values]).astype(np.float64)
-    finest = max(np.finfo(one.dtype).nmant for one in values)
+    nonzero = np.concatenate([value[value != 0].reshape(-1) for value in values]).astype(np.float64)
+    finest = max(np.finfo(value.dtype).nmant for value in values)
     for name, unit in FORMATS.items():
-        mantissa, _ = np.frexp(every)
+        mantissa, _ = np.frexp(nonzero)
         digits = mantissa / unit
-        if len(every) >= ENTRIES and unit > 2.0 ** -(finest + 1) and (digits == np.round(digits)).all():
+        if len(nonzero) >= ENTRIES and unit > 2.0 ** -(finest + 1) and (digits == np.round(digits)).all():
             return name
     return ""
 
 
 def random_state_not_restored(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """A recomputation starts from another state of the generator than forward, and draws from it."""
-    seen = [step.activity for _, step, _ in trial.steps()]
-    other, drawn = {fqn for one in seen for fqn in one.other_states}, any(one.random.get("backward") for one in seen)
-    if not other or not drawn or "gradients" not in broken:
+    """Yield the fact that a recomputation starts from another state of the generator than forward, and draws from it."""
+    activities = [step.activity for _, step, _ in trial.steps()]
+    other_states = {*itertools.chain.from_iterable(activity.other_states for activity in activities)}
+    has_drawn = any(activity.random.get("backward") for activity in activities)
+    if not other_states or not has_drawn or "gradients" not in broken:
         return
-    blocks = sorted(fqn for fqn in other if not any(fqn.startswith(f"{outer}.") for outer in other))
+    blocks = []
+    for fqn in sorted(other_states):
+        if not any(fqn.startswith(f"{outer}.") for outer in other_states):
+            blocks.append(fqn)
     observed = f"recomputation of {some(blocks, 4)} starts from another random state than forward"
     cause = Cause("random state not restored", observed, hint="its dropout masks differ from those of the loss")
     yield Fact(cause, ("gradients", "grad_norm", "loss", "reported_loss"), (finding_line(broken["gradients"]),))
@@ -331,7 +390,7 @@ FLOAT32 = 1e-6  # relative to the largest
 
 
 def rounding(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """In a float64 case all losses and the gradients of step 1 are off by less than float32 rounds."""
+    """Yield the fact that in a float64 case all losses and the gradients of step 1 are off by less than float32 rounds."""
     if "gradients" not in broken or not trial.case.exact:
         return
     wrong = wrong_pairs(trial, 1)
@@ -339,13 +398,17 @@ def rounding(trial: Trial, broken: Broken) -> Iterator[Fact]:
     losses = [loss_off(trial, step) or 0.0 for step in trial.case.steps]
     if wrong and all(off < FLOAT32 for off in (*losses, *gradients)):
         observed = f"gradients of step 1 are off by up to {max(gradients):.0e}"
-        where = where_text(trial, wrong) + f", losses of all steps by {max(losses):.0e}" * any(losses)
+        where = where_text(trial, wrong)
+        if any(losses):
+            where += f", losses of all steps by {max(losses):.0e}"
         hint = "no more than arithmetic in float32 rounds, requested float64"
-        place = first_wrong_input(trial)
-        more: Lines = (("first seen", place_words(trial, place)),) if place.wrong else ()
-        details = (("off", max(gradients)), ("module", place.wrong))
+        located = first_wrong_input(trial)
+        lines: Lines = (("first seen", place_words(trial, located)),) if located.wrong else ()
+        details = (("off", max(gradients)), ("module", located.wrong))
         cause = Cause("rounded", observed, where, hint=hint, details=details)
-        moved = broken["traffic"].findings if "traffic" in broken else ()
-        narrower = ["traffic"] * bool(moved and all(one.quantity == IN_ANOTHER_DTYPE for one in moved))
-        more += tuple(finding_line(broken[check]) for check in narrower)
-        yield Fact(cause, ("gradients", "loss", "grad_norm", "reported_loss", *narrower), more)
+        traffic_findings = broken["traffic"].findings if "traffic" in broken else ()
+        narrower = []
+        if traffic_findings and all(finding.quantity == IN_ANOTHER_DTYPE for finding in traffic_findings):
+            narrower = ["traffic"]
+        lines += tuple(finding_line(broken[check]) for check in narrower)
+        yield Fact(cause, ("gradients", "loss", "grad_norm", "reported_loss", *narrower), lines)

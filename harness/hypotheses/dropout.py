@@ -16,39 +16,47 @@ from harness.core.judge.trial import Trial
 
 
 def lacks_dropout(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    step = first_wrong_step(trial) if "loss" in broken and trial.case.model.dropout else None
-    for when, steps, more in spans(trial, step) if step is not None else ():
-        cause = Cause("eval mode", f"the model trains without dropout{when}", hint="as in eval mode")
-        cause = replace(cause, details=(("steps", tuple(steps)),))
-        yield Hypothesis(cause, partial(_in_eval_mode, steps=steps), 1 + more)
-
-
-def other_masks(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Each step draws the dropout masks of one other step, or of one as many steps away."""
+    """Suppose that the model trains without dropout, from the first wrong step on or in it alone."""
     step = first_wrong_step(trial) if "loss" in broken and trial.case.model.dropout else None
     if step is None:
         return
-    late = [one for one in trial.case.steps if one >= step]
+    for when, steps, extra_choices in spans(trial, step):
+        cause = Cause("eval mode", f"the model trains without dropout{when}", hint="as in eval mode")
+        cause = replace(cause, details=(("steps", tuple(steps)),))
+        yield Hypothesis(cause, partial(_in_eval_mode, steps=steps), 1 + extra_choices)
+
+
+def other_masks(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """Suppose that each step draws the dropout masks of one other step, or of one as many steps away."""
+    step = first_wrong_step(trial) if "loss" in broken and trial.case.model.dropout else None
+    if step is None:
+        return
+    later_steps = [number for number in trial.case.steps if number >= step]
     when = "in every step" if step == 1 else from_step(trial, step)
     for other in {*range(trial.case.steps[-1] + 2)} - {step}:
-        by = other - step
-        away = f"{abs(by)} step{'s' * (abs(by) > 1)} {'later' if by > 0 else 'earlier'}"
-        same, shifted = dict.fromkeys(late, other), {one: one + by for one in late}
-        for text, detail, masks in ((f"step {other}", ("step", other), same), (away, ("by", by), shifted)):
+        offset = other - step
+        noun = "steps" if abs(offset) > 1 else "step"
+        away = f"{abs(offset)} {noun} {'later' if offset > 0 else 'earlier'}"
+        same_step = dict.fromkeys(later_steps, other)
+        shifted_steps = {number: number + offset for number in later_steps}
+        choices = ((f"step {other}", ("step", other), same_step), (away, ("by", offset), shifted_steps))
+        for text, detail, masks in choices:
             cause = Cause("masks of another step", f"dropout's masks are those of {text} {when}", details=(detail,))
             yield Hypothesis(cause, partial(_masks_of, masks=masks))
 
 
 def _masks_of(trial: Trial, masks: Mapping[int, int]) -> Trial:
+    """Assume that each step draws the masks of another. masks: step -> the step whose masks it draws."""
     from harness.reference.model import seed_masks
 
-    def altered(model: Any, step: int) -> None:
+    def reseed(model: Any, step: int) -> None:
         seed_masks(model, trial.case.training.seed, masks.get(step, step))
 
-    return another_reference(trial, altered=altered)
+    return another_reference(trial, altered=reseed)
 
 
 def _in_eval_mode(trial: Trial, steps: Sequence[int]) -> Trial:
+    """Assume that the model is in eval mode in these steps, so that no dropout mask is drawn."""
     from harness.reference.spellings import evaluating
 
     return another_reference(trial, altered=evaluating(steps)).assuming(undrawn=frozenset(steps))

@@ -1,4 +1,4 @@
-"""A wrong tensor of an export: whose value is it? It may be of an earlier step, of another parameter, or in another order."""
+"""Which value on record a wrong tensor of an export has: of an earlier step, of another parameter, or in another order."""
 
 from __future__ import annotations
 
@@ -23,51 +23,56 @@ MOST = 3
 
 def wrong_exports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Explain all wrong tensors, each by the first value on record that it has."""
-    held = exported(trial) if "export" in broken else None
-    if not held:
+    exported_tensors = exported(trial) if "export" in broken else None
+    if not exported_tensors:
         return
-    off, open_ = roundings(trial), held_differently(trial)
-    odd = wrong(held, export_of(trial.case, weights_of(trial, trial.case.steps[-1])), off)
-    odd = [name for name in odd if name not in open_]
-    found: dict[str, tuple[Details, np.ndarray]] = {}
-    for details, values in itertools.chain(_on_record(trial), _as_held(trial, held, odd)):
-        for name in (name for name in odd if name not in found):
+    bounds = roundings(trial)
+    undecided = held_differently(trial)
+    wrong_names = wrong(exported_tensors, export_of(trial.case, weights_of(trial, trial.case.steps[-1])), bounds)
+    wrong_names = [name for name in wrong_names if name not in undecided]
+    matches: dict[str, tuple[Details, np.ndarray]] = {}
+    for details, values in itertools.chain(_on_record(trial), _as_held(trial, exported_tensors, wrong_names)):
+        for name in (name for name in wrong_names if name not in matches):
             others = [name, *(other for other in values if other != name)] if details else [*values]
-            match = next(
-                (other for other in others if other in values and same(held[name], values[other], off.get(name))), None
-            )
+            candidates = (other for other in others if other in values)
+            equal = (other for other in candidates if same(exported_tensors[name], values[other], bounds.get(name)))
+            match = next(equal, None)
             if match is not None:
-                found[name] = (details if match == name else (("as", match), *details), values[match])
-    if not odd or len(found) < len(odd):
+                matches[name] = (details if match == name else (("as", match), *details), values[match])
+    if not wrong_names or len(matches) < len(wrong_names):
         return
-    alike: dict[Details, list[str]] = {}
-    for name in odd:
-        alike.setdefault(found[name][0], []).append(name)
-    texts = [f"{_names(names)} {'are' if names[1:] else 'is'} exported {_words(how)}" for how, names in alike.items()]
-    details = tuple(pair for how, names in alike.items() for pair in (("tensors", tuple(names)), *how))
-    values = {name: value for name, (_, value) in found.items()}
-    cause = Cause(KIND, "; ".join(texts), details=details)
+    names_by_details: dict[Details, list[str]] = {}
+    for name in wrong_names:
+        names_by_details.setdefault(matches[name][0], []).append(name)
+    texts = []
+    all_details: list[tuple[str, object]] = []
+    for details, names in names_by_details.items():
+        texts.append(f"{_names(names)} {'are' if names[1:] else 'is'} exported {_words(details)}")
+        all_details += [("tensors", tuple(names)), *details]
+    values = {name: value for name, (_, value) in matches.items()}
+    cause = Cause(KIND, "; ".join(texts), details=tuple(all_details))
     yield Hypothesis(cause, lambda trial: trial.assuming(exported=values), lines=(finding_line(broken["export"]),))
 
 
 def odd_exports(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """State what is wrong with an export where no value on record is it."""
+    """State that an export is wrong. It is asked where no value on record explains it."""
     if "export" in broken:
         yield seen(broken, "export", KIND, "the export is wrong")
 
 
 def _on_record(trial: Trial) -> Iterator[tuple[Details, dict[str, np.ndarray]]]:
-    """Yield exports that somebody may have made instead, likely ones first."""
-    case, last = trial.case, trial.case.steps[-1]
+    """Yield (details, tensors by name) of exports that a mistake may make instead, likely ones first."""
+    case = trial.case
+    last = trial.case.steps[-1]
     weights = weights_of(trial, last)
-    asked = case.features.export != "hf_interleaved"
+    is_permuted = case.features.export != "hf_interleaved"
     yield (), export_of(case, weights)
-    rows = (("with rows of q and k", "in the order for halves" if not asked else "not in the order for halves"),)
-    yield rows, export_of(case, weights, permuted=not asked)
+    rows = (("with rows of q and k", "in the order for halves" if not is_permuted else "not in the order for halves"),)
+    yield rows, export_of(case, weights, permuted=not is_permuted)
     if case.features.export == "hf_fused":
         for name, parts in FUSED.items():
             for order in itertools.permutations(range(len(parts))):
-                text = tuple(parts[place] for place in order)
+                text = tuple(parts[position] for position in order)
                 yield (("with parts in the order", text),), export_of(case, weights, orders={name: order})
     if case.model.lora is not None:
         yield (("with adapters", "left out"),), export_of(case, _without_adapters(weights))
@@ -79,54 +84,67 @@ def _on_record(trial: Trial) -> Iterator[tuple[Details, dict[str, np.ndarray]]]:
 
 
 def _as_held(
-    trial: Trial, held: Mapping[str, ExportedTensor], odd: list[str]
+    trial: Trial, exported_tensors: Mapping[str, ExportedTensor], wrong_names: list[str]
 ) -> Iterator[tuple[Details, dict[str, np.ndarray]]]:
-    """Yield exports that are like what is held: adapters times a factor, rows of heads of another size, rows in some order."""
-    case, weights = trial.case, weights_of(trial, trial.case.steps[-1])
-    whole, turned = export_of(case, weights), case.features.export == "hf"
+    """Yield (details, tensors by name) of exports that are fitted to the exported tensors.
+
+    Adapters are multiplied by a factor, rows are turned as those of heads of another size, or rows have another order.
+    """
+    case = trial.case
+    weights = weights_of(trial, trial.case.steps[-1])
+    expected = export_of(case, weights)
+    is_permuted = case.features.export == "hf"
     if case.model.lora is not None and (
-        factor := _factor(held, odd, whole, export_of(case, _without_adapters(weights)))
+        factor := _factor(exported_tensors, wrong_names, expected, export_of(case, _without_adapters(weights)))
     ):
         lora = replace(case.model.lora, alpha=case.model.lora.alpha * factor)
-        times = replace(case, model=replace(case.model, lora=lora))
-        yield (("with adapters", f"scaled by {factor:.4g} times alpha / rank"),), export_of(times, weights)
-    plain = export_of(case, weights, permuted=False) if turned else {}
-    of_heads = [name for name in odd if name in plain and name.endswith(("q_proj.weight", "k_proj.weight"))]
+        rescaled = replace(case, model=replace(case.model, lora=lora))
+        yield (("with adapters", f"scaled by {factor:.4g} times alpha / rank"),), export_of(rescaled, weights)
+    plain = export_of(case, weights, permuted=False) if is_permuted else {}
+    of_heads = [name for name in wrong_names if name in plain and name.endswith(("q_proj.weight", "k_proj.weight"))]
     for heads in (case.model.n_heads, case.model.n_kv_heads):
         sizes = {name: divmod(len(plain[name]), 2 * heads) for name in of_heads}
         values = {name: halves(plain[name], 2 * size) for name, (size, rest) in sizes.items() if size and not rest}
-        yield (("with rows turned as those of", f"{heads} head{'s' * (heads > 1)}"),), values
-    yield (
-        (("with rows", "in another order"),),
-        {name: held[name].value for name in odd if _same_rows(held[name], whole[name])},
-    )
+        heads_text = f"{heads} heads" if heads > 1 else f"{heads} head"
+        yield (("with rows turned as those of", heads_text),), values
+    reordered = [name for name in wrong_names if _same_rows(exported_tensors[name], expected[name])]
+    yield (("with rows", "in another order"),), {name: exported_tensors[name].value for name in reordered}
 
 
-def _factor(held: Mapping[str, ExportedTensor], odd: list[str], whole: Arrays, plain: Arrays) -> float:
-    """Fit by what adapters are multiplied in the first wrong tensor; it is 0 if there is none in it."""
-    name = odd[0]
-    if name not in plain or held[name].value.shape != plain[name].shape:
+def _factor(
+    exported_tensors: Mapping[str, ExportedTensor], wrong_names: list[str], expected: Arrays, plain: Arrays
+) -> float:
+    """Return by what adapters are multiplied in the first wrong tensor, fitted. 0 if it has no adapters."""
+    name = wrong_names[0]
+    if name not in plain or exported_tensors[name].value.shape != plain[name].shape:
         return 0.0
-    added, due = ((of - plain[name]).astype(np.float64).ravel() for of in (held[name].value, whole[name]))
-    return round(float(added @ due / (due @ due)), 12) if due.any() and np.isfinite(added).all() else 0.0
+    added = (exported_tensors[name].value - plain[name]).astype(np.float64).ravel()
+    expected_added = (expected[name] - plain[name]).astype(np.float64).ravel()
+    if not expected_added.any() or not np.isfinite(added).all():
+        return 0.0
+    return round(float(added @ expected_added / (expected_added @ expected_added)), 12)
 
 
-def _same_rows(one: ExportedTensor, other: np.ndarray) -> bool:
-    """Whether they have the same rows, each different from the others."""
-    if one.value.shape != other.shape or other.ndim != 2:
+def _same_rows(tensor: ExportedTensor, expected: np.ndarray) -> bool:
+    """Return whether both matrices have the same rows, each different from the others."""
+    if tensor.value.shape != expected.shape or expected.ndim != 2:
         return False
-    rows = [{row.tobytes() for row in value} for value in (one.value, as_exported(other, one.dtype))]
-    return rows[0] == rows[1] and len(rows[0]) == len(other)
+    rows = {row.tobytes() for row in tensor.value}
+    expected_rows = {row.tobytes() for row in as_exported(expected, tensor.dtype)}
+    return rows == expected_rows and len(rows) == len(expected)
 
 
 def _without_adapters(weights: Arrays) -> dict[str, np.ndarray]:
+    """Return the weights without those of adapters."""
     return {fqn: value for fqn, value in weights.items() if ".lora_" not in fqn}
 
 
 def _words(details: Details) -> str:
-    return ", ".join(f"{name} {' '.join(v) if isinstance(v, tuple) else v}" for name, v in details)
+    """Return details as text."""
+    return ", ".join(f"{name} {' '.join(value) if isinstance(value, tuple) else value}" for name, value in details)
 
 
 def _names(names: list[str]) -> str:
-    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-    return ", ".join(names[:MOST]) + more
+    """Return the first few names, and how many more there are."""
+    others_text = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+    return ", ".join(names[:MOST]) + others_text

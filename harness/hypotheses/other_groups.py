@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,41 +21,46 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def summed_over_others(fit: Fit) -> Iterator[Reading]:
-    """Read sums of what the ranks of such a group received, as a mean over the group or over the axis."""
-    trial, pieces, none = fit.trial, fit.pieces, np.zeros(len(fit.pieces.all))
+    """Read sums over groups of no axis: of what the ranks of a group received, as a mean over the group or over the axis."""
+    trial = fit.trial
+    pieces = fit.pieces
+    zeros = np.zeros(len(fit.pieces.all))
     for axis, op in silent_axes(trial, fit.step).items():
         groups = _within(trial, axis, tuple(sorted(groups_of_no_axis(trial, op))))
         if not groups or axis not in ("dp_replicate", "dp_shard"):
             continue
-        places, own = pieces.places((axis,))[:, 0], dict[int, np.ndarray]()
+        coordinates = pieces.places((axis,))[:, 0]
+        counted_pieces = dict[int, np.ndarray]()
         for group in groups:
             members = [coordinate(trial.case.dims, rank)[axis] for rank in group]
-            own |= dict.fromkeys(group, np.isin(places, members).astype(float))
-        known = sorted({1.0} | {len(trial.plan.group_of(group[0], axis)) / len(group) for group in groups})
-        times = fit.factor(lambda step, rank: none, lambda step, rank, own=own: own[rank], known)  # type: ignore[misc]
-        if times is None:
+            counted_pieces |= dict.fromkeys(group, np.isin(coordinates, members).astype(float))
+        usual_factors = sorted({1.0} | {len(trial.plan.group_of(group[0], axis)) / len(group) for group in groups})
+        without = lambda step, rank: zeros  # noqa: E731
+        counted = lambda step, rank, counted_pieces=counted_pieces: counted_pieces[rank]  # noqa: E731
+        factor = fit.factor(without, counted, usual_factors)
+        if factor is None:
             continue
         text = f"gradients are reduced over {groups_text(groups)}, not over {axis}"
-        details = (("axes", (axis,)), ("groups", groups), ("factor", times))
+        details = (("axes", (axis,)), ("groups", groups), ("factor", factor))
         cause = Cause("gradients not reduced", text, expected=groups_text(trial.plan.groups[axis]), details=details)
-        weights = lambda step, rank, own=own, times=times: times * own[rank]  # noqa: E731
-        under = partial(assuming, pieces=pieces, fqns=fit.fqns, weights=weights)
-        yield Reading(cause, fit.fqns, _assume(under, axis, groups), least=1 + (times not in known))
+        weights = lambda step, rank, counted_pieces=counted_pieces, factor=factor: factor * counted_pieces[rank]  # noqa: E731
+        assume_weights = partial(assuming, pieces=pieces, fqns=fit.fqns, weights=weights)
+        yield Reading(cause, fit.fqns, _assume(assume_weights, axis, groups), least=1 + (factor not in usual_factors))
 
 
 def _within(trial: Trial, axis: str, groups: Groups) -> Groups:
-    """Return the groups if they are a partition of all ranks, each within one group of the axis; else none."""
-    ranks = sorted(rank for group in groups for rank in group)
-    inside = all({*group} <= {*trial.plan.group_of(group[0], axis)} for group in groups)
-    return groups if inside and ranks == sorted(trial.ranks) else ()
+    """Return the groups if they are a partition of all ranks, each within one group of the axis. Empty if they are not."""
+    ranks = sorted(itertools.chain.from_iterable(groups))
+    are_inside = all({*group} <= {*trial.plan.group_of(group[0], axis)} for group in groups)
+    return groups if are_inside and ranks == sorted(trial.ranks) else ()
 
 
-def _assume(under: Callable[..., Trial], axis: str, groups: Groups) -> Assume:
-    """Assume in addition that these were the groups of the axis: of the plan, and of what is to move."""
+def _assume(assume_weights: Callable[..., Trial], axis: str, groups: Groups) -> Assume:
+    """Return how to assume in addition that these were the groups of the axis: of the plan, and of what is to move."""
 
-    def both(trial: Trial, steps: Sequence[int]) -> Trial:
-        then = under(trial, steps=steps)
-        planned: Mapping[str, Groups] = {**then.plan.groups, axis: groups}
-        return replace(then, plan=replace(then.plan, groups=dict(planned)))
+    def assume_both(trial: Trial, steps: Sequence[int]) -> Trial:
+        assumed = assume_weights(trial, steps=steps)
+        planned: Mapping[str, Groups] = {**assumed.plan.groups, axis: groups}
+        return replace(assumed, plan=replace(assumed.plan, groups=dict(planned)))
 
-    return lambda steps: partial(both, steps=steps)
+    return lambda steps: partial(assume_both, steps=steps)

@@ -26,50 +26,54 @@ ALIKE = 1e-9
 
 
 def multiples_passed_back(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Suppose it of the modules of one layer, or of those that are called so in all layers."""
+    """Suppose that multiples are passed back to the modules of one layer, or to those with the same names in all layers."""
     step = first_wrong_step(trial) if "gradients" in broken and trial.case.exact else None
     if step is None:
         return
     wrong = {fqn for _, fqn in wrong_pairs(trial, step)}
     tied = wrong == {TIED} and trial.case.model.tied_embeddings
-    last = [fqn for fqn in trial.plan.shapes if fqn in wrong and depth(fqn) == max(map(depth, wrong))]
-    factor = 0.0 if tied else _factor(trial, step, last)
+    last_fqns = [fqn for fqn in trial.plan.shapes if fqn in wrong and depth(fqn) == max(map(depth, wrong))]
+    factor = 0.0 if tied else _factor(trial, step, last_fqns)
     if factor is None or (scaled_alike(trial, step) and not tied):
         return
-    ends = {fqn.partition(".")[2].partition(".")[2] for fqn in last} - {""}
-    named_so = [fqn for fqn in trial.plan.shapes if fqn.partition(".")[2].partition(".")[2] in ends]
-    for fqns in dict.fromkeys((tuple(last), tuple(named_so or last))):
+    name_endings = {fqn.partition(".")[2].partition(".")[2] for fqn in last_fqns} - {""}
+    same_modules = [fqn for fqn in trial.plan.shapes if fqn.partition(".")[2].partition(".")[2] in name_endings]
+    for fqns in dict.fromkeys((tuple(last_fqns), tuple(same_modules or last_fqns))):
         modules = [fqn.removesuffix(".weight") for fqn in fqns]
-        for when, steps, more in spans(trial, step):
+        for when, steps, extra_choices in spans(trial, step):
             if factor and len(steps) < 2:
                 continue  # a second step is the test of a factor that was fitted to the first
             cause = _cause(trial, modules, factor, when, steps)
-            yield Hypothesis(cause, partial(_assuming, modules=modules, factor=factor, steps=steps), 2 + more)
+            yield Hypothesis(cause, partial(_assuming, modules=modules, factor=factor, steps=steps), 2 + extra_choices)
 
 
 def _factor(trial: Trial, step: int, fqns: Collection[str]) -> float | None:
-    """Return how often all holders have the right gradient of these parameters; None where it is no such multiple."""
-    found = []
+    """Return the factor by which these parameters' gradients differ from the right ones on all holders.
+
+    None if gradients are no multiple of the right ones, or factors differ.
+    """
+    factors = []
     for rank, fqn in (pair for pair in wrong_pairs(trial, step) if pair[1] in fqns):
-        seen, own = seen_gradients(trial, rank, step)[fqn], expected_gradient(trial, rank, fqn, step)
-        if own is None or own.shape != seen.shape or not np.any(own):
+        gradient = seen_gradients(trial, rank, step)[fqn]
+        expected = expected_gradient(trial, rank, fqn, step)
+        if expected is None or expected.shape != gradient.shape or not np.any(expected):
             return None
-        found.append(best_fit(seen, own))
-        if not np.linalg.norm(seen - found[-1] * own) <= ALIKE * np.linalg.norm(own):
+        factors.append(best_fit(gradient, expected))
+        if not np.linalg.norm(gradient - factors[-1] * expected) <= ALIKE * np.linalg.norm(expected):
             return None
-    alike = found and np.allclose(found, found[0], rtol=1e-7, atol=1e-12)
-    return float(np.median(found)) if alike else None
+    are_same = factors and np.allclose(factors, factors[0], rtol=1e-7, atol=1e-12)
+    return float(np.median(factors)) if are_same else None
 
 
 def _cause(trial: Trial, modules: Sequence[str], factor: float, when: str, steps: Sequence[int]) -> Cause:
-    place = f"the outputs of {some(modules, 4)}{when}"
+    outputs_text = f"the outputs of {some(modules, 4)}{when}"
     details = (("modules", tuple(modules)), ("factor", factor), ("steps", tuple(steps)))
     if abs(factor) < ALIKE:
-        lost = f"no gradient comes back to {place}"
+        lost_text = f"no gradient comes back to {outputs_text}"
         if {f"{module}.weight" for module in modules} == {TIED} and trial.case.model.tied_embeddings:
-            lost = f"the embeddings' part of the tied weight's gradient is missing{when}"  # behind them or in them
-        return Cause("lost in backward", lost, details=details)
-    text = f"gradients that come back to {place} are {times_text(factor)} what they should be"
+            lost_text = f"the embeddings' part of the tied weight's gradient is missing{when}"  # behind them or in them
+        return Cause("lost in backward", lost_text, details=details)
+    text = f"gradients that come back to {outputs_text} are {times_text(factor)} what they should be"
     return Cause(KIND, text, hint=factor_text(trial, factor, False).removeprefix(": "), details=details)
 
 

@@ -1,4 +1,4 @@
-"""What the weights of pieces in a gradient mean: each row of a table looks at them, and says the rule for every step.
+"""What the weights of pieces in a gradient mean: each row of a table reads a rule for every step from them.
 
 A rule is read off the first wrong step, where parameters are still right; the checks judge all steps under it.
 """
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 
 def sums_of_pieces(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """Suppose that gradients are sums of what ranks received with other weights than 1, by all rules that fit."""
     step = first_wrong_step(trial) if "gradients" in broken and not trial.assumption.references else None
     if step is None or scaled_alike(trial, step) or not (pieces := Pieces(trial)).known:
         return
@@ -49,14 +50,15 @@ def sums_of_pieces(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if fit is None:
         yield from _exchanged(trial, pieces, gradients, step)
         return
-    rows = (_of_microbatches, _averaged_locally, _not_reduced, summed_over_others)
-    found = [reading for row in rows for reading in row(fit)]
-    for reading in found or _of_no_rule(fit):
+    tables = (_of_microbatches, _averaged_locally, _not_reduced, summed_over_others)
+    readings = [*itertools.chain.from_iterable(read(fit) for read in tables)]
+    for reading in readings or _of_no_rule(fit):
         yield from reading.hypotheses(trial, step)
     yield from _clipped_while_adding_up(fit)
 
 
 def _fit_of_chunks(trial: Trial, step: int) -> Fit | None:
+    """Return the fit to pieces that are cut as the loss was. None if the loss was not cut, or nothing fits."""
     if (chunks := chunks_of_the_loss(trial, step)) == 1:
         return None
     pieces = Pieces(trial, chunks)
@@ -66,78 +68,92 @@ def _fit_of_chunks(trial: Trial, step: int) -> Fit | None:
 def _reading(
     fit: Fit, cause: Cause, weights: Weights, fitted: int = 1, number: Number | None = None, *, free: bool = False
 ) -> Reading:
-    """free: whether some weight may be any number."""
-    under = partial(assuming, pieces=fit.pieces, fqns=fit.fqns, weights=weights)
-    return Reading(cause, fit.fqns, lambda steps: partial(under, steps=steps), fitted, number, least=1 + free)
+    """Return the reading of these weights. free: whether some weight may be any number."""
+    assume_weights = partial(assuming, pieces=fit.pieces, fqns=fit.fqns, weights=weights)
+    return Reading(cause, fit.fqns, lambda steps: partial(assume_weights, steps=steps), fitted, number, least=1 + free)
 
 
 # ---- the same on all ranks
 
 
 def _of_microbatches(fit: Fit) -> Iterator[Reading]:
-    """Read one weight a microbatch: all pieces of the n-th microbatches of all ranks count alike. One that is not in the first
-    step's gradient may come with the next step's."""
-    seen, numbers, passes, at = fit.alike, fit.pieces.microbatch, fit.trial.case.passes, fit.counted
-    if seen is None or passes == 1 or len({*numbers[at].tolist()}) < passes:
+    """Read one weight a microbatch: all pieces of the n-th microbatches of all ranks count alike.
+
+    A microbatch that is not in the first step's gradient may come with the next step's.
+    """
+    fitted_weights = fit.alike
+    numbers = fit.pieces.microbatch
+    passes = fit.trial.case.passes
+    counted = fit.counted
+    if fitted_weights is None or passes == 1 or len({*numbers[counted].tolist()}) < passes:
         return
-    each = np.array([np.mean(seen[at & (numbers == number)]) for number in range(passes)])
-    if not fit.same(seen[at], each[numbers][at]):
+    weights = np.array([np.mean(fitted_weights[counted & (numbers == number)]) for number in range(passes)])
+    if not fit.same(fitted_weights[counted], weights[numbers][counted]):
         return
-    each = np.where(np.abs(each - each.round()) <= fit.close, each.round() + 0.0, each)
-    lost = tuple((np.flatnonzero(each == 0) + 1).tolist())
-    text = f"{_some(fit, lost)} not contribute to the gradient" if lost else ""
-    hint = "weights " + ", ".join(number_text(weight, 4) for weight in each)
+    weights = np.where(np.abs(weights - weights.round()) <= fit.close, weights.round() + 0.0, weights)
+    lost_microbatches = tuple((np.flatnonzero(weights == 0) + 1).tolist())
+    text = f"{_some(fit, lost_microbatches)} not contribute to the gradient" if lost_microbatches else ""
+    hint = "weights " + ", ".join(number_text(weight, 4) for weight in weights)
     cause = Cause("unequal contributions", text or "microbatches contribute unequally to the gradient", hint=hint)
-    cause = replace(cause, details=(("microbatches", lost), ("weights", tuple(each.tolist()))))
-    free = len({*each.tolist()} - {0.0, 1.0})
-    yield _reading(fit, cause, lambda step, rank: each[numbers], free + 1, free=free > 0)
-    first = fit.step == fit.trial.first_step and len(fit.fqns) == len(fit.trial.plan.shapes)
-    if first and 0 < len(lost) < passes:
-        late, text = np.isin(numbers + 1, lost), f"{_some(fit, lost)} not count until the next step's gradient"
-        cause = Cause("unequal contributions", text, details=(("microbatches", lost), ("steps late", 1)))
-        yield _reading(fit, cause, lambda step, rank: np.stack([~late, late]).astype(float), 2)
+    cause = replace(cause, details=(("microbatches", lost_microbatches), ("weights", tuple(weights.tolist()))))
+    free = len({*weights.tolist()} - {0.0, 1.0})
+    yield _reading(fit, cause, lambda step, rank: weights[numbers], free + 1, free=free > 0)
+    is_first = fit.step == fit.trial.first_step and len(fit.fqns) == len(fit.trial.plan.shapes)
+    if is_first and 0 < len(lost_microbatches) < passes:
+        is_late = np.isin(numbers + 1, lost_microbatches)
+        text = f"{_some(fit, lost_microbatches)} not count until the next step's gradient"
+        cause = Cause("unequal contributions", text, details=(("microbatches", lost_microbatches), ("steps late", 1)))
+        yield _reading(fit, cause, lambda step, rank: np.stack([~is_late, is_late]).astype(float), 2)
 
 
 def _some(fit: Fit, numbers: Sequence[int]) -> str:
-    """Return which: microbatches 1, 3 of 4 do."""
-    one = len(numbers) == 1
-    which = f"microbatch{'es' * (not one)} {', '.join(map(str, numbers))}"
-    return f"{which} of {fit.trial.case.passes} {'does' if one else 'do'}"
+    """Return these microbatches with a verb, as in "microbatches 1, 3 of 4 do"."""
+    numbers_text = f"{', '.join(map(str, numbers))} of {fit.trial.case.passes}"
+    if len(numbers) == 1:
+        return f"microbatch {numbers_text} does"
+    return f"microbatches {numbers_text} do"
 
 
 def _of_no_rule(fit: Fit) -> Iterator[Reading]:
-    """Read any weights, where no noise can have made them."""
+    """Read any weights, in exact cases only, where no noise can have made them."""
     if fit.trial.case.exact:
-        seen = np.stack([*fit.weights.values()]).round(9)[:, fit.counted] + 0.0
-        least, most, once = float(seen.min()), float(seen.max()), np.ones(len(fit.counted))
-        hint = f"weights {number_text(least, 4)} to {number_text(most, 4)}"
-        details = (("least weight", least), ("largest weight", most))
+        fitted_weights = np.stack([*fit.weights.values()]).round(9)[:, fit.counted] + 0.0
+        smallest = float(fitted_weights.min())
+        largest = float(fitted_weights.max())
+        ones = np.ones(len(fit.counted))
+        hint = f"weights {number_text(smallest, 4)} to {number_text(largest, 4)}"
+        details = (("least weight", smallest), ("largest weight", largest))
         cause = Cause("unequal contributions", "samples count unequally in the gradient", hint=hint, details=details)
-        weights = lambda step, rank: fit.weights.get(rank, once)  # noqa: E731
-        yield _reading(fit, cause, weights, len(np.unique(seen.round(6))), free=True)
+        weights = lambda step, rank: fit.weights.get(rank, ones)  # noqa: E731
+        yield _reading(fit, cause, weights, len(np.unique(fitted_weights.round(6))), free=True)
 
 
 # ---- means that are taken in the wrong place
 
 
 class Unit(NamedTuple):
-    """What may divide by its own tokens."""
+    """A part of the batch that may divide its loss by its own number of tokens."""
 
     name: str
     axes: tuple[str, ...]
-    """It is at one place along these axes."""
+    """Ranks of one unit have the same coordinates along these axes."""
     samples: int
-    """How many of a rank's are one."""
+    """Number of a rank's samples that are one unit."""
     chunk: bool = False
-    """Whether each chunk of the loss is one."""
+    """Whether each chunk of the loss is a unit."""
 
 
 def _units(trial: Trial, chunks: int) -> Iterator[Unit]:
-    passes, size, axes = trial.case.passes, trial.case.local_batch, _axes(trial)
-    for some in _choices(axes):
-        yield Unit(f"{' and '.join(some)} rank", some, size * passes)
-    for some in dict.fromkeys(((), axes)) if passes > 1 else ():
-        yield Unit("microbatch" + " of each rank" * bool(some), some, size)
+    """Yield all units by which a loss may be averaged. chunks: how many chunks the loss is computed in."""
+    passes = trial.case.passes
+    size = trial.case.local_batch
+    axes = _axes(trial)
+    for chosen_axes in _choices(axes):
+        yield Unit(f"{' and '.join(chosen_axes)} rank", chosen_axes, size * passes)
+    if passes > 1:
+        yield Unit("microbatch", (), size)
+        if axes:
+            yield Unit("microbatch of each rank", axes, size)
     yield Unit("sample", tuple(axis for axis in axes if axis != "cp"), 1)
     if chunks > 1:
         yield Unit("chunk of each microbatch", axes, size, chunk=True)
@@ -155,56 +171,81 @@ def _numbers(pieces: Pieces, unit: Unit) -> np.ndarray:
 
 
 def _averaged_locally(fit: Fit) -> Iterator[Reading]:
-    """Read means per unit: each divides by its own number of valid tokens, and these means are averaged, or summed. They are
-    those of all units, or of a microbatch, which then counts by its tokens."""
-    trial, pieces, found = fit.trial, fit.pieces, dict[bytes, tuple[list[Unit], np.ndarray, np.ndarray]]()
-    everything, size = np.zeros(len(pieces.all), dtype=int), trial.case.local_batch
+    """Read means per unit: each unit divides by its own number of valid tokens, and these means are averaged, or summed.
+
+    The mean is over all units, or over those of a microbatch, which then counts by its tokens.
+    """
+    trial = fit.trial
+    pieces = fit.pieces
+    units_by_weights = dict[bytes, tuple[list[Unit], np.ndarray, np.ndarray]]()
+    one_group = np.zeros(len(pieces.all), dtype=int)
+    size = trial.case.local_batch
     for unit in _units(trial, pieces.chunks):
-        of = _numbers(pieces, unit)
-        within = [everything, *[_numbers(pieces, Unit("", _axes(trial), size))] * unit.chunk]
-        for whole in within:
-            table = np.stack([_if_averaged(pieces, of, whole, 1, step, 0) for step in trial.case.steps])
+        unit_numbers = _numbers(pieces, unit)
+        groupings = [one_group]
+        if unit.chunk:
+            groupings.append(_numbers(pieces, Unit("", _axes(trial), size)))
+        for group_numbers in groupings:
+            table = np.stack(
+                [_if_averaged(pieces, unit_numbers, group_numbers, 1, step, 0) for step in trial.case.steps]
+            )
             if not fit.same(table, 1.0):  # else it changes nothing
-                found.setdefault(table.tobytes(), ([], of, whole))[0].append(unit)
-    for alike, of, whole in found.values():
-        names, axes, parts = tuple(unit.name for unit in alike), alike[0].axes, len({*whole.tolist()})
-        none, usual = partial(_if_averaged, pieces, of, whole, 0), partial(_if_averaged, pieces, of, whole, 1)
-        count = len({*of.tolist()}) // parts
-        if (times := fit.factor(none, usual, (1, count))) is None:
+                units_by_weights.setdefault(table.tobytes(), ([], unit_numbers, group_numbers))[0].append(unit)
+    for units, unit_numbers, group_numbers in units_by_weights.values():
+        names = tuple(unit.name for unit in units)
+        axes = units[0].axes
+        group_count = len({*group_numbers.tolist()})
+        without = partial(_if_averaged, pieces, unit_numbers, group_numbers, 0)
+        averaged = partial(_if_averaged, pieces, unit_numbers, group_numbers, 1)
+        unit_count = len({*unit_numbers.tolist()}) // group_count
+        if (factor := fit.factor(without, averaged, (1, unit_count))) is None:
             continue
         text = f"the loss is averaged per {' or '.join(names)}"
-        hint = "each divides by its own number of valid tokens" + ", which is not summed" * (times == count)
-        hint += ", and microbatches count by their tokens" * (parts > 1)
-        hint += f"; gradients are {times_text(times)} that{factor_text(trial, times)}" * (times not in (1, count))
-        cause = Cause(
-            "averaged locally", text, hint=hint, details=(("units", names), ("axes", axes), ("factor", times))
-        )
-        of_rank = alike[0].samples == trial.case.local_batch * trial.case.passes and not alike[0].chunk
-        number = partial(_divided_by_own, trial, axes, 1 if times == count else count) if of_rank else None
-        weights = partial(_if_averaged, pieces, of, whole, times)
-        free = times not in (1, count)
+        free = factor not in (1, unit_count)
+        hint = "each divides by its own number of valid tokens"
+        if factor == unit_count:
+            hint += ", which is not summed"
+        if group_count > 1:
+            hint += ", and microbatches count by their tokens"
+        if free:
+            hint += f"; gradients are {times_text(factor)} that{factor_text(trial, factor)}"
+        details = (("units", names), ("axes", axes), ("factor", factor))
+        cause = Cause("averaged locally", text, hint=hint, details=details)
+        is_rank = units[0].samples == trial.case.local_batch * trial.case.passes and not units[0].chunk
+        number = partial(_divided_by_own, trial, axes, 1 if factor == unit_count else unit_count) if is_rank else None
+        weights = partial(_if_averaged, pieces, unit_numbers, group_numbers, factor)
         yield _reading(fit, cause, weights, 1 + free, number, free=free)
 
 
 def _if_averaged(
-    pieces: Pieces, units: np.ndarray, whole: np.ndarray, times: float, step: int, rank: int
+    pieces: Pieces, units: np.ndarray, groups: np.ndarray, factor: float, step: int, rank: int
 ) -> np.ndarray:
-    """Return how often pieces count then. units, whole: by piece, the number of its unit, and of what these are a part of."""
+    """Return how often each piece counts if each unit is averaged by itself. float64 [pieces]
+
+    units, groups: by piece, the number of its unit, and the number of the group over whose units means are averaged.
+    """
     tokens = pieces.tokens(step)
-    own, of_whole = np.bincount(units, tokens), np.bincount(whole, tokens)
-    count = np.array([len({*units[whole == one].tolist()}) for one in range(len(of_whole))])
-    return np.asarray(times * (of_whole / count)[whole] / np.maximum(own, 1)[units])
+    unit_tokens = np.bincount(units, tokens)
+    group_tokens = np.bincount(groups, tokens)
+    units_of_groups = [{*units[groups == group].tolist()} for group in range(len(group_tokens))]
+    units_per_group = np.array([len(numbers) for numbers in units_of_groups])
+    return np.asarray(factor * (group_tokens / units_per_group)[groups] / np.maximum(unit_tokens, 1)[units])
 
 
 def _divided_by_own(trial: Trial, axes: Sequence[str], units: int, rank: int, step: int, right: float) -> float:
-    """Return all losses, divided by so many times the valid tokens of ranks at one place with this one."""
-    seen = {one: losses(trial, one, step) for one in trial.ranks if coordinate(trial.case.dims, one)["tp"] == 0}
-    place = _place(trial, rank, axes)
-    own = sum(tokens for one in seen if _place(trial, one, axes) == place for _, tokens in seen[one])
-    return sum(loss for of_rank in seen.values() for loss, _ in of_rank) / max(units * own, 1)
+    """Return the sum of all losses divided by `units` times the valid tokens of ranks with this rank's coordinates."""
+    peers = [peer for peer in trial.ranks if coordinate(trial.case.dims, peer)["tp"] == 0]
+    losses_by_rank = {peer: losses(trial, peer, step) for peer in peers}
+    coordinates = _place(trial, rank, axes)
+    own_peers = [peer for peer in peers if _place(trial, peer, axes) == coordinates]
+    own_losses = itertools.chain.from_iterable(losses_by_rank[peer] for peer in own_peers)
+    own_tokens = sum(tokens for _, tokens in own_losses)
+    all_losses = itertools.chain.from_iterable(losses_by_rank.values())
+    return sum(loss for loss, _ in all_losses) / max(units * own_tokens, 1)
 
 
 def _place(trial: Trial, rank: int, axes: Sequence[str]) -> list[int]:
+    """Return the coordinates of a rank along these axes."""
     return [coordinate(trial.case.dims, rank)[axis] for axis in axes]
 
 
@@ -212,55 +253,75 @@ def _place(trial: Trial, rank: int, axes: Sequence[str]) -> list[int]:
 
 
 def _not_reduced(fit: Fit) -> Iterator[Reading]:
-    """Read shares that are not added: of all microbatches or some, only those that ranks at one place along axes received."""
-    trial, pieces = fit.trial, fit.pieces
-    microbatches = [*_choices(range(1, trial.case.passes + 1))] if fit.alike is None else []
-    for missing, chosen in itertools.product(_choices(_axes(trial)), microbatches):
-        others, at = ~np.isin(pieces.microbatch + 1, chosen), pieces.places(missing)
-        own = {rank: (at == _place(trial, rank, missing)).all(axis=1) & ~others for rank in trial.ranks}
-        known = (1, math.prod(getattr(trial.case.dims, axis) for axis in missing))  # not divided either
-        times = fit.factor(partial(_counting, others, own, 0), partial(_counting, ~others & others, own, 1), known)
-        if times is not None:
-            cause, silent = _cause(fit, missing, chosen, times, known)
-            found = _reading(fit, cause, partial(_counting, others, own, times), free=times not in known)
-            yield replace(found, assume=partial(_not_moved, found, silent))
+    """Read shares that are not added: only those that ranks with the same coordinates along some axes received.
+
+    This may be so in all microbatches, or in some.
+    """
+    trial = fit.trial
+    pieces = fit.pieces
+    choices = [*_choices(range(1, trial.case.passes + 1))] if fit.alike is None else []
+    for missing, microbatch_numbers in itertools.product(_choices(_axes(trial)), choices):
+        is_other = ~np.isin(pieces.microbatch + 1, microbatch_numbers)
+        coordinates = pieces.places(missing)
+        own_pieces = {}
+        for rank in trial.ranks:
+            own_pieces[rank] = (coordinates == _place(trial, rank, missing)).all(axis=1) & ~is_other
+        usual_factors = (1, math.prod(getattr(trial.case.dims, axis) for axis in missing))  # not divided either
+        without_own = partial(_counting, is_other, own_pieces, 0)
+        own_alone = partial(_counting, np.zeros_like(is_other), own_pieces, 1)
+        factor = fit.factor(without_own, own_alone, usual_factors)
+        if factor is not None:
+            cause, silent = _cause(fit, missing, microbatch_numbers, factor, usual_factors)
+            weights = partial(_counting, is_other, own_pieces, factor)
+            reading = _reading(fit, cause, weights, free=factor not in usual_factors)
+            yield replace(reading, assume=partial(_not_moved, reading, silent))
 
 
-def _counting(others: np.ndarray, own: Mapping[int, np.ndarray], times: float, step: int, rank: int) -> np.ndarray:
-    return np.asarray(others + times * own[rank])
+def _counting(
+    is_other: np.ndarray, own_pieces: Mapping[int, np.ndarray], factor: float, step: int, rank: int
+) -> np.ndarray:
+    """Return how often each piece counts on a rank: others once, its own `factor` times. float64 [pieces]"""
+    return np.asarray(is_other + factor * own_pieces[rank])
 
 
-def _choices(of: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+def _choices(options: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
     """Yield every choice of one or more of these, the smallest first."""
-    return itertools.chain.from_iterable(itertools.combinations(of, count + 1) for count in range(len(of)))
+    return itertools.chain.from_iterable(itertools.combinations(options, count + 1) for count in range(len(options)))
 
 
 def _cause(
-    fit: Fit, missing: tuple[str, ...], chosen: tuple[int, ...], times: float, known: Sequence[float]
+    fit: Fit,
+    missing: tuple[str, ...],
+    microbatch_numbers: tuple[int, ...],
+    factor: float,
+    usual_factors: Sequence[float],
 ) -> tuple[Cause, list[str]]:
-    """Return the cause, and the axes over which nothing ran."""
-    trial, some = fit.trial, chosen if len(chosen) < fit.trial.case.passes else ()
-    silent = {a: op for a, op in silent_axes(trial, fit.step).items() if a.removesuffix("_cp") in missing}
-    moved = verdict_of(trial, "traffic") is Verdict.PASS
-    hints = silent_text(trial, fit.step, silent)
-    who = "rank" if {*missing} == {*_axes(trial)} else f"place along {' and '.join(missing)}"
-    hints = hints or [f"each {who} adds only its own" + ", though collectives ran" * moved]
-    hints += [f"its own counts {times_text(times)}{factor_text(trial, times, False)}"] * (times not in known)
-    of = f" of {_some(fit, some).rpartition(' ')[0]}" if some else ""
-    text = f"gradients{of} are not reduced over {' and '.join(missing)}"
-    details = (("axes", missing), ("microbatches", some), ("factor", times))
-    return Cause("gradients not reduced", text, hint=", ".join(hints), details=details), [*silent]
+    """Return (the cause, the axes over which nothing ran)."""
+    trial = fit.trial
+    microbatches = microbatch_numbers if len(microbatch_numbers) < fit.trial.case.passes else ()
+    silent_ops = {axis: op for axis, op in silent_axes(trial, fit.step).items() if axis.removesuffix("_cp") in missing}
+    has_traffic = verdict_of(trial, "traffic") is Verdict.PASS
+    hints = silent_text(trial, fit.step, silent_ops)
+    owner = "rank" if {*missing} == {*_axes(trial)} else f"place along {' and '.join(missing)}"
+    if not hints:
+        hints = [f"each {owner} adds only its own" + (", though collectives ran" if has_traffic else "")]
+    if factor not in usual_factors:
+        hints = [*hints, f"its own counts {times_text(factor)}{factor_text(trial, factor, False)}"]
+    microbatches_text = f" of {_some(fit, microbatches).rpartition(' ')[0]}" if microbatches else ""
+    text = f"gradients{microbatches_text} are not reduced over {' and '.join(missing)}"
+    details = (("axes", missing), ("microbatches", microbatches), ("factor", factor))
+    return Cause("gradients not reduced", text, hint=", ".join(hints), details=details), [*silent_ops]
 
 
 def _not_moved(reading: Reading, axes: Sequence[str], steps: Sequence[int]) -> Callable[[Trial], Trial]:
-    """Assume in addition that nothing is to move over these axes."""
+    """Return how to assume in addition that nothing is to move over these axes."""
     left_out = frozenset(itertools.product(axes, steps))
 
-    def both(trial: Trial) -> Trial:
-        then = reading.assume(steps)(trial)
-        return replace(then, plan=replace(then.plan, unreduced=then.plan.unreduced | left_out))
+    def assume_both(trial: Trial) -> Trial:
+        assumed = reading.assume(steps)(trial)
+        return replace(assumed, plan=replace(assumed.plan, unreduced=assumed.plan.unreduced | left_out))
 
-    return both
+    return assume_both
 
 
 # ---- clipped more than once a step
@@ -268,105 +329,149 @@ def _not_moved(reading: Reading, axes: Sequence[str], steps: Sequence[int]) -> C
 
 def _clipped_while_adding_up(fit: Fit) -> Iterator[Hypothesis]:
     """Suppose that the accumulated gradient is clipped after every microbatch: of all ranks, or on each rank its own."""
-    trial, pieces, passes = fit.trial, fit.pieces, fit.trial.case.passes
+    trial = fit.trial
+    pieces = fit.pieces
+    passes = fit.trial.case.passes
     last = fit.counted & (pieces.microbatch == passes - 1)
-    once = passes == 1 or trial.case.training.max_norm is None
-    if once or fit.alike is None or not fit.same(fit.alike[last], 1.0):
+    is_clipped_once = passes == 1 or trial.case.training.max_norm is None
+    if is_clipped_once or fit.alike is None or not fit.same(fit.alike[last], 1.0):
         return
-    of = defaultdict[tuple[int, int], list[int]](list)
-    for number, (rank, _, place, _) in enumerate(pieces.all):
-        of[rank, place].append(number)
-    whose = [("", [[*range(len(pieces.all))]]), ("each rank clips its own before they are reduced", [*of.values()])]
-    for (hint, chains), twice in itertools.product(whose[: len(of)], (False, True)):
-        times = "after every microbatch" + " and once more before the step" * twice
+    pieces_of_chains = defaultdict[tuple[int, int], list[int]](list)
+    for number, (rank, _, cp_rank, _) in enumerate(pieces.all):
+        pieces_of_chains[rank, cp_rank].append(number)
+    chain_choices = [("", [[*range(len(pieces.all))]])]
+    if len(pieces_of_chains) > 1:
+        chain_choices.append(("each rank clips its own before they are reduced", [*pieces_of_chains.values()]))
+    for (hint, chains), twice in itertools.product(chain_choices, (False, True)):
+        text_of_times = "after every microbatch" + (" and once more before the step" if twice else "")
         details = (("each rank", bool(hint)), ("once more", twice))
-        text = f"accumulated gradients are clipped {times}"
+        text = f"accumulated gradients are clipped {text_of_times}"
         cause = Cause("clipped in every microbatch", text, "", "once a step", hint, details=details)
         yield Hypothesis(cause, partial(_clipping, pieces, chains, twice))
 
 
 def _clipping(pieces: Pieces, chains: Sequence[Sequence[int]], twice: bool, trial: Trial) -> Trial:
     """Assume that each chain adds up its own pieces, which are as much larger as they are averaged over chains.
-    twice: their sum is clipped, and what comes of that again, whose norm is reported."""
-    passes, limit = trial.case.passes, trial.case.training.max_norm
-    parts = [[n for n in chain if pieces.microbatch[n] == number] for chain in chains for number in range(passes)]
+
+    twice: the sum is clipped, and the result is clipped again. The norm of the clipped sum is reported.
+    """
+    passes = trial.case.passes
+    limit = trial.case.training.max_norm
+    pieces_of_shares = []
+    for chain, number in itertools.product(chains, range(passes)):
+        pieces_of_shares.append([piece for piece in chain if pieces.microbatch[piece] == number])
 
     def shares(step: int, batch: Batch) -> list[np.ndarray]:
-        return [np.asarray(sum(pieces.mask(number, step) for number in part)) for part in parts]
+        masks = []
+        for pieces_of_share in pieces_of_shares:
+            masks.append(np.asarray(sum(pieces.mask(piece, step) for piece in pieces_of_share)))
+        return masks
 
     def reduce(step: int, gradients: list[Arrays]) -> list[Arrays]:
         sums = []
         for first in range(0, len(gradients), passes):
-            held = gradients[first]
-            for more in gradients[first + 1 : first + passes]:
-                by = clip_coefficient(len(chains) * norm_of_all(held), limit)
-                held = {fqn: more[fqn] + held[fqn].dtype.type(by) * held[fqn] for fqn in held}
-            sums.append(held)
+            accumulated = gradients[first]
+            for gradient in gradients[first + 1 : first + passes]:
+                coefficient = clip_coefficient(len(chains) * norm_of_all(accumulated), limit)
+                accumulated = {
+                    fqn: gradient[fqn] + value.dtype.type(coefficient) * value for fqn, value in accumulated.items()
+                }
+            sums.append(accumulated)
         return summed(sums)[:1]
 
-    def clipped(norm: float) -> float:
+    def clipped_norm(norm: float) -> float:
         return norm * clip_coefficient(norm, limit)
 
-    def by(norm: float) -> float:
-        return clip_coefficient(norm, limit) * clip_coefficient(clipped(norm), limit)
+    def coefficient_of_both(norm: float) -> float:
+        return clip_coefficient(norm, limit) * clip_coefficient(clipped_norm(norm), limit)
+
+    def clip_twice(step: int, gradients: Arrays, norm: float, _: Any) -> Arrays:
+        return {fqn: coefficient_of_both(norm) * gradient for fqn, gradient in gradients.items()}
 
     norms = {step: norm_of(trial, step) for step in trial.case.steps}
-    given = {"given": lambda step, gradients, norm, _: {fqn: by(norm) * g for fqn, g in gradients.items()}}
-    words, owners = [given if twice else {}], [0] * len(parts)
-    other = assume.apart(trial, {}, words, owners=owners, shares=shares, reduce=reduce)
+    changes = [{"given": clip_twice} if twice else {}]
+    owners = [0] * len(pieces_of_shares)
+    assumed_trial = assume.apart(trial, {}, changes, owners=owners, shares=shares, reduce=reduce)
     if not twice:
-        return other
-    assumed = AssumedOptimizer(given=lambda rank, step, fqn, gradient: by(norms[step]) * gradient)
-    return other.assuming(assumed, reports={"grad_norm": lambda rank, step: clipped(norms[step])})
+        return assumed_trial
+    assumed = AssumedOptimizer(given=lambda rank, step, fqn, gradient: coefficient_of_both(norms[step]) * gradient)
+    return assumed_trial.assuming(assumed, reports={"grad_norm": lambda rank, step: clipped_norm(norms[step])})
 
 
 # ---- another parameter of the partner
 
 
 def _exchanged(trial: Trial, pieces: Pieces, gradients: list[Arrays], step: int) -> Iterator[Hypothesis]:
-    """Find the parameter whose gradient a rank of two replicas takes of its partner, in place of the right one."""
+    """Suppose that a rank of two replicas adds another parameter's gradient of its partner, in place of the right one."""
     wrong = wrong_pairs(trial, step)
     if trial.case.dims.dp_replicate != 2 or not trial.case.exact or {rank for rank, _ in wrong} == {*trial.ranks}:
         return
     replicas = pieces.places(("dp_replicate",))[:, 0]
-    own = [summed([gradients[n] for n in np.flatnonzero(replicas == one)])[0] for one in (0, 1)]
-    found = {at: added for at in wrong if (added := _added(trial, *at, step, own))}
-    if len(found) == len(wrong):
-        (rank, fqn), (other, factor) = next(iter(found.items()))
+    gradients_of_replicas = []
+    for replica in (0, 1):
+        gradients_of_pieces = [gradients[piece] for piece in np.flatnonzero(replicas == replica)]
+        gradients_of_replicas.append(summed(gradients_of_pieces)[0])
+    added_gradients = {pair: added for pair in wrong if (added := _added(trial, *pair, step, gradients_of_replicas))}
+    if len(added_gradients) == len(wrong):
+        (rank, fqn), (other, factor) = next(iter(added_gradients.items()))
         hint = f"rank {rank} adds {times_text(factor)} its partner's {other} to its {fqn}"
         details = (("rank", rank), ("parameter", fqn), ("adds", other), ("factor", factor))
         text = "tensors are swapped in the reduction over dp_replicate"
         cause = Cause("reductions exchanged", text, where_text(trial, wrong), hint=hint, details=details)
-        yield Hypothesis(cause, partial(_adding_another, found, step), 1 + len({times for _, times in found.values()}))
+        factors = {factor for _, factor in added_gradients.values()}
+        yield Hypothesis(cause, partial(_adding_another, added_gradients, step), 1 + len(factors))
 
 
-def _added(trial: Trial, rank: int, fqn: str, step: int, own: list[Arrays]) -> tuple[str, float] | None:
-    """Return the partner's parameter that is added, and how often. own: by replica, what its samples give."""
+def _added(
+    trial: Trial, rank: int, fqn: str, step: int, gradients_of_replicas: list[Arrays]
+) -> tuple[str, float] | None:
+    """Return (the partner's parameter that is added, its factor). None if there is none.
+
+    gradients_of_replicas: by replica, the gradients that its samples give.
+    """
     seen = seen_gradients(trial, rank, step)[fqn]
     for other in trial.plan.shapes:
-        mine, theirs = _two(trial, rank, fqn, other, own)
-        if np.any(theirs):
-            factor = best_fit(seen - mine, theirs)
-            if relative_difference(seen - mine, factor * theirs) < 1e-9:
+        own_gradient, partner_gradient = _two(trial, rank, fqn, other, gradients_of_replicas)
+        if np.any(partner_gradient):
+            factor = best_fit(seen - own_gradient, partner_gradient)
+            if relative_difference(seen - own_gradient, factor * partner_gradient) < 1e-9:
                 return other, round(factor, 9)
     return None
 
 
-def _two(trial: Trial, rank: int, fqn: str, other: str, of: list[Arrays]) -> tuple[np.ndarray, np.ndarray]:
-    """Return a rank's slice, and its partner's of another parameter in that shape, or zeros. of: by replica."""
-    places = {one: coordinate(trial.case.dims, one)["dp_replicate"] for one in trial.plan.peers(rank, "dp_replicate")}
-    partner = next(one for one in places if one != rank)
-    parts = [(one, name, trial.slice_of(one, name)) for one, name in ((rank, fqn), (partner, other))]
-    own, theirs = (np.zeros(0) if part is None else take(of[places[one]][name], part) for one, name, part in parts)
-    return own, theirs.reshape(own.shape) if theirs.size == own.size else np.zeros_like(own)
+def _two(trial: Trial, rank: int, fqn: str, other: str, gradients: list[Arrays]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (a rank's slice of a gradient, its partner's slice of another parameter's gradient in the same shape).
+
+    The second is zeros if the sizes differ. gradients: by replica.
+    """
+    peers = trial.plan.peers(rank, "dp_replicate")
+    replicas = {peer: coordinate(trial.case.dims, peer)["dp_replicate"] for peer in peers}
+    partner = next(peer for peer in replicas if peer != rank)
+
+    def gradient_of(holder: int, name: str) -> np.ndarray:
+        slice_ = trial.slice_of(holder, name)
+        return np.zeros(0) if slice_ is None else take(gradients[replicas[holder]][name], slice_)
+
+    own_gradient = gradient_of(rank, fqn)
+    partner_gradient = gradient_of(partner, other)
+    if partner_gradient.size != own_gradient.size:
+        return own_gradient, np.zeros_like(own_gradient)
+    return own_gradient, partner_gradient.reshape(own_gradient.shape)
 
 
-def _adding_another(found: Mapping[Pair, tuple[str, float]], since: int, trial: Trial) -> Trial:
+def _adding_another(added_gradients: Mapping[Pair, tuple[str, float]], since: int, trial: Trial) -> Trial:
+    """Assume that ranks add these gradients of their partner from step `since` on."""
+
     def reduce(step: int, gradients: list[Arrays]) -> list[Arrays]:
-        total = [{fqn: value.copy() for fqn, value in own.items()} for own in summed(gradients)]
-        for (rank, fqn), (other, factor) in found.items() if step >= since else ():
-            (own, theirs), (there, _) = (_two(trial, rank, fqn, other, of) for of in (gradients, total))
-            there[...] = own + factor * theirs
+        total = []
+        for gradients_of_share in summed(gradients):
+            total.append({fqn: value.copy() for fqn, value in gradients_of_share.items()})
+        if step < since:
+            return total
+        for (rank, fqn), (other, factor) in added_gradients.items():
+            own_gradient, partner_gradient = _two(trial, rank, fqn, other, gradients)
+            target, _ = _two(trial, rank, fqn, other, total)
+            target[...] = own_gradient + factor * partner_gradient
         return total
 
     return clipping_apart(train_apart(trial, "dp_replicate", reduce))

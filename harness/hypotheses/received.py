@@ -1,4 +1,4 @@
-"""What ranks received, put together to the batches of one device, and the reference as trained on that; at which positions."""
+"""Rows that ranks received, put together to the batches of one device, and the reference trained on them; their positions."""
 
 from __future__ import annotations
 
@@ -32,70 +32,89 @@ FARTHEST = 4
 
 @dataclass(frozen=True)
 class Rows:
-    """What one step received, int64 [rows, positions]. whole: False if the loss had labels that are not one a token."""
+    """Tokens and labels that ranks received in one step."""
 
     tokens: np.ndarray
+    """int64 [rows, positions]"""
     labels: np.ndarray
+    """int64 [rows, positions]"""
     whole: bool = True
+    """False if the loss had labels that are not one a token."""
 
 
 def received(trial: Trial, step: int) -> Rows | None:
-    """The rows of all data-parallel shares, each put together from its cp ranks; None where they do not make up rows."""
-    parts = [of_share(trial, rank, step) for rank in one_rank_per_share(trial)]
-    known = [part for part in parts if part is not None]
-    if not known or len(known) < len(parts):
+    """Return the rows of all data-parallel shares, each put together from its cp ranks. None if they do not make up rows."""
+    rows_of_shares = [of_share(trial, rank, step) for rank in one_rank_per_share(trial)]
+    known = [rows for rows in rows_of_shares if rows is not None]
+    if not known or len(known) < len(rows_of_shares):
         return None
-    tokens, labels = np.vstack([part.tokens for part in known]), np.vstack([part.labels for part in known])
-    return Rows(tokens, labels, all(part.whole for part in known))
+    tokens = np.vstack([rows.tokens for rows in known])
+    labels = np.vstack([rows.labels for rows in known])
+    return Rows(tokens, labels, all(rows.whole for rows in known))
 
 
 def of_share(trial: Trial, rank: int, step: int) -> Rows | None:
-    """Return the rows of one data-parallel share, put together from its cp ranks; None where they do not make up rows."""
+    """Return the rows of one data-parallel share, put together from its cp ranks. None if they do not make up rows."""
     length = trial.case.seq_len(step)
-    pieces = {}
+    rows_by_peer = {}
     for peer in trial.plan.peers(rank, "cp"):
         rows = rows_received(trial, step).get(peer)
-        found = positions_received(trial, peer, step)
-        at = positions(trial.case, peer, length) if found is None else found
-        if not rows or any(len(row) != len(at) for row in rows):
+        received_positions = positions_received(trial, peer, step)
+        columns = positions(trial.case, peer, length) if received_positions is None else received_positions
+        if not rows or any(len(row) != len(columns) for row in rows):
             return None
-        pieces[peer] = at, np.stack(rows)
-    places = sorted(np.concatenate([at for at, _ in pieces.values()]))
-    if len({len(rows) for _, rows in pieces.values()}) > 1 or places != [*range(length)]:
+        rows_by_peer[peer] = columns, np.stack(rows)
+    covered_positions = sorted(np.concatenate([columns for columns, _ in rows_by_peer.values()]))
+    if len({len(rows) for _, rows in rows_by_peer.values()}) > 1 or covered_positions != [*range(length)]:
         return None
-    tokens = np.empty((len(pieces[rank][1]), length), np.int64)
-    for at, of_peer in pieces.values():
-        tokens[:, at] = of_peer
-    labels, whole = own_labels(trial, tokens), True
-    for peer, (at, _) in pieces.items():
-        seen, fits = _labels_seen(trial, peer, step, labels[:, at])
-        labels[:, at], whole = seen, whole and fits
+    tokens = np.empty((len(rows_by_peer[rank][1]), length), np.int64)
+    for columns, rows_of_peer in rows_by_peer.values():
+        tokens[:, columns] = rows_of_peer
+    labels = own_labels(trial, tokens)
+    whole = True
+    for peer, (columns, _) in rows_by_peer.items():
+        labels_of_peer, fits = _labels_seen(trial, peer, step, labels[:, columns])
+        labels[:, columns] = labels_of_peer
+        whole = whole and fits
     return Rows(tokens, labels, whole)
 
 
 def own_labels(trial: Trial, tokens: np.ndarray) -> np.ndarray:
-    """Return the labels of the samples; rows that are no sample's have their next tokens."""
+    """Return the right labels of these tokens, int64 [rows, positions]. Rows that are no sample's have their next tokens."""
     samples = enumerate(trial.reference.tokens)
-    known = {row[: tokens.shape[1]].tobytes(): trial.reference.labels[place] for place, row in samples}
-    return np.stack([known.get(row.tobytes(), np.append(row[1:], IGNORED))[: len(row)] for row in tokens])
+    labels_by_tokens = {row[: tokens.shape[1]].tobytes(): trial.reference.labels[index] for index, row in samples}
+    labels = []
+    for row in tokens:
+        next_tokens = np.append(row[1:], IGNORED)
+        labels.append(labels_by_tokens.get(row.tobytes(), next_tokens)[: len(row)])
+    return np.stack(labels)
 
 
 def _labels_seen(trial: Trial, feeder: int, step: int, own: np.ndarray) -> tuple[np.ndarray, bool]:
-    """The labels that the loss of what this rank was fed was computed from, laid as its tokens lie."""
+    """Return (labels that the loss of this rank's samples was computed from, laid as its tokens lie; are they one a token).
+
+    Right labels stand for those that were not seen. own: the right labels, int64 [rows, positions].
+    """
     ranks = (rank for rank in last_stage_ranks(trial) if feeder_of(trial, rank) == feeder)
-    parts = [part for rank in ranks for part in parts_of(trial, rank, step) if part.labels is not None]
+    all_parts = itertools.chain.from_iterable(parts_of(trial, rank, step) for rank in ranks)
+    parts = [part for part in all_parts if part.labels is not None]
     if not parts or len(own) % len(parts):
         return own, True
-    pieces = np.split(own, len(parts))
-    laid = [(seen_labels(part, pieces[n]), pieces[n]) for n, part in enumerate(parts)]
+    labels_of_parts = []
+    for part, own_of_part in zip(parts, np.split(own, len(parts)), strict=True):
+        labels = seen_labels(part, own_of_part)
+        labels_of_parts.append(own_of_part if labels is None else labels)
     fits = all(part.labels is not None and part.labels.size * len(parts) == own.size for part in parts)
-    return np.vstack([rows if found is None else found for found, rows in laid]), fits
+    return np.vstack(labels_of_parts), fits
 
 
 def seen_labels(part: Microbatch, own: np.ndarray) -> np.ndarray | None:
-    """[samples, positions], IGNORED where there is none; None where labels lie in no way that is known. Wrong ones may be
-    right ones of other positions, of fewer if need be, and so may those without some positions that do not count."""
-    laid, size = laid_out(part, own), 0 if part.labels is None else part.labels.size
+    """Return the labels of a microbatch, [samples, positions], IGNORED where there is none. None if their layout is unknown.
+
+    Wrong labels may be right ones of other positions, of fewer if need be. So may labels that lack positions that do not count.
+    """
+    laid = laid_out(part, own)
+    size = 0 if part.labels is None else part.labels.size
     if laid is not None and np.array_equal(laid, own) and size in (own.size, (own != IGNORED).sum()):
         return laid
     for columns in _columns(part, len(own)):
@@ -107,7 +126,7 @@ def seen_labels(part: Microbatch, own: np.ndarray) -> np.ndarray | None:
 
 
 def _columns(part: Microbatch, samples: int) -> Iterator[np.ndarray]:
-    """Labels in rows of any length: as they lie, or put together from chunks along the sequence."""
+    """Yield a microbatch's labels in rows of any length: as they lie, and put together from chunks along the sequence."""
     assert part.labels is not None
     flat = part.labels.ravel()
     if flat.size % samples == 0:
@@ -118,44 +137,53 @@ def _columns(part: Microbatch, samples: int) -> Iterator[np.ndarray]:
 
 
 def shift_of(labels: np.ndarray, own: np.ndarray) -> int | None:
-    """Return how many places labels are shifted to later tokens: 0 for right ones, of however many positions."""
+    """Return by how many positions labels are shifted to later tokens, 0 for right ones. None if by no shift that is tried."""
     width = own.shape[1]
-    for by in sorted(range(-FARTHEST, FARTHEST + 1), key=abs):
-        first, last = max(0, -by), min(labels.shape[1], width - by)
-        if last - first >= width // 2 and np.array_equal(labels[:, first:last], own[:, first + by : last + by]):
-            return by
+    for shift in sorted(range(-FARTHEST, FARTHEST + 1), key=abs):
+        first = max(0, -shift)
+        last = min(labels.shape[1], width - shift)
+        if last - first >= width // 2 and np.array_equal(labels[:, first:last], own[:, first + shift : last + shift]):
+            return shift
     return None
 
 
 def at_the_ends(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, int, int]]]) -> bool:
-    """A label is the next token. At the end of a rank's part that is another rank's, and only there all are wrong."""
+    """Return whether all wrong labels are at ends of a cp rank's parts of the sequence.
+
+    A label is the next token, which at such an end is another rank's. wrong: rank -> (position, label, right label).
+    """
     for rank, labels in wrong.items():
-        at = positions(trial.case, rank, trial.case.seq_len(step)).tolist()
-        ends = {place for place, following in zip(at, [*at[1:], None], strict=True) if following != place + 1}
-        if trial.case.dims.cp == 1 or not {place for place, _, _ in labels} <= ends:
+        rank_positions = positions(trial.case, rank, trial.case.seq_len(step)).tolist()
+        neighbours = zip(rank_positions, [*rank_positions[1:], None], strict=True)
+        ends = {position for position, following in neighbours if following != position + 1}
+        if trial.case.dims.cp == 1 or not {position for position, _, _ in labels} <= ends:
             return False
     return True
 
 
 def parts_of_samples(trial: Trial, step: int, ranks: tuple[int, ...]) -> int:
-    """Return how many tokens into the step's samples all rows begin; 0 where they do not. Half of a row at least is known."""
-    ids, length = trial.reference.samples[step - 1], trial.case.seq_len(step)
+    """Return how many tokens into the step's samples all rows begin; 0 if they do not.
+
+    At least half of a row must be in the sample.
+    """
+    ids = trial.reference.samples[step - 1]
+    length = trial.case.seq_len(step)
     samples = [trial.reference.tokens[trial.reference.sample_ids.index(id_)] for id_ in ids]
-    rows = [row for rank in ranks for row in rows_received(trial, step)[rank]]
-    for by in range(1, len(samples[0]) - length // 2):
-        known = {sample[by : by + length].tobytes() for sample in samples}
-        if all(row[: len(samples[0]) - by].tobytes() in known for row in rows):
-            return by
+    rows = [*itertools.chain.from_iterable(rows_received(trial, step)[rank] for rank in ranks)]
+    for first_token in range(1, len(samples[0]) - length // 2):
+        known = {sample[first_token : first_token + length].tobytes() for sample in samples}
+        if all(row[: len(samples[0]) - first_token].tobytes() in known for row in rows):
+            return first_token
     return 0
 
 
 def share_rows(trial: Trial) -> bool:
-    """Whether two dp ranks receive one row of tokens at any time, although the recipe feeds each sample once."""
-    planned = [id_ for ids in trial.reference.samples for id_ in ids]
-    seen: dict[int, set[bytes]] = {rank: set() for rank in one_rank_per_share(trial)}
-    for rank, step in itertools.product(seen, trial.case.steps):
-        seen[rank] |= {row.tobytes() for row in rows_received(trial, step).get(rank, [])}
-    overlap = any(one & other for one, other in itertools.combinations(seen.values(), 2))
+    """Return whether two dp ranks ever receive the same row of tokens, although the recipe has each sample once."""
+    planned = [*itertools.chain.from_iterable(trial.reference.samples)]
+    rows_by_rank: dict[int, set[bytes]] = {rank: set() for rank in one_rank_per_share(trial)}
+    for rank, step in itertools.product(rows_by_rank, trial.case.steps):
+        rows_by_rank[rank] |= {row.tobytes() for row in rows_received(trial, step).get(rank, [])}
+    overlap = any(first & second for first, second in itertools.combinations(rows_by_rank.values(), 2))
     return len(set(planned)) == len(planned) and overlap
 
 
@@ -172,93 +200,121 @@ def validated_rows(trial: Trial, step: int, ranks: tuple[int, ...]) -> bool:
 
 
 def whose_labels(trial: Trial, rows: Rows) -> str:
-    """Say of which samples the wrong labels are: of others of the step, or of those of one other step; empty if of neither."""
+    """Return in words of which samples the wrong labels are: of other rows, or of one other step. Empty if of neither."""
     own = own_labels(trial, rows.tokens)
     if sorted(row.tobytes() for row in own) == sorted(row.tobytes() for row in rows.labels):
         return "they are those of other rows"
     labels = dict(zip(trial.reference.sample_ids, trial.reference.labels[:, : own.shape[1]], strict=True))
-    of = {labels[id_].tobytes(): step for step, ids in enumerate(trial.reference.samples, start=1) for id_ in ids}
-    steps = {of.get(seen.tobytes()) for seen, right in zip(rows.labels, own, strict=True) if (seen != right).any()}
+    step_of_labels = {}
+    for step, ids in enumerate(trial.reference.samples, start=1):
+        for id_ in ids:
+            step_of_labels[labels[id_].tobytes()] = step
+    wrong_rows_of_labels = [seen for seen, right in zip(rows.labels, own, strict=True) if (seen != right).any()]
+    steps = {step_of_labels.get(row.tobytes()) for row in wrong_rows_of_labels}
     return f"they are those of step {steps.pop()}" if len(steps) == 1 and None not in steps else ""
 
 
 def of_other_positions(trial: Trial, step: int, rows: Rows) -> str:
-    """Say at which positions of the same samples the labels of a cp rank stand; empty where they stand nowhere in them."""
-    length, own = trial.case.seq_len(step), own_labels(trial, rows.tokens)
-    due = {rank: positions(trial.case, rank, length) for rank in trial.plan.peers(one_rank_per_share(trial)[0], "cp")}
-    seen = {rank: _columns_of(rows.labels[:, at], own) for rank, at in due.items()}
-    found = {rank: at for rank, at in seen.items() if at is not None}
-    odd = [rank for rank, at in found.items() if not np.array_equal(at, due[rank])]
-    if not odd or len(found) < len(seen):
+    """Return in words at which positions of the same samples the labels of a cp rank stand. Empty if nowhere in them."""
+    length = trial.case.seq_len(step)
+    own = own_labels(trial, rows.tokens)
+    cp_ranks = trial.plan.peers(one_rank_per_share(trial)[0], "cp")
+    expected_columns = {rank: positions(trial.case, rank, length) for rank in cp_ranks}
+    columns_by_rank = {rank: _columns_of(rows.labels[:, columns], own) for rank, columns in expected_columns.items()}
+    located = {rank: columns for rank, columns in columns_by_rank.items() if columns is not None}
+    wrong_ranks = [rank for rank, columns in located.items() if not np.array_equal(columns, expected_columns[rank])]
+    if not wrong_ranks or len(located) < len(columns_by_rank):
         return ""
-    (of, at), balance = (positions_text(by[odd[0]]) for by in (found, due)), trial.case.features.cp_load_balance
-    text = f"rank {odd[0]} has the labels of positions {of} for its tokens at {at}"
-    other = replace(trial.case, features=replace(trial.case.features, cp_load_balance=not balance))
-    if all(np.array_equal(at, positions(other, rank, length)) for rank, at in found.items()):
+    observed_text = positions_text(located[wrong_ranks[0]])
+    tokens_text = positions_text(expected_columns[wrong_ranks[0]])
+    balance = trial.case.features.cp_load_balance
+    text = f"rank {wrong_ranks[0]} has the labels of positions {observed_text} for its tokens at {tokens_text}"
+    changed_case = replace(trial.case, features=replace(trial.case.features, cp_load_balance=not balance))
+    if all(np.array_equal(columns, positions(changed_case, rank, length)) for rank, columns in located.items()):
         text += f": labels are cut over cp as by cp_load_balance {not balance}, tokens by {balance}"
     return text
 
 
 def _columns_of(labels: np.ndarray, own: np.ndarray) -> np.ndarray | None:
-    """Return the columns of `own` that these are, each another one; of equal ones that which goes on from the one before."""
+    """Return the column of `own` that each column of labels is equal to, each another one. None if some is equal to none.
+
+    Of several equal columns it is the one after the last column, else the first.
+    """
     chosen: list[int] = []
-    for same in (labels[:, :, None] == own[:, None, :]).all(axis=0):
-        left = [at for at in np.flatnonzero(same).tolist() if at not in chosen]
-        if not left:
+    for matches in (labels[:, :, None] == own[:, None, :]).all(axis=0):
+        candidates = [column for column in np.flatnonzero(matches).tolist() if column not in chosen]
+        if not candidates:
             return None
-        chosen.append(chosen[-1] + 1 if chosen and chosen[-1] + 1 in left else left[0])
+        chosen.append(chosen[-1] + 1 if chosen and chosen[-1] + 1 in candidates else candidates[0])
     return np.array(chosen)
 
 
 def shifted(trial: Trial, step: int, rows: Rows) -> int:
-    """Return how many places labels that count are shifted to later tokens. They may be so in whole rows, or in each cp
-    rank's part. It is 0 where they are not."""
-    length, own = trial.case.seq_len(step), own_labels(trial, rows.tokens)
+    """Return by how many positions labels that count are shifted to later tokens; 0 if they are not.
+
+    They may be shifted in whole rows, or in each cp rank's part.
+    """
+    length = trial.case.seq_len(step)
+    own = own_labels(trial, rows.tokens)
     nexts = np.where(own >= 0, own, np.append(rows.tokens[:, 1:], own[:, -1:], axis=1))
-    cut = [positions(trial.case, place * trial.case.dims.tp, length) for place in range(trial.case.dims.cp)]
-    for parts in ([np.arange(length)], cut):
-        pieces = [(rows.labels[:, at], nexts[:, at]) for at in parts]
-        found = (by for by in sorted(range(-FARTHEST, FARTHEST + 1), key=abs) if _are_shifted(pieces, by))
-        if (by := next(found, None)) is not None:
-            return by
+    ranks_of_parts = [cp_rank * trial.case.dims.tp for cp_rank in range(trial.case.dims.cp)]
+    positions_of_parts = [positions(trial.case, rank, length) for rank in ranks_of_parts]
+    for columns_of_parts in ([np.arange(length)], positions_of_parts):
+        pieces = [(rows.labels[:, columns], nexts[:, columns]) for columns in columns_of_parts]
+        for shift in sorted(range(-FARTHEST, FARTHEST + 1), key=abs):
+            if _are_shifted(pieces, shift):
+                return shift
     return 0
 
 
-def _are_shifted(pieces: Sequence[tuple[np.ndarray, np.ndarray]], by: int) -> bool:
-    """Say whether all labels that count, and half of them at least, are the tokens so many places after the next one."""
-    same, counted = list[np.ndarray](), 0
+def _are_shifted(pieces: Sequence[tuple[np.ndarray, np.ndarray]], shift: int) -> bool:
+    """Return whether all labels that count are the tokens `shift` positions after the next one.
+
+    At least half of the labels that count must have such a token. pieces: (labels, next tokens).
+    """
+    matches_of_pieces = list[np.ndarray]()
+    counted = 0
     for labels, nexts in pieces:
-        first, last = max(0, -by), labels.shape[1] - max(0, by)
-        seen, wanted = labels[:, first:last], nexts[:, first + by : last + by]
-        same.append((seen == wanted)[(seen >= 0) & (wanted >= 0)])
+        first = max(0, -shift)
+        last = labels.shape[1] - max(0, shift)
+        observed = labels[:, first:last]
+        wanted = nexts[:, first + shift : last + shift]
+        matches_of_pieces.append((observed == wanted)[(observed >= 0) & (wanted >= 0)])
         counted += int((labels >= 0).sum())
-    alike = np.concatenate(same)
-    return bool(alike.all()) and 0 < counted <= 2 * len(alike)
+    matches = np.concatenate(matches_of_pieces)
+    return bool(matches.all()) and 0 < counted <= 2 * len(matches)
 
 
 def trained_on(trial: Trial, by_step: dict[int, Rows], counted: dict[int, float] | None = None) -> Trial:
-    """Assume that these rows were the samples of these steps. counted: by step, how often the loss of each token counts in
-    gradients."""
-    reference, samples = trial.reference, list(trial.reference.samples)
-    tokens, labels, ids = list(reference.tokens), list(reference.labels), list(reference.sample_ids)
-    labelled: dict[int, bytes] = {}
+    """Assume that these rows were the samples of these steps.
+
+    counted: by step, how often the loss of each token counts in gradients.
+    """
+    reference = trial.reference
+    samples = list(trial.reference.samples)
+    tokens = list(reference.tokens)
+    labels = list(reference.labels)
+    ids = list(reference.sample_ids)
+    labels_of_samples: dict[int, bytes] = {}
     length = reference.tokens.shape[1]
     for step, rows in by_step.items():
-        width, chosen = rows.tokens.shape[1], []
-        known = {row[:width].tobytes(): place for place, row in enumerate(tokens)}
-        for n, row in enumerate(rows.tokens):
-            place, seen = known.get(row.tobytes(), len(ids)), rows.labels[n].tobytes()
-            if labelled.get(place, seen) != seen:
-                place = len(ids)  # the same tokens with other labels are another sample
-            if place == len(ids):
-                known[row.tobytes()] = place
+        width = rows.tokens.shape[1]
+        step_ids = []
+        known = {row[:width].tobytes(): index for index, row in enumerate(tokens)}
+        for number, row in enumerate(rows.tokens):
+            index = known.get(row.tobytes(), len(ids))
+            seen = rows.labels[number].tobytes()
+            if labels_of_samples.get(index, seen) != seen:
+                index = len(ids)  # the same tokens with other labels are another sample
+            if index == len(ids):
+                known[row.tobytes()] = index
                 ids.append(max(ids) + 1)
                 tokens.append(np.append(row, np.full(length - width, IGNORED)))
                 labels.append(np.full(length, IGNORED))
-            labelled[place] = seen
-            labels[place] = np.append(rows.labels[n], labels[place][width:])
-            chosen.append(ids[place])
-        samples[step - 1] = tuple(chosen)
+            labels_of_samples[index] = seen
+            labels[index] = np.append(rows.labels[number], labels[index][width:])
+            step_ids.append(ids[index])
+        samples[step - 1] = tuple(step_ids)
     changed = replace(reference, samples=tuple(samples), sample_ids=tuple(ids))
     trial = replace(trial, reference=replace(changed, tokens=np.stack(tokens), labels=np.stack(labels)))
     if counted is None:
@@ -274,7 +330,7 @@ def trained_on(trial: Trial, by_step: dict[int, Rows], counted: dict[int, float]
 
 
 def other_positions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Tokens are right, and the model turns their queries and keys by the angles of other positions."""
+    """Suppose that tokens are right, and the model turns their queries and keys by the angles of other positions."""
     if "positions" not in broken or (cause := wrong_positions(trial)) is None:
         return
     by_step = {step: _positions_by_layer(trial, step) for step in trial.case.steps}
@@ -283,11 +339,13 @@ def other_positions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def wrong_positions(trial: Trial) -> Cause | None:
-    """Return the cause if positions are not those of the tokens received, wherever these stand."""
+    """Return the cause if rotary positions are not those of the tokens received. None if all are right."""
     wrong: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
     for rank, step, _ in trial.steps():
-        found = positions_received(trial, rank, step.step)
-        wanted = positions(trial.case, rank, trial.case.seq_len(step.step)) if found is None else found
+        received_positions = positions_received(trial, rank, step.step)
+        wanted = received_positions
+        if wanted is None:
+            wanted = positions(trial.case, rank, trial.case.seq_len(step.step))
         right = right_rows(trial, wanted, step.step)
         for row in wrong_rows(step.positions, right):
             wrong.setdefault(rank, (row, right))
@@ -295,37 +353,50 @@ def wrong_positions(trial: Trial) -> Cause | None:
         return None
     rank, (row, right) = next(iter(wrong.items()))
     text = f"rotary positions are not those of the tokens{on_ranks(trial, wrong)}"
-    near = nearest_row(row, right)
-    due = f"for its tokens at {positions_text(near)}"
-    if near is not right[0]:
-        due = f"where it should count {positions_text(near)} in documents, or {positions_text(right[0])} in the whole sequence"
-    hint = f"rank {rank} receives positions {positions_text(row)} {due}"
+    nearest = nearest_row(row, right)
+    nearest_text = positions_text(nearest)
+    requested_text = f"for its tokens at {nearest_text}"
+    if nearest is not right[0]:
+        whole_text = positions_text(right[0])
+        requested_text = f"where it should count {nearest_text} in documents, or {whole_text} in the whole sequence"
+    hint = f"rank {rank} receives positions {positions_text(row)} {requested_text}"
     return Cause("positions", text, hint=hint, details=(("ranks", tuple(wrong)), ("first", int(row[0]))))
 
 
 def _positions_by_layer(trial: Trial, step: int) -> dict[int, np.ndarray]:
-    """[samples, positions] of one device's batch, each sample's put together from the cp ranks that received it."""
-    found: dict[int, np.ndarray] = {}
-    length, ids, fed = trial.case.seq_len(step), trial.reference.samples[step - 1], received_samples(trial, step)
+    """Return, by layer, the positions of one device's batch, int64 [samples, positions].
+
+    Each sample's positions are put together from the cp ranks that received it.
+    """
+    positions_by_layer: dict[int, np.ndarray] = {}
+    length = trial.case.seq_len(step)
+    ids = trial.reference.samples[step - 1]
+    samples_by_rank = received_samples(trial, step)
     for rank in sorted(trial.ranks, reverse=True):
-        own = positions(trial.case, rank, length)
-        rows = _rows_of_positions(trial, rank, step, len(own))
-        of = fed.get(feeder_of(trial, rank), [])
-        for layer in (one for stage in trial.plan.stages[rank] for one in layers_of_stage(trial.case, stage)):
-            whole = found.setdefault(layer, np.tile(np.arange(length), (len(ids), 1)))
-            for at, id_ in enumerate(of):
-                if id_ in ids and len(rows) in (1, len(of)):
-                    whole[ids.index(id_), own] = rows[at % len(rows)]
-    return found
+        rank_positions = positions(trial.case, rank, length)
+        rows = _rows_of_positions(trial, rank, step, len(rank_positions))
+        sample_ids = samples_by_rank.get(feeder_of(trial, rank), [])
+        layers = itertools.chain.from_iterable(layers_of_stage(trial.case, stage) for stage in trial.plan.stages[rank])
+        for layer in layers:
+            layer_positions = positions_by_layer.setdefault(layer, np.tile(np.arange(length), (len(ids), 1)))
+            for index, id_ in enumerate(sample_ids):
+                if id_ in ids and len(rows) in (1, len(sample_ids)):
+                    layer_positions[ids.index(id_), rank_positions] = rows[index % len(rows)]
+    return positions_by_layer
 
 
 def _rows_of_positions(trial: Trial, rank: int, step: int, width: int) -> list[np.ndarray]:
-    """What a rank's model parts received: one row for all its samples, or one for each, where no two passes' were alike."""
-    given = next((record.positions for record in trial.ranks[rank].steps if record.step == step), ())
-    return [row for rows in given if rows.shape[-1] == width for row in rows.reshape(-1, width)]
+    """Return the rows of positions that a rank's model parts received: one for all its samples, or one for each.
+
+    Positions of several passes that are alike are recorded once.
+    """
+    recorded = next((record.positions for record in trial.ranks[rank].steps if record.step == step), ())
+    positions_of_width = (rows for rows in recorded if rows.shape[-1] == width)
+    return [*itertools.chain.from_iterable(rows.reshape(-1, width) for rows in positions_of_width)]
 
 
 def _turned_by(by_step: dict[int, dict[int, np.ndarray]], trial: Trial) -> Trial:
+    """Assume that queries and keys were turned by these positions. by_step: step -> layer -> positions."""
     from harness.reference.spellings import turned_by
 
     return another_reference(trial, altered=turned_by(by_step))

@@ -1,4 +1,4 @@
-"""Another recipe than the requested one leads from these gradients to these weights: which?
+"""Another recipe than the requested one that leads from these gradients to these weights.
 
 The fields of TrainingConfig span the space: one field is changed, then two. A field's values are its default, common ones,
 twice and half, the value that fits the first step, that of another field, another choice. Beside it stand what the optimizer
@@ -74,7 +74,7 @@ KINDS = dict.fromkeys(SCHEDULE, "learning rate") | dict.fromkeys(("weight_decay"
 
 
 class Agreement(Enum):
-    """How far the check `update` agrees with a way."""
+    """Steps in which the check `update` agrees with a variant of the optimizer."""
 
     IN_ALL_STEPS = "in all steps"
     IN_THE_FIRST = "in the first step alone: it may be one of two mistakes"
@@ -82,17 +82,23 @@ class Agreement(Enum):
 
 
 def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """What is seen, else what a replay agrees with. Two fields are tried where nothing simpler explains all."""
+    """Suppose recipes that evidence shows directly, else those that a replay of the optimizer agrees with.
+
+    Two fields are changed together only where nothing simpler explains all.
+    """
     if "update" not in broken:
         return
-    wrong, norms = _wrong(trial), update.clipped_norms(trial)
-    seen = [*_shown_rates(trial), *_not_stepped(trial), *_only_decayed(trial), *amsgrad(trial)]
-    yield from (Hypothesis(way.cause, partial(_assuming, way), way.fitted) for way in seen)
+    wrong = _wrong(trial)
+    norms = update.clipped_norms(trial)
+    observed_ways = [*_shown_rates(trial), *_not_stepped(trial), *_only_decayed(trial), *amsgrad(trial)]
+    for way in observed_ways:
+        yield Hypothesis(way.cause, partial(_assuming, way), way.fitted)
     agreement = partial(_agreement, _wrong_first(trial, wrong), norms, trial.first_step in wrong.values())
-    unknown = not replicas_agree(trial, trial.first_step) or unplanned_gradients(trial)
-    if not wrong or unknown or any(agreement(way) is Agreement.IN_ALL_STEPS for way in seen):
+    is_undecidable = not replicas_agree(trial, trial.first_step) or unplanned_gradients(trial)
+    if not wrong or is_undecidable or any(agreement(way) is Agreement.IN_ALL_STEPS for way in observed_ways):
         return
-    explained, fields = False, partial(_fields, trial, wrong, norms)
+    is_explained = False
+    fields = partial(_fields, trial, wrong, norms)
     others = (
         algorithms(trial, norms, wrong),
         slices_apart(trial),
@@ -100,50 +106,60 @@ def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         clippings(trial, norms),
     )
     for way in itertools.chain(fields(1), *others, by_other_gradients(trial, norms, wrong)):
-        how_far = agreement(way)
-        if how_far is Agreement.IN_ALL_STEPS:
-            explained = True
+        agreed = agreement(way)
+        if agreed is Agreement.IN_ALL_STEPS:
+            is_explained = True
             yield Hypothesis(way.cause, partial(_assuming, way), way.fitted)
-        elif how_far is Agreement.IN_THE_FIRST:
-            alone = _at_first(trial, way, norms)
-            yield Hypothesis(alone.cause, partial(_assuming, way), way.fitted + HALF)
-            if agreement(alone) is Agreement.IN_ALL_STEPS:
-                yield Hypothesis(alone.cause, partial(_assuming, alone), way.fitted + 1)
-    for way in () if explained else fields(2):
+        elif agreed is Agreement.IN_THE_FIRST:
+            first_step_alone = _at_first(trial, way, norms)
+            yield Hypothesis(first_step_alone.cause, partial(_assuming, way), way.fitted + HALF)
+            if agreement(first_step_alone) is Agreement.IN_ALL_STEPS:
+                yield Hypothesis(first_step_alone.cause, partial(_assuming, first_step_alone), way.fitted + 1)
+    if is_explained:
+        return
+    for way in fields(2):
         if agreement(way) is Agreement.IN_ALL_STEPS:
             yield Hypothesis(way.cause, partial(_assuming, way), way.fitted)
 
 
 def _assuming(way: Way, trial: Trial) -> Trial:
-    """Assume that optimizers did so. The check `update` judges whether they did, from weights seen to weights seen. The
-    reference is trained from the weights seen, and shows what follows from them."""
+    """Assume that optimizers did so.
+
+    The check `update` judges whether they did, from observed weights to observed weights. The reference is trained from
+    the observed weights, and shows what follows from them.
+    """
     replicas = {rank: coordinate(trial.case.dims, rank)["dp_replicate"] for rank in sorted(trial.ranks)}
     if way.by and replicas_differ(trial, partial(_of_all_steps, trial, way.by)):
-        copies = [[r for r in replicas if replicas[r] == copy] for copy in range(trial.case.dims.dp_replicate)]
-        left = [{"left": partial(_left, trial, ranks)} for ranks in copies]
-        other = train_apart(trial, "dp_replicate", otherwise=left).assuming(way.assumed)
+        changes_of_copies = []
+        for copy in range(trial.case.dims.dp_replicate):
+            ranks_of_copy = [rank for rank, replica in replicas.items() if replica == copy]
+            changes_of_copies.append({"left": partial(_left, trial, ranks_of_copy)})
+        assumed_trial = train_apart(trial, "dp_replicate", otherwise=changes_of_copies).assuming(way.assumed)
     else:
-        other = assume.another_optimizer(trial, way.assumed, left=partial(_left, trial, [*replicas]))
+        assumed_trial = assume.another_optimizer(trial, way.assumed, left=partial(_left, trial, [*replicas]))
     for check, number in way.reports:
-        shown = [(READ[check](step), number(rank, step.step) or 0.0) for rank, step, _ in trial.steps()]
-        if all(seen is None or math.isclose(seen, known, rel_tol=1e-6) for seen, known in shown):
-            return other.assuming(reports={check: number})
-    return other
+        pairs = [(READ[check](step), number(rank, step.step) or 0.0) for rank, step, _ in trial.steps()]
+        if all(reported is None or math.isclose(reported, assumed, rel_tol=1e-6) for reported, assumed in pairs):
+            return assumed_trial.assuming(reports={check: number})
+    return assumed_trial
 
 
-def _of_all_steps(trial: Trial, by: By, rank: int, fqn: str) -> list[bytes]:
-    return [np.asarray(by(rank, step, fqn)).tobytes() for step in trial.case.steps]
+def _of_all_steps(trial: Trial, scale: By, rank: int, fqn: str) -> list[bytes]:
+    return [np.asarray(scale(rank, step, fqn)).tobytes() for step in trial.case.steps]
 
 
 def _left(trial: Trial, ranks: Sequence[int], step: int, parameters: Arrays) -> Arrays:
-    """The weights that these ranks' optimizers left, whole."""
+    """Return whole parameters with the weights that these ranks' optimizers left in a step."""
     whole = {fqn: value.copy() for fqn, value in parameters.items()}
-    records = ((rank, one) for rank in ranks for one in trial.ranks[rank].steps if one.step == step)
-    for rank, fqn, held in ((rank, fqn, held) for rank, one in records for fqn, held in one.parameters.items()):
-        if fqn in whole and (part := trial.slice_of(rank, fqn)):
-            target = take(whole[fqn].reshape(trial.plan.shapes[fqn]), part)
-            if target.size == held.size:
-                target[...] = held.reshape(target.shape)
+    for rank in ranks:
+        for record in trial.ranks[rank].steps:
+            if record.step != step:
+                continue
+            for fqn, values in record.parameters.items():
+                if fqn in whole and (part := trial.slice_of(rank, fqn)):
+                    target = take(whole[fqn].reshape(trial.plan.shapes[fqn]), part)
+                    if target.size == values.size:
+                        target[...] = values.reshape(target.shape)
     return whole
 
 
@@ -151,53 +167,68 @@ def _left(trial: Trial, ranks: Sequence[int], step: int, parameters: Arrays) -> 
 
 
 def _wrong(trial: Trial) -> dict[str, int]:
-    """Parameters that are wrong on some rank, and since which step."""
-    found = [one for one in update.mistakes(trial, update.clipped_norms(trial)) if one.kind == "parameter"]
-    return {str(one.name): one.step or 0 for one in sorted(found, key=lambda one: -(one.step or 0))}
+    """Return the parameters that are wrong on some rank: fqn -> first wrong step."""
+    mistakes = [
+        mistake for mistake in update.mistakes(trial, update.clipped_norms(trial)) if mistake.kind == "parameter"
+    ]
+    latest_first = sorted(mistakes, key=lambda mistake: -(mistake.step or 0))
+    return {str(mistake.name): mistake.step or 0 for mistake in latest_first}
 
 
 def _wrong_first(trial: Trial, wrong: Mapping[str, int]) -> Trial:
-    """Return the trial with what is wrong early and small before all else: there most ways are refuted."""
+    """Return the trial with parameters that are wrong early, and small ones, before all others.
 
-    def ordered(evidence: RankEvidence) -> RankEvidence:
-        tensors = sorted(evidence.parameters, key=lambda one: (wrong.get(one.fqn, math.inf), one.value.size))
-        held = evidence.resumed
-        known = {one.fqn: held.parameters[one.fqn] for one in tensors if one.fqn in held.parameters} if held else {}
-        return replace(evidence, parameters=tuple(tensors), resumed=held and replace(held, parameters=known))
+    Most variants are refuted by these, so the replay ends sooner.
+    """
 
-    ranks = {rank: ordered(evidence) for rank, evidence in trial.ranks.items()}
+    def with_wrong_first(evidence: RankEvidence) -> RankEvidence:
+        tensors = sorted(evidence.parameters, key=lambda tensor: (wrong.get(tensor.fqn, math.inf), tensor.value.size))
+        resumed = evidence.resumed
+        if resumed:
+            fqns = [tensor.fqn for tensor in tensors if tensor.fqn in resumed.parameters]
+            resumed = replace(resumed, parameters={fqn: resumed.parameters[fqn] for fqn in fqns})
+        return replace(evidence, parameters=tuple(tensors), resumed=resumed)
+
+    ranks = {rank: with_wrong_first(evidence) for rank, evidence in trial.ranks.items()}
     return replace(trial, run=replace(trial.run, ranks=ranks))
 
 
 def _agreement(trial: Trial, norms: dict[int, float], halves: bool, way: Way) -> Agreement:
-    """Return how far a replay by this way has what ranks have. halves: whether the first step alone may be explained."""
-    part = trial.assuming(way.assumed)
-    vars(part)["holdings"] = trial.holdings  # the same evidence: they need not be looked for again
-    mistakes = update.mistakes(part, norms)
+    """Return in which steps a replay by this variant has what ranks have.
+
+    halves: whether the first step alone may be explained.
+    """
+    assumed_trial = trial.assuming(way.assumed)
+    vars(assumed_trial)["holdings"] = trial.holdings  # the same evidence: they need not be looked for again
+    mistakes = update.mistakes(assumed_trial, norms)
     first = next(mistakes, None)
-    if first is None and update.all_seen(part):
+    if first is None and update.all_seen(assumed_trial):
         return Agreement.IN_ALL_STEPS
-    if not halves or (first is not None and first.step == part.first_step):
+    if not halves or (first is not None and first.step == assumed_trial.first_step):
         return Agreement.NONE
-    if any(mistake.step == part.first_step for mistake in mistakes):
+    if any(mistake.step == assumed_trial.first_step for mistake in mistakes):
         return Agreement.NONE
     return Agreement.IN_THE_FIRST
 
 
 def _at_first(trial: Trial, way: Way, norms: Mapping[int, float]) -> Way:
-    """The same in the first step alone."""
-    first, one, limit = trial.first_step, way.assumed, trial.case.training.max_norm
-    recipe, rate, given = one.recipe, one.rate, one.given
+    """Return this variant in the first step alone."""
+    first = trial.first_step
+    assumed = way.assumed
+    limit = trial.case.training.max_norm
+    recipe = assumed.recipe
+    rate = assumed.rate
+    given = assumed.given
     planned = {step.step: step.lr for step in trial.reference.steps}
-    alone = AssumedOptimizer(
+    first_step_only = AssumedOptimizer(
         recipe=recipe and (lambda s, f: recipe(s, f) if s == first else update.recipe_of(trial, f)),
         rate=rate and (lambda r, s, f: rate(r, s, f) if s == first else planned[s]),
         given=given and (lambda r, s, f, g: given(r, s, f, g) if s == first else clip_coefficient(norms[s], limit) * g),
     )
-    cause = replace(
-        way.cause, observed=f"in step {first} {way.cause.observed}", details=(*way.cause.details, ("step", first))
-    )
-    return replace(way, cause=cause, assumed=replace(one, **{k: v for k, v in vars(alone).items() if v}), reports=())
+    observed = f"in step {first} {way.cause.observed}"
+    cause = replace(way.cause, observed=observed, details=(*way.cause.details, ("step", first)))
+    changes = {name: value for name, value in vars(first_step_only).items() if value}
+    return replace(way, cause=cause, assumed=replace(assumed, **changes), reports=())
 
 
 # ---- fields of the recipe
@@ -205,106 +236,130 @@ def _at_first(trial: Trial, way: Way, norms: Mapping[int, float]) -> Way:
 
 def _fields(trial: Trial, wrong: Mapping[str, int], norms: dict[int, float], count: int) -> Iterator[Way]:
     """Yield changed fields of all parameters, and of those that are wrong."""
-    requested, every = trial.case.training, frozenset(trial.plan.shapes)
+    requested = trial.case.training
+    every_fqn = frozenset(trial.plan.shapes)
     fitted = _fitted(trial, wrong, norms)
-    usual = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
-    for fqns in dict.fromkeys((every, every & {*wrong})):
-        for changes, other in _changes(requested, count, fitted):
-            if other.max_norm != requested.max_norm and clip_coefficient(max(norms.values()), other.max_norm) == 1:
+    usual_recipes = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
+    for fqns in dict.fromkeys((every_fqn, every_fqn & {*wrong})):
+        for changes, changed in _changes(requested, count, fitted):
+            if changed.max_norm != requested.max_norm and clip_coefficient(max(norms.values()), changed.max_norm) == 1:
                 continue  # the same as no clipping, which is a separate way
             text = " and ".join(f"{name} {_text(value)}" for name, value in changes.items())
-            wanted = " and ".join(_text(getattr(requested, name)) for name in changes)
-            swapped = count > 1 and [*changes.values()] == [getattr(requested, name) for name in [*changes][::-1]]
-            where, kind = in_parameters(trial, fqns) * (fqns != every), next(KINDS.get(name, name) for name in changes)
-            hint, details = "the two are swapped" if swapped else "", tuple(changes.items())
-            cause = Cause(kind, f"updates are as with {text}", where, wanted, hint, details=details)
-            own = usual | _recipes(trial, other, fqns)
-            rates = _rates(trial, other) if SCHEDULE & {*changes} else None
-            yield Way(cause, _by_recipe(trial, other, fqns, norms, own, rates), 1 + count + (fqns != every))
+            requested_text = " and ".join(_text(getattr(requested, name)) for name in changes)
+            is_swapped = count > 1 and [*changes.values()] == [getattr(requested, name) for name in [*changes][::-1]]
+            where = in_parameters(trial, fqns) if fqns != every_fqn else ""
+            kind = next(KINDS.get(name, name) for name in changes)
+            hint = "the two are swapped" if is_swapped else ""
+            details = tuple(changes.items())
+            cause = Cause(kind, f"updates are as with {text}", where, requested_text, hint, details=details)
+            recipes = usual_recipes | _recipes(trial, changed, fqns)
+            rates = _rates(trial, changed) if SCHEDULE & {*changes} else None
+            yield Way(cause, _by_recipe(trial, changed, fqns, norms, recipes, rates), 1 + count + (fqns != every_fqn))
 
 
 def _text(value: object) -> str:
+    """Return a field's value as text."""
     return number_text(value) if isinstance(value, float) else str(value)
 
 
 def _changes(
     requested: TrainingConfig, count: int, fitted: Mapping[str, float]
 ) -> Iterator[tuple[dict[str, Any], TrainingConfig]]:
-    """What such a recipe itself refuses is left out."""
+    """Yield (changed fields with their values, the recipe with them). Recipes that TrainingConfig refuses are left out."""
     values = _values(requested, fitted)
+    value_limit = FEWER if count > 1 else None
     for names in itertools.combinations(values, count):
-        several = [*itertools.product(*(values[name][: FEWER if count > 1 else None] for name in names))]
-        several += [tuple(getattr(requested, name) for name in names[::-1])] if count > 1 else []
-        for chosen in dict.fromkeys(several):
+        choices = [*itertools.product(*(values[name][:value_limit] for name in names))]
+        if count > 1:
+            choices.append(tuple(getattr(requested, name) for name in names[::-1]))
+        for chosen_values in dict.fromkeys(choices):
             with suppress(ValueError, TypeError):
-                changes = dict(zip(names, chosen, strict=True))
+                changes = dict(zip(names, chosen_values, strict=True))
                 yield changes, replace(requested, **changes)
 
 
 def _values(requested: TrainingConfig, fitted: Mapping[str, float]) -> dict[str, list[Any]]:
     """Return, by field, the values that it may have by mistake."""
     left_out = FIXED | unused(requested)
-    now = {one.name: getattr(requested, one.name) for one in dataclasses.fields(requested) if one.name not in left_out}
-    floats, found = [value for value in now.values() if isinstance(value, float)], {}
-    for field in (field for field in dataclasses.fields(requested) if field.name in now):
-        name, value = field.name, now[field.name]
+    fields = [field for field in dataclasses.fields(requested) if field.name not in left_out]
+    requested_values = {field.name: getattr(requested, field.name) for field in fields}
+    floats = [value for value in requested_values.values() if isinstance(value, float)]
+    values_by_field = {}
+    for field in fields:
+        name = field.name
+        value = requested_values[name]
         values = [fitted.get(name, value), field.default, *CHOICES.get(name, ()), *COMMON.get(name, ())]
         if isinstance(value, bool):
             values.append(not value)
         elif isinstance(value, int):
             values += [value - 1, value + 1, 2 * value, value // 2]
-            values += [value + now.get("warmup_steps", 0)] * (name == "steps")
+            if name == "steps":
+                values.append(value + requested_values.get("warmup_steps", 0))
         elif isinstance(value, float):
             values += [2 * value, value / 2, 10 * value, value / 10, *floats]
-        found[name] = [one for one in dict.fromkeys(values) if one != value]
-    return found
+        values_by_field[name] = [choice for choice in dict.fromkeys(values) if choice != value]
+    return values_by_field
 
 
 def _fitted(trial: Trial, wrong: Mapping[str, int], norms: Mapping[int, float]) -> dict[str, float]:
-    """The rate and the decay that the first step of the largest wrong parameter has, if it is wrong by one of them alone."""
-    held = [(rank, tensor) for rank, evidence in sorted(trial.ranks.items()) for tensor in evidence.parameters]
-    held = [(rank, tensor) for rank, tensor in held if wrong.get(tensor.fqn) == trial.first_step]
-    rate, training = trial.reference_step(trial.first_step).lr, trial.case.training
-    if not held or not rate:
+    """Return the learning rate and the weight decay that fit the first step of the largest wrong parameter, by field.
+
+    Each is fitted as if it alone were wrong. Empty if no parameter is wrong in the first step.
+    """
+    holders = []
+    for rank, evidence in sorted(trial.ranks.items()):
+        for tensor in evidence.parameters:
+            if wrong.get(tensor.fqn) == trial.first_step:
+                holders.append((rank, tensor))
+    rate = trial.reference_step(trial.first_step).lr
+    training = trial.case.training
+    if not holders or not rate:
         return {}
-    rank, tensor = max(held, key=lambda one: one[1].value.size)
-    left, start = (by.get(tensor.fqn) for by in (trial.ranks[rank].steps[0].parameters, trial.start_of(rank)))
-    if left is None or start is None or left.shape != start.shape:
+    rank, tensor = max(holders, key=lambda holder: holder[1].value.size)
+    after = trial.ranks[rank].steps[0].parameters.get(tensor.fqn)
+    start = trial.start_of(rank).get(tensor.fqn)
+    if after is None or start is None or after.shape != start.shape:
         return {}
-    seen, before = (stepped_part(trial, rank, tensor.fqn, value) for value in (left, start))
+    observed = stepped_part(trial, rank, tensor.fqn, after)
+    before = stepped_part(trial, rank, tensor.fqn, start)
     clip = clip_coefficient(norms[trial.first_step], training.max_norm)
-    usual = update.recipe_of(trial, tensor.fqn)
-    plain = trial.assuming(AssumedOptimizer(recipe=lambda step, fqn: replace(usual, weight_decay=0.0)))
-    moved, undecayed = (
-        update.expected_after_first_step(one, trial.ranks[rank], tensor, clip=clip)[0] for one in (trial, plain)
-    )
-    numbers = {"lr": training.lr * best_fit(seen - before, moved - before)}
-    taken = best_fit(undecayed - seen, before)
-    numbers |= {"weight_decay": taken / rate} if taken < LARGEST_DECAY else {}
-    return {name: plainest(number) for name, number in numbers.items()}
+    usual_recipe = update.recipe_of(trial, tensor.fqn)
+    undecayed_trial = trial.assuming(AssumedOptimizer(recipe=lambda step, fqn: replace(usual_recipe, weight_decay=0.0)))
+    moved = update.expected_after_first_step(trial, trial.ranks[rank], tensor, clip=clip)[0]
+    undecayed = update.expected_after_first_step(undecayed_trial, trial.ranks[rank], tensor, clip=clip)[0]
+    fitted = {"lr": training.lr * best_fit(observed - before, moved - before)}
+    decayed_share = best_fit(undecayed - observed, before)
+    if decayed_share < LARGEST_DECAY:
+        fitted["weight_decay"] = decayed_share / rate
+    return {name: plainest(number) for name, number in fitted.items()}
 
 
-def _recipes(trial: Trial, other: TrainingConfig, fqns: Collection[str]) -> dict[str, TrainingConfig]:
-    """Return, by parameter, another recipe as it is for that one: without weight decay for vectors if only matrices decay."""
-    if other.decay != "matrices":
-        return dict.fromkeys(fqns, other)
-    undecayed = replace(other, weight_decay=0.0)
+def _recipes(trial: Trial, changed: TrainingConfig, fqns: Collection[str]) -> dict[str, TrainingConfig]:
+    """Return, by parameter, the recipe as it is for that parameter: vectors have no weight decay if only matrices decay."""
+    if changed.decay != "matrices":
+        return dict.fromkeys(fqns, changed)
+    undecayed = replace(changed, weight_decay=0.0)
     shapes = parameter_shapes(trial.case.model)
-    return {fqn: undecayed if len(shapes.get(fqn, ())) == 1 else other for fqn in fqns}
+    return {fqn: undecayed if len(shapes.get(fqn, ())) == 1 else changed for fqn in fqns}
 
 
-def _rates(trial: Trial, other: TrainingConfig) -> dict[int, float] | None:
-    """Return, by step, the learning rate of another recipe, changed as the reference's was; None if it is the same."""
+def _rates(trial: Trial, changed: TrainingConfig) -> dict[int, float] | None:
+    """Return, by step, the learning rate of another recipe, changed as the reference's was. None if all are the requested."""
     planned = {step.step: step.lr for step in trial.reference.steps}
-    usual, now = ({step: _rate(step, training) for step in planned} for training in (trial.case.training, other))
-    if usual == now:
+    usual_rates = {step: _rate(step, trial.case.training) for step in planned}
+    changed_rates = {step: _rate(step, changed) for step in planned}
+    if usual_rates == changed_rates:
         return None
-    return {step: lr * now[step] / usual[step] if usual[step] else now[step] for step, lr in planned.items()}
+    rates = {}
+    for step, lr in planned.items():
+        usual_rate = usual_rates[step]
+        rates[step] = lr * changed_rates[step] / usual_rate if usual_rate else changed_rates[step]
+    return rates
 
 
 def _by_recipe(
     trial: Trial,
-    other: TrainingConfig,
+    changed: TrainingConfig,
     fqns: Collection[str],
     norms: Mapping[int, float],
     recipes: Mapping[str, TrainingConfig],
@@ -315,17 +370,17 @@ def _by_recipe(
     planned = {step.step: step.lr for step in trial.reference.steps}
 
     def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
-        return clip_coefficient(norms[step], (other if fqn in fqns else requested).max_norm) * gradient
+        return clip_coefficient(norms[step], (changed if fqn in fqns else requested).max_norm) * gradient
 
     return AssumedOptimizer(
         recipe=lambda step, fqn: recipes[fqn],
         rate=(lambda rank, step, fqn: (rates if fqn in fqns else planned)[step]) if rates else None,
-        given=given if other.max_norm != requested.max_norm else None,
+        given=given if changed.max_norm != requested.max_norm else None,
     )
 
 
 def _rate(step: int, training: TrainingConfig) -> float:
-    """Imports torch, which judging does not need."""
+    """Return the learning rate of a step by the schedule of this recipe. Imports torch, which judging does not need."""
     from harness.reference.train import learning_rate
 
     return learning_rate(step, training)
@@ -336,102 +391,137 @@ def _rate(step: int, training: TrainingConfig) -> float:
 
 def _shown_rates(trial: Trial) -> Iterator[Way]:
     """Yield rates that ranks report, for all parameters, then for those alone that were stepped by them."""
-    usual = {step.step: step.lr for step in trial.reference.steps}
+    scheduled = {step.step: step.lr for step in trial.reference.steps}
     shown = {(rank, step.step): step.lr for rank, step, _ in trial.steps() if step.lr is not None}
-    wrong = {at: lr for at, lr in shown.items() if not math.isclose(lr, usual[at[1]], rel_tol=1e-12)}
+    wrong = {
+        (rank, step): lr for (rank, step), lr in shown.items() if not math.isclose(lr, scheduled[step], rel_tol=1e-12)
+    }
     if not wrong:
         return
-    first, odd = min(step for _, step in wrong), {rank for rank, _ in wrong}
+    first = min(step for _, step in wrong)
+    reporting_ranks = {rank for rank, _ in wrong}
     ranks = [rank for rank, step in wrong if step == first]
     rate = wrong[ranks[0], first]
-    hint = rule_of(trial, {step for _, step in wrong}, {(at[1], lr) for at, lr in shown.items() if at[0] in odd})
-    same = " or ".join(str(step) for step, lr in usual.items() if math.isclose(lr, rate, rel_tol=1e-12))
-    hint = hint or f"the schedule's of step {same}" * bool(same)
+    shown_by_step = {(step, lr) for (rank, step), lr in shown.items() if rank in reporting_ranks}
+    hint = rule_of(trial, {step for _, step in wrong}, shown_by_step)
+    same_steps = " or ".join(str(step) for step, lr in scheduled.items() if math.isclose(lr, rate, rel_tol=1e-12))
+    if not hint and same_steps:
+        hint = f"the schedule's of step {same_steps}"
     text = f"learning rate of step {first}{on_ranks(trial, ranks)} is {number_text(rate)}"
-    details, others = (("step", first), ("rate", rate), ("ranks", tuple(ranks)), ("rule", hint)), frozenset[str]()
+    details = (("step", first), ("rate", rate), ("ranks", tuple(ranks)), ("rule", hint))
+    stepped_usually = frozenset[str]()
     for _ in range(2):
-        taken = lambda r, s, f, of=others: usual[s] if f in of else shown.get((r, s), usual[s])  # noqa: E731
-        where = in_parameters(trial, {*trial.plan.shapes} - others) * bool(others)
-        cause = Cause("learning rate", text, where, number_text(usual[first]), hint, details=details)
-        reports = ("reported_rate", lambda r, s: usual[s]), ("reported_rate", lambda r, s: shown.get((r, s), usual[s]))
-        yield Way(cause, AssumedOptimizer(rate=taken), 1 + bool(others), taken, reports)
-        others = frozenset(_wrong(trial.assuming(AssumedOptimizer(rate=taken))))
-        if not others or others >= {*trial.plan.shapes}:
+        rate_of = partial(_rate_shown, scheduled, shown, stepped_usually)
+        where = in_parameters(trial, {*trial.plan.shapes} - stepped_usually) if stepped_usually else ""
+        cause = Cause("learning rate", text, where, number_text(scheduled[first]), hint, details=details)
+        reports = (
+            ("reported_rate", lambda rank, step: scheduled[step]),
+            ("reported_rate", lambda rank, step: shown.get((rank, step), scheduled[step])),
+        )
+        yield Way(cause, AssumedOptimizer(rate=rate_of), 1 + bool(stepped_usually), rate_of, reports)
+        stepped_usually = frozenset(_wrong(trial.assuming(AssumedOptimizer(rate=rate_of))))
+        if not stepped_usually or stepped_usually >= {*trial.plan.shapes}:
             return
 
 
+def _rate_shown(
+    scheduled: Mapping[int, float],
+    shown: Mapping[tuple[int, int], float],
+    stepped_usually: Collection[str],
+    rank: int,
+    step: int,
+    fqn: str,
+) -> float:
+    """Return the rate that a rank shows in a step, the schedule's for parameters that are stepped usually."""
+    return scheduled[step] if fqn in stepped_usually else shown.get((rank, step), scheduled[step])
+
+
 def rule_of(trial: Trial, wrong: Collection[int], shown: Collection[tuple[int, float]]) -> str:
-    """Return, in words, the schedules that give all these rates of steps; empty if there is none. One wrong step needs right
-    ones before and behind it."""
+    """Return, in words, the schedules that give all these rates of steps; empty if there is none.
+
+    A single wrong step needs right steps before and behind it. shown: (step, learning rate).
+    """
     if len(wrong) == 1 and not min(shown)[0] < min(wrong) < max(shown)[0]:
         return ""
-    for table in (_shifted(trial.case.training), *(_schedules(trial.case.training, count) for count in (1, 2))):
-        fits = [text for text, rate in table if all(math.isclose(rate(step), lr) for step, lr in shown)]
-        if found := {text.partition(" by ")[0]: text for text in fits[::-1]}:
-            return " or ".join([*found.values()][::-1][:2])
+    training = trial.case.training
+    for schedules in (_shifted(training), _schedules(training, 1), _schedules(training, 2)):
+        matching = []
+        for text, rate in schedules:
+            if all(math.isclose(rate(step), lr) for step, lr in shown):
+                matching.append(text)
+        if rules := {text.partition(" by ")[0]: text for text in matching[::-1]}:
+            return " or ".join([*rules.values()][::-1][:2])
     return ""
 
 
 def _shifted(training: TrainingConfig) -> Iterator[tuple[str, Callable[[int], float]]]:
-    """Each step has the rate of another."""
-    late, by = "every step takes the rate of the step before", "each step advances the schedule by"
-    table: dict[str, Callable[[int], int]] = {late: lambda step: step - 1}
+    """Yield (rule in words, step -> learning rate) of schedules in which each step has the rate of another."""
+    one_late = "every step takes the rate of the step before"
+    advances = "each step advances the schedule by"
+    table: dict[str, Callable[[int], int]] = {one_late: lambda step: step - 1}
     table["every step takes the rate of the next step"] = lambda step: step + 1
-    table |= {f"{by} {times}": lambda step, times=times: 1 + times * (step - 1) for times in range(2, 9)}  # type: ignore[misc]
-    table |= {f"from step {n} on, {late}": lambda step, n=n: step - (step >= n) for n in range(2, training.steps)}  # type: ignore[misc]
-    yield from ((text, lambda step, at=at: _rate(at(step), training)) for text, at in table.items())
+    table |= {f"{advances} {times}": lambda step, times=times: 1 + times * (step - 1) for times in range(2, 9)}  # type: ignore[misc]
+    table |= {f"from step {n} on, {one_late}": lambda step, n=n: step - (step >= n) for n in range(2, training.steps)}  # type: ignore[misc]
+    for text, scheduled_step in table.items():
+        yield text, partial(_rate_of_other_step, scheduled_step, training)
+
+
+def _rate_of_other_step(scheduled_step: Callable[[int], int], training: TrainingConfig, step: int) -> float:
+    return _rate(scheduled_step(step), training)
 
 
 def _schedules(training: TrainingConfig, count: int) -> Iterator[tuple[str, Callable[[int], float]]]:
-    for changes, other in _changes(training, count, {}):
+    """Yield (rule in words, step -> learning rate) of recipes with so many changed fields, all of the schedule."""
+    for changes, changed in _changes(training, count, {}):
         if {*changes} <= SCHEDULE:
             text = " and ".join(f"{name} {_text(value)}" for name, value in changes.items())
-            yield f"as with {text}", partial(_rate, training=other)
+            yield f"as with {text}", partial(_rate, training=changed)
 
 
 def _not_stepped(trial: Trial) -> Iterator[Way]:
-    """What has a gradient or decays, and does not move: from a step on, or in one step alone."""
-    before, norms, limit = before_each(trial), update.clipped_norms(trial), trial.case.training.max_norm
-    still = {
-        (rank, step.step, fqn): np.array_equal(after, before[rank, step.step][fqn])
-        for rank, step, wanted in trial.steps()
-        for fqn, after in step.parameters.items()
-        if wanted.lr and after.size and fqn in before[rank, step.step]
-    }
-    if not any(still.values()):
+    """Yield that the optimizer does not move parameters: from a step on, or in one step alone."""
+    before = before_each(trial)
+    norms = update.clipped_norms(trial)
+    limit = trial.case.training.max_norm
+    stays_unchanged = {}
+    for rank, step, expected in trial.steps():
+        for fqn, after in step.parameters.items():
+            if expected.lr and after.size and fqn in before[rank, step.step]:
+                stays_unchanged[rank, step.step, fqn] = np.array_equal(after, before[rank, step.step][fqn])
+    if not any(stays_unchanged.values()):
         return
-    steps = sorted({step for (_, step, _), stays in still.items() if stays})
-    pairs = {(rank, fqn) for (rank, _, fqn), stays in still.items() if stays}
+    steps = sorted({number for (_, number, _), is_unchanged in stays_unchanged.items() if is_unchanged})
+    pairs = {(rank, fqn) for (rank, _, fqn), is_unchanged in stays_unchanged.items() if is_unchanged}
 
     def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray | None:
-        return None if still.get((rank, step, fqn)) else clip_coefficient(norms[step], limit) * gradient
+        return None if stays_unchanged.get((rank, step, fqn)) else clip_coefficient(norms[step], limit) * gradient
 
     cause = Cause("not stepped", f"the optimizer has no effect in {steps_words(steps)}", where_text(trial, pairs))
     details = (("step", steps[0]), ("steps", tuple(steps)))
-    yield Way(replace(cause, details=details), AssumedOptimizer(given), by=lambda *at: still.get(at, False))
+    yield Way(replace(cause, details=details), AssumedOptimizer(given), by=lambda *at: stays_unchanged.get(at, False))
 
 
 def _only_decayed(trial: Trial) -> Iterator[Way]:
-    """What Muon steps, and only decays: its update reached no rank that holds it."""
+    """Yield that matrices of Muon only decay: their update reached no rank that holds them."""
     before = before_each(trial)
 
-    def decays(rank: int, step: int, fqn: str, after: np.ndarray) -> bool:
-        recipe, held = update.recipe_of(trial, fqn, step), before[rank, step].get(fqn)
-        if stepped_by(recipe, fqn) != "muon" or held is None or not after.size:
+    def only_decays(rank: int, step: int, fqn: str, after: np.ndarray) -> bool:
+        recipe = update.recipe_of(trial, fqn, step)
+        values = before[rank, step].get(fqn)
+        if stepped_by(recipe, fqn) != "muon" or values is None or not after.size:
             return False
-        decayed = held * (1 - trial.reference_step(step).lr * recipe.weight_decay)
-        return bool((np.abs(after - decayed) <= update_bound(trial.case, np.abs(held))).all())
+        decayed = values * (1 - trial.reference_step(step).lr * recipe.weight_decay)
+        return bool((np.abs(after - decayed) <= update_bound(trial.case, np.abs(values))).all())
 
-    lost = {
-        (rank, step.step, fqn)
-        for rank, step, _ in trial.steps()
-        for fqn, after in step.parameters.items()
-        if decays(rank, step.step, fqn, after)
-    }
-    if lost:
-        steps, pairs = sorted({step for _, step, _ in lost}), {(rank, fqn) for rank, _, fqn in lost}
+    lost_updates = set()
+    for rank, step, _ in trial.steps():
+        for fqn, after in step.parameters.items():
+            if only_decays(rank, step.step, fqn, after):
+                lost_updates.add((rank, step.step, fqn))
+    if lost_updates:
+        steps = sorted({number for _, number, _ in lost_updates})
+        pairs = {(rank, fqn) for rank, _, fqn in lost_updates}
         text = f"Muon's update has no effect in {steps_words(steps)}: the matrices only decay"
-        cause = Cause(
-            "not stepped", text, where_text(trial, pairs), details=(("step", steps[0]), ("steps", tuple(steps)))
-        )
-        yield Way(cause, AssumedOptimizer(lost=lambda *at: at in lost), by=lambda *at: at in lost)
+        details = (("step", steps[0]), ("steps", tuple(steps)))
+        cause = Cause("not stepped", text, where_text(trial, pairs), details=details)
+        yield Way(cause, AssumedOptimizer(lost=lambda *at: at in lost_updates), by=lambda *at: at in lost_updates)

@@ -1,6 +1,6 @@
-"""What a checkpoint gave back is not what it should be: parameters, the optimizer's state, the schedule.
+"""Parameters, optimizer state and schedule that a launch resumes with and that are not those of the checkpoint.
 
-The reference then goes on from what was seen, and the checks judge.
+The reference then goes on from what was observed, and the checks judge.
 """
 
 from __future__ import annotations
@@ -43,49 +43,61 @@ State = dict[Key, np.ndarray]
 
 
 def resumed_otherwise(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """From these parameters, with this optimizer state, at these rates: each may be all that is wrong. What a rank held once
-    it had resumed is compared bit for bit, so that the first of these is seen."""
+    """Suppose that training goes on from other parameters, with another optimizer state, or at other rates.
+
+    Each may be all that is wrong. What a rank held once it had resumed is compared bit for bit, so the first one is observed.
+    """
     if "resume" not in broken:
         return
     wanted = taken_over(trial)
     wrong = {rank: [*wrong_keys(trial, rank, wanted), *kept_state(trial, rank)] for rank in sorted(trial.ranks)}
-    places = {(rank, key) for rank, keys in wrong.items() for key in keys}
+    places = set()
+    for rank, keys in wrong.items():
+        places |= {(rank, key) for key in keys}
     weights = {(rank, key) for rank, key in places if key[0] == PARAMETER}
-    ways = [
+    judge_state = _optimizer if trial.case.model_of is None else _kept
+    proposals = [
         (_parameters(trial, weights), ("left", "state") if _elsewhere(trial, weights) else ("left",)),
-        ((_optimizer if trial.case.model_of is None else _kept)(trial, places - weights), ("state",)),
+        (judge_state(trial, places - weights), ("state",)),
         (_schedule(trial), ("rate",)),
     ]
-    known = [(cause, way) for cause, way in ways if cause]
-    whole = bool(known) and known[0][0].kind == "resumed elsewhere"
-    for number, (cause, way) in enumerate(known[:1] if whole else known):
+    known_proposals = [(cause, parts) for cause, parts in proposals if cause]
+    is_elsewhere = bool(known_proposals) and known_proposals[0][0].kind == "resumed elsewhere"
+    if is_elsewhere:
+        known_proposals = known_proposals[:1]
+    for number, (cause, parts) in enumerate(known_proposals):
         line = finding_line(broken["resume"])
-        also = tuple(("also", other) for other, _ in known[1:]) if not number and not whole else ()
-        checks = ("resume", "completed") if whole and _goes_on(trial) else ("resume",)
-        yield Hypothesis(cause, partial(_going_on, way), 1, (*also, line), () if number else checks)
+        also_lines = tuple(("also", other) for other, _ in known_proposals[1:]) if number == 0 else ()
+        checks = ("resume", "completed") if is_elsewhere and _goes_on(trial) else ("resume",)
+        yield Hypothesis(cause, partial(_going_on, parts), 1, (*also_lines, line), () if number else checks)
 
 
 Places = set[tuple[int, Key]]
-"""Rank, and what it should have got from the checkpoint and has not."""
+"""(rank, parameter or state that it should have got from the checkpoint and has not)."""
 
 
 def _moments(trial: Trial) -> Iterator[tuple[str, State]]:
-    """All parameters before training, and as the earlier launches held them after each of their steps, the latest first."""
+    """Yield (moment in words, all parameters): before training, then after each step of earlier launches, latest first."""
     yield "before training", {(PARAMETER, fqn): full for fqn, full in trial.seed_weights.items()}
     for launch in reversed(trial.saved):
         for step in reversed(launch.case.steps):
-            state = {key: whole for key, whole in state_after(launch, step).items() if key[0] == PARAMETER}
+            state = {key: full for key, full in state_after(launch, step).items() if key[0] == PARAMETER}
             if len(state) == len(trial.reference.weights):
                 yield f"after step {step}", state
 
 
 def _elsewhere(trial: Trial, places: Places) -> str:
-    """The moment of which all parameters of all ranks are; empty where it is none, or the one requested."""
-    moments = _moments(trial) if places else ()
-    return next((m for m, state in moments if not any(wrong_keys(trial, r, state) for r in trial.ranks)), "")
+    """Return the moment from which all parameters of all ranks are. Empty if there is none, or `places` is empty."""
+    if not places:
+        return ""
+    for moment, state in _moments(trial):
+        if not any(wrong_keys(trial, rank, state) for rank in trial.ranks):
+            return moment
+    return ""
 
 
 def _parameters(trial: Trial, places: Places) -> Cause | None:
+    """Return the cause of wrong parameters after resuming. None if `places` is empty."""
     if not places:
         return None
     requested = f"after step {trial.saved[-1].case.saved_step}"
@@ -93,116 +105,155 @@ def _parameters(trial: Trial, places: Places) -> Cause | None:
         text = f"training goes on from the parameters of another moment: those {moment}"
         return Cause("resumed elsewhere", text, expected=f"those {requested}", details=(("moment", moment),))
     where = where_text(trial, [(rank, fqn) for rank, (_, fqn) in places])
-    first = next((moment for moment, state in _moments(trial) if _holds(trial, places, state)), "")
-    if first == "before training":
-        text = f"parameters are not loaded from the checkpoint {where}: they are those {first}"
-        return Cause("parameters not loaded", text, details=(("moment", first),))
+    first_moment = next((moment for moment, state in _moments(trial) if _holds(trial, places, state)), "")
+    if first_moment == "before training":
+        text = f"parameters are not loaded from the checkpoint {where}: they are those {first_moment}"
+        return Cause("parameters not loaded", text, details=(("moment", first_moment),))
     if pair := _exchanged(trial, places):
         text = f"after resuming, {pair[0]} has the values of {pair[1]}"
         return Cause("parameters exchanged", text, where, details=(("parameter", pair[0]), ("of", pair[1])))
-    if not first and (found := _other_slices(trial, places)):
+    if not first_moment and (slices_text := _other_slices(trial, places)):
         text = "parameters after resuming are other slices of what was saved"
-        return Cause("slices mixed", text, where, hint=found, details=(("moment", requested),))
-    became = f"those {first}" if first else _became(trial, places)
-    text = f"parameters after resuming are not those {requested}" + f", they are {became}" * bool(became)
-    return Cause("parameters changed over the checkpoint", text, where, details=(("are", became),))
+        return Cause("slices mixed", text, where, hint=slices_text, details=(("moment", requested),))
+    became_text = f"those {first_moment}" if first_moment else _became(trial, places)
+    text = f"parameters after resuming are not those {requested}"
+    if became_text:
+        text += f", they are {became_text}"
+    return Cause("parameters changed over the checkpoint", text, where, details=(("are", became_text),))
 
 
 def _other_slices(trial: Trial, places: Places) -> str:
-    """What the first of these ranks has, if each has another slice of what was saved in place of its own; else nothing."""
-    saved, first = saved_state(trial.saved[-1]), ""
+    """Return in words what the first rank has, if each has another slice of what was saved in place of its own.
+
+    Empty if some rank has no slice of it.
+    """
+    saved = saved_state(trial.saved[-1])
+    first_text = ""
     for rank, key in sorted(places):
-        held, own = held_state(trial, rank)[key], trial.slice_of(rank, key[1])
+        values = held_state(trial, rank)[key]
+        own_slice = trial.slice_of(rank, key[1])
         full = saved[key].reshape(trial.plan.shapes[key[1]])
-        part = None if own is None or is_count(held) else locate(held, full)
-        if part is None or own is None:
+        held_slice = None if own_slice is None or is_count(values) else locate(values, full)
+        if held_slice is None or own_slice is None:
             return ""
-        texts = (slice_text(one, full.shape, flat=bool(trial.plan.flat)) for one in (part, own))
-        first = first or f"after resuming, rank {rank} has {' in place of '.join(texts)} of {key[1]}"
-    return first
+        if not first_text:
+            is_flat = bool(trial.plan.flat)
+            held_text = slice_text(held_slice, full.shape, flat=is_flat)
+            own_text = slice_text(own_slice, full.shape, flat=is_flat)
+            first_text = f"after resuming, rank {rank} has {held_text} in place of {own_text} of {key[1]}"
+    return first_text
 
 
 def _optimizer(trial: Trial, places: Places) -> Cause | None:
+    """Return the cause of a wrong optimizer state after resuming. None if `places` is empty."""
     if not places:
         return None
     saved = saved_state(trial.saved[-1])
     moments = {(rank, key) for rank, key in places if saved[key].ndim}
     places = moments or places  # counters that are lost as well are in the check's findings
     names = sorted({key[0] for _, key in places})
-    held = [held_state(trial, rank).get(key) for rank, key in sorted(places)]
+    held_values = [held_state(trial, rank).get(key) for rank, key in sorted(places)]
     pair = _exchanged(trial, places)
-    became = "missing" if all(one is None for one in held) else ""
-    became = became or "zero" * (not any(one is None or one.any() for one in held))
-    became = became or (f"that of {pair[1]} for {pair[0]}" if pair else _became(trial, places))
-    text = f"the optimizer resumes with another {' and '.join(names)}" + f": {became}" * bool(became)
+    if all(value is None for value in held_values):
+        became_text = "missing"
+    elif not any(value is None or value.any() for value in held_values):
+        became_text = "zero"
+    else:
+        became_text = f"that of {pair[1]} for {pair[0]}" if pair else _became(trial, places)
+    text = f"the optimizer resumes with another {' and '.join(names)}"
+    if became_text:
+        text += f": {became_text}"
     where = where_text(trial, [(rank, fqn) for rank, (_, fqn) in places])
-    whole = bool(moments) and not became and not any(one is None for one in held)
-    slices = _other_slices(trial, places) if whole else ""
-    return Cause("optimizer state lost", text, where, hint=slices, details=(("state", tuple(names)), ("are", became)))
+    may_be_slices = bool(moments) and not became_text and not any(value is None for value in held_values)
+    slices_text = _other_slices(trial, places) if may_be_slices else ""
+    details = (("state", tuple(names)), ("are", became_text))
+    return Cause("optimizer state lost", text, where, hint=slices_text, details=details)
 
 
 def _kept(trial: Trial, places: Places) -> Cause | None:
-    """An optimizer that should be new."""
+    """Return the cause if an optimizer that should be new has a state. None if `places` is empty."""
     if not places:
         return None
     saved = saved_state(trial.saved[-1])
     places = {(rank, key) for rank, key in places if held_state(trial, rank)[key].ndim} or places
     names = sorted({key[0] for _, key in places})
-    known = {(rank, key) for rank, key in places if key in saved} == places and _holds(trial, places, saved)
-    became = f"saved after step {trial.case.model_of}" if known else ""
-    text = f"the optimizer is not new, it begins with {' and '.join(names)}" + f" {became}" * bool(became)
+    is_saved_state = {(rank, key) for rank, key in places if key in saved} == places and _holds(trial, places, saved)
+    became_text = f"saved after step {trial.case.model_of}" if is_saved_state else ""
+    text = f"the optimizer is not new, it begins with {' and '.join(names)}"
+    if became_text:
+        text += f" {became_text}"
     where = where_text(trial, [(rank, fqn) for rank, (_, fqn) in places])
-    return Cause("optimizer state kept", text, where, details=(("state", tuple(names)), ("are", became)))
+    return Cause("optimizer state kept", text, where, details=(("state", tuple(names)), ("are", became_text)))
 
 
 def _became(trial: Trial, places: Places) -> str:
-    """What has become of what was saved, in writing or in reading."""
-    held, saved = _held_together(trial), saved_state(trial.saved[-1])
-    keys = {key for _, key in places if key in held}
-    return common([value_words(held[key], saved[key]) for key in keys if saved[key].ndim])
+    """Return in words what has become of the saved values, in writing or in reading. Empty if nothing that is known."""
+    resumed_state = _held_together(trial)
+    saved = saved_state(trial.saved[-1])
+    keys = {key for _, key in places if key in resumed_state}
+    return common([value_words(resumed_state[key], saved[key]) for key in keys if saved[key].ndim])
 
 
 def _held_together(trial: Trial) -> State:
-    """What all ranks held once they had resumed."""
+    """Return the whole state that all ranks held once they had resumed."""
     return put_together(trial, {rank: evidence.resumed for rank, evidence in trial.ranks.items()})
 
 
 def _holds(trial: Trial, places: Places, instead: State) -> bool:
-    """Whether what ranks hold wrongly of these is theirs of `instead`."""
-    known = [(rank, key) for rank, key in places if key in instead]
-    return len(known) == len(places) and all(
-        same(held_state(trial, r).get(key), wanted_part(trial, r, key, instead[key])) for r, key in known
+    """Return whether all these ranks hold their slices of the state `instead`."""
+    if any(key not in instead for _, key in places):
+        return False
+    return all(
+        same(held_state(trial, rank).get(key), wanted_part(trial, rank, key, instead[key])) for rank, key in places
     )
 
 
 def _exchanged(trial: Trial, places: Places) -> tuple[str, str] | None:
-    """The first parameter of which all that is wrong is what was saved for another one; or the first average of it, if its
-    averages are one another's."""
+    """Return (first parameter whose wrong values are all those saved for another one, that other one). None if there is none.
+
+    If the averages of a parameter are one another's, the names of two averages are returned instead.
+    """
     saved = saved_state(trial.saved[-1])
     for fqn in in_order(trial, (key[1] for _, key in places)):
-        own = {(rank, key) for rank, key in places if key[1] == fqn}
-        names = sorted({name for _, (name, _) in own})
-        moved = [((fqn, of), {name: (name, of) for name in names}) for of in trial.plan.shapes if of != fqn]
-        kept = [name for name, of in saved if of == fqn]
-        for others in itertools.product(*([other for other in kept if other != name] for name in names)):
-            moved.append(((names[0], others[0]), {n: (other, fqn) for n, other in zip(names, others, strict=True)}))
-        for pair, source in moved:
-            theirs = {(name, fqn): saved[key] for name, key in source.items() if key in saved}
-            shapes = all(whole.shape == saved[key].shape and not is_count(whole) for key, whole in theirs.items())
-            if theirs and shapes and _holds(trial, own, theirs):
+        own_places = {(rank, key) for rank, key in places if key[1] == fqn}
+        names = sorted({name for _, (name, _) in own_places})
+        exchanges: list[tuple[tuple[str, str], dict[str, Key]]] = []
+        for other_fqn in trial.plan.shapes:
+            if other_fqn != fqn:
+                exchanges.append(((fqn, other_fqn), {name: (name, other_fqn) for name in names}))
+        saved_names = [name for name, owner in saved if owner == fqn]
+        choices = []
+        for name in names:
+            choices.append([other for other in saved_names if other != name])
+        for others in itertools.product(*choices):
+            sources = zip(names, others, strict=True)
+            exchanges.append(((names[0], others[0]), {name: (other, fqn) for name, other in sources}))
+        for pair, source_keys in exchanges:
+            substituted = {(name, fqn): saved[key] for name, key in source_keys.items() if key in saved}
+            shapes_agree = all(
+                full.shape == saved[key].shape and not is_count(full) for key, full in substituted.items()
+            )
+            if substituted and shapes_agree and _holds(trial, own_places, substituted):
                 return pair
     return None
 
 
 def _schedule(trial: Trial) -> Cause | None:
-    """From some step on every rate is the one that the step had as many steps after the beginning as this is after resuming. If
-    the launch starts from weights alone, it is the other way round."""
+    """Return the cause if the schedule restarts after resuming. None if it does not.
+
+    From some step on each rate is then that of as many steps after the beginning. If the launch starts from weights alone, the
+    mistake is the other way round: the schedule goes on.
+    """
     if trial.case.model_of is not None:
         return _schedule_goes_on(trial, trial.case.model_of)
-    rates, saved = {step.step: step.lr for step in trial.reference.steps}, trial.case.steps.start - 1
-    seen = [(step.step, step.lr) for _, step, _ in trial.steps() if step.lr is not None]
+    rates = {step.step: step.lr for step in trial.reference.steps}
+    saved = trial.case.steps.start - 1
+    reported_rates = [(step.step, step.lr) for _, step, _ in trial.steps() if step.lr is not None]
     step = _first_odd_rate(trial)
-    if step is None or not all(math.isclose(lr, rates[n - saved], rel_tol=1e-12) for n, lr in seen if n >= step):
+    if step is None:
+        return None
+    later_rates = [(number, lr) for number, lr in reported_rates if number >= step]
+    if not all(math.isclose(lr, rates[number - saved], rel_tol=1e-12) for number, lr in later_rates):
         return None
     text = f"the schedule restarts after resuming: the learning rate of step {step} is that of step {step - saved}"
     details = (("step", step), ("of_step", step - saved))
@@ -210,9 +261,12 @@ def _schedule(trial: Trial) -> Cause | None:
 
 
 def copies_not_loaded(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """The optimizer steps copies of the parameters that are those of another moment, and the model gets what it makes of them.
-    After its first step, all are nearer to those of that moment than to what was loaded."""
-    if not trial.saved or "update" not in broken or any(one.resumed is None for one in trial.ranks.values()):
+    """Suppose that the optimizer steps its own copies of the parameters, which are those of another moment.
+
+    The model gets what it makes of them. After its first step, all parameters are nearer to those of that moment than to the
+    loaded ones.
+    """
+    if not trial.saved or "update" not in broken or any(evidence.resumed is None for evidence in trial.ranks.values()):
         return
     for moment, state in _moments(trial):
         if all(_nearer(trial, rank, state) for rank in trial.ranks):
@@ -223,28 +277,36 @@ def copies_not_loaded(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _nearer(trial: Trial, rank: int, state: State) -> bool:
-    steps, held = trial.ranks[rank].steps, held_state(trial, rank)
-    first = steps[0].parameters if steps else {}
-    for fqn, left in first.items():
+    """Return whether a rank's parameters after its first step are all nearer to `state` than to those it resumed with."""
+    steps = trial.ranks[rank].steps
+    resumed_values = held_state(trial, rank)
+    first_parameters = steps[0].parameters if steps else {}
+    for fqn, after_step in first_parameters.items():
         key = (PARAMETER, fqn)
-        if key not in state or key not in held or not left.size:
+        if key not in state or key not in resumed_values or not after_step.size:
             continue
         other = wanted_part(trial, rank, key, state[key])
-        if other.shape != left.shape or held[key].shape != left.shape:
+        if other.shape != after_step.shape or resumed_values[key].shape != after_step.shape:
             return False
-        if not np.linalg.norm(left - other) < np.linalg.norm(left - held[key]):
+        if not np.linalg.norm(after_step - other) < np.linalg.norm(after_step - resumed_values[key]):
             return False
-    return bool(first)
+    return bool(first_parameters)
 
 
 def _stepped_from(state: State, trial: Trial) -> Trial:
-    """Assume it. Apart from decay, an optimizer adds what does not depend on the value."""
-    first, loaded = trial.case.steps.start, _held_together(trial)
+    """Assume that the first step was made from `state`.
+
+    Apart from decay, an optimizer adds what does not depend on the value.
+    """
+    first = trial.case.steps.start
+    loaded = _held_together(trial)
 
     def left(step: int, parameters: Arrays) -> Arrays:
-        return {f: value + moved(f) for f, value in parameters.items()} if step == first else parameters
+        if step != first:
+            return parameters
+        return {fqn: value + difference(fqn) for fqn, value in parameters.items()}
 
-    def moved(fqn: str) -> np.ndarray:
+    def difference(fqn: str) -> np.ndarray:
         decay = trial.reference_step(first).lr * update.recipe_of(trial, fqn, first).weight_decay
         return (state[PARAMETER, fqn] - loaded[PARAMETER, fqn]) * (1 - decay)
 
@@ -255,61 +317,80 @@ def _stepped_from(state: State, trial: Trial) -> Trial:
 
 
 def _schedule_goes_on(trial: Trial, after: int) -> Cause | None:
+    """Return the cause if the schedule goes on from the checkpoint of step `after`. None if it does not."""
     step = _first_odd_rate(trial)
-    seen = [(record.step, record.lr) for _, record, _ in trial.steps() if record.lr is not None]
-    if step is None or not all(math.isclose(lr, _later_rate(trial, n), rel_tol=1e-12) for n, lr in seen if n >= step):
+    reported_rates = [(record.step, record.lr) for _, record, _ in trial.steps() if record.lr is not None]
+    if step is None:
+        return None
+    later_rates = [(number, lr) for number, lr in reported_rates if number >= step]
+    if not all(math.isclose(lr, _later_rate(trial, number), rel_tol=1e-12) for number, lr in later_rates):
         return None
     text = f"the schedule goes on from the checkpoint: the learning rate of step {step} is that of step {step + after}"
-    expected, details = number_text(trial.reference_step(step).lr), (("step", step), ("of_step", step + after))
+    expected = number_text(trial.reference_step(step).lr)
+    details = (("step", step), ("of_step", step + after))
     return Cause("schedule goes on", text, expected=expected, details=details)
 
 
 def _later_rate(trial: Trial, step: int) -> float:
-    """The rate of as many steps later as were trained before the weights were saved; behind the recipe's end its last."""
+    """Return the rate of as many steps later as were trained before the weights were saved.
+
+    After the recipe's end it is the recipe's last rate.
+    """
     steps = trial.reference.steps
     return steps[min(step + (trial.case.model_of or 0), len(steps)) - 1].lr
 
 
 def _first_odd_rate(trial: Trial) -> int | None:
-    """The first step whose learning rate is not the schedule's."""
-    seen = ((step.step, step.lr, r.lr) for _, step, r in trial.steps() if step.lr is not None)
-    return min((step for step, lr, wanted in seen if not math.isclose(lr, wanted, rel_tol=1e-12)), default=None)
+    """Return the first step whose reported learning rate is not the schedule's. None if all are."""
+    rates = ((step.step, step.lr, expected.lr) for _, step, expected in trial.steps() if step.lr is not None)
+    return min((step for step, lr, wanted in rates if not math.isclose(lr, wanted, rel_tol=1e-12)), default=None)
 
 
 def _goes_on(trial: Trial) -> bool:
-    """Whether all ranks train on to another last step, as from an earlier moment so many steps are left."""
-    lasts = {evidence.steps[-1].step for evidence in trial.ranks.values()}
-    return len(lasts) == 1 and max(lasts) > trial.case.steps[-1]
+    """Return whether all ranks train to the same later last step, because more steps are left from an earlier moment."""
+    last_steps = {evidence.steps[-1].step for evidence in trial.ranks.values()}
+    return len(last_steps) == 1 and max(last_steps) > trial.case.steps[-1]
 
 
-def _going_on(way: tuple[str, ...], trial: Trial) -> Trial:
-    """Assume that training went on from what was held. way: from which of parameters (left), the optimizer's state and the
-    schedule (rate), in the words of reference.counterfactual."""
-    weights, state, first = Arrays(), dict[str, Arrays](), trial.case.steps.start
+def _going_on(parts: tuple[str, ...], trial: Trial) -> Trial:
+    """Assume that training went on from what ranks held.
+
+    parts: left (parameters), state (of the optimizer), rate (the schedule), in the words of reference.counterfactual.
+    """
+    weights = Arrays()
+    state = dict[str, Arrays]()
+    first = trial.case.steps.start
     for (name, fqn), value in _held_together(trial).items():
         if name == PARAMETER:
             weights[fqn] = value
         else:
             state.setdefault(fqn, {})[name] = value
-    rates, odd, anew = {one.step: one.lr for one in trial.reference.steps}, _first_odd_rate(trial), trial.case.model_of
+    rates = {step.step: step.lr for step in trial.reference.steps}
+    first_odd = _first_odd_rate(trial)
+    model_of = trial.case.model_of
 
     def rate(step: int) -> float:
-        return rates[step - first + 1] if anew is None else _later_rate(trial, step)
+        return rates[step - first + 1] if model_of is None else _later_rate(trial, step)
 
-    words: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "left": lambda step, parameters: weights if step == first - 1 else parameters,
         "state": lambda step: state if step == first else None,
-        "rate": lambda step, fqn: rates[step] if odd is None or step < odd else rate(step),
+        "rate": lambda step, fqn: rates[step] if first_odd is None or step < first_odd else rate(step),
         "weights": weights,
     }
-    way = way if anew is None else tuple("weights" if word == "left" else word for word in way)
-    assumed = _counting_on(trial, state) if "state" in way else AssumedOptimizer()
-    return another_optimizer(trial, assumed, **{word: words[word] for word in way})
+    if model_of is not None:
+        parts = tuple("weights" if part == "left" else part for part in parts)
+    assumed = _counting_on(trial, state) if "state" in parts else AssumedOptimizer()
+    return another_optimizer(trial, assumed, **{part: changes[part] for part in parts})
 
 
 def _counting_on(trial: Trial, state: dict[str, Arrays]) -> AssumedOptimizer:
-    """From the counters resumed, from none where they did not arrive; an optimizer may keep none at all."""
+    """Return the optimizer that counts on from the resumed step counters, from 0 where none arrived.
+
+    An optimizer may keep no counters at all; then nothing is assumed.
+    """
     if not any(name == "step" for name, _ in saved_state(trial.saved[-1])):
         return AssumedOptimizer()
-    begun, first = {fqn: int(held["step"]) for fqn, held in state.items() if "step" in held}, trial.case.steps.start
+    begun = {fqn: int(values["step"]) for fqn, values in state.items() if "step" in values}
+    first = trial.case.steps.start
     return AssumedOptimizer(counter=lambda step, fqn: begun.get(fqn, 0) + step - first + 1)

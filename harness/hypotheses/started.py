@@ -1,4 +1,4 @@
-"""What ranks go on from is not what it should be: initial weights, or weights between two steps.
+"""Weights that ranks go on from and that are not the right ones: initial weights, or weights between two steps.
 
 Whose values these are is found by `whose`; the reference then goes on from what was seen, and the checks judge.
 """
@@ -24,44 +24,56 @@ from harness.hypotheses.whose import Source, is_constant, relation_of
 
 
 def value_words(value: np.ndarray, right: np.ndarray, pool: Iterable[tuple[Source, np.ndarray]] = ()) -> str:
-    """Say whose values these are; empty if no other tensor has them."""
+    """Return in words whose values these are. Empty if no other tensor has them."""
     if value.size > 1 and is_constant(value):
         return f"all {number_text(value.flat[0])}"
-    found = relation_of(value, right, pool)
-    if found is None or found.source is None:
-        return "" if found is None else found.words("", ())
-    return f"those of {found.source.fqn}"
+    relation = relation_of(value, right, pool)
+    if relation is None:
+        return ""
+    if relation.source is None:
+        return relation.words("", ())
+    return f"those of {relation.source.fqn}"
 
 
 def common(texts: Collection[str]) -> str:
-    """Return what all of them are; the first of a few; nothing where some are unknown."""
-    each = [*dict.fromkeys(texts)]
-    return "" if "" in each else each[0] if len(each) == 1 else some(each)
+    """Return the text that all have, or the first of several different ones. Empty if some are empty."""
+    different = [*dict.fromkeys(texts)]
+    if "" in different:
+        return ""
+    return different[0] if len(different) == 1 else some(different)
 
 
 # ---- initial weights
 
 
 def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """The reference is trained from the weights observed, if ranks that hold the same slice hold the same of it."""
-    if "initial_weights" not in broken or not (strange := _strange(trial)):
+    """Suppose that training starts from other weights. The reference is trained from the observed weights.
+
+    If ranks that hold the same slice hold other values of it, no reference shows what follows.
+    """
+    if "initial_weights" not in broken or not (strange_pairs := _strange(trial)):
         return
-    twins = {at: _twin(trial, at) for at in strange}
-    again = trial.repeat is not None and not any(_again(trial, at) for at in strange)
+    twins = {pair: _twin(trial, pair) for pair in strange_pairs}
+    is_another_draw = trial.repeat is not None and not any(_again(trial, pair) for pair in strange_pairs)
     if all(twin is not None for twin in twins.values()):
         (rank, _), twin = next(iter(twins.items()))
-        alike = sorted({rank for rank, _ in twins} | {of for of in twins.values() if of is not None})
-        text = f"ranks start from the same shard: {rank_words(alike)} hold values of one another"
-        cause = Cause("same shard", text, where_text(trial, strange), details=(("rank", rank), ("of", twin)))
+        ranks = sorted({rank for rank, _ in twins} | {twin for twin in twins.values() if twin is not None})
+        text = f"ranks start from the same shard: {rank_words(ranks)} hold values of one another"
+        cause = Cause("same shard", text, where_text(trial, strange_pairs), details=(("rank", rank), ("of", twin)))
     else:
-        are = common([_seedvalue_words(trial, at) for at in strange])
-        hint = f"they are {are}" * bool(are) or "each run draws new ones" * again
+        are_text = common([_seedvalue_words(trial, pair) for pair in strange_pairs])
+        hint = ""
+        if are_text:
+            hint = f"they are {are_text}"
+        elif is_another_draw:
+            hint = "each run draws new ones"
         text = "training does not start from the seed weights"
-        cause = Cause(
-            "other initial weights", text, where_text(trial, strange), hint=hint, details=(("are", are or hint),)
-        )
+        details = (("are", are_text or hint),)
+        cause = Cause("other initial weights", text, where_text(trial, strange_pairs), hint=hint, details=details)
     weights = observed_weights(trial)
-    seen: tuple[str, ...] = ("initial_weights", "shard_contents", *["determinism"] * again)
+    seen: tuple[str, ...] = ("initial_weights", "shard_contents")
+    if is_another_draw:
+        seen += ("determinism",)
     if weights is None:
         line = no_reference("the slices that ranks start from do not fit together, and no reference shows what follows")
         yield Hypothesis(cause, None, lines=(line,), seen=(*seen, *OF_GRADIENTS))
@@ -70,65 +82,86 @@ def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _strange(trial: Trial) -> list[Pair]:
-    """What is no slice of the seed weights, or is another rank's without being planned so."""
-    found = [(rank, fqn) for rank, held in sorted(trial.holdings.items()) for fqn, part in held.items() if part is None]
-    if found:
-        return found
-    weights, slices = trial.seed_weights, trial.plan.slices
-    twins = [at for at in _all(trial) if _twin(trial, at) is not None]
-    planned = {at: part for at in twins if (part := slices[at[0]].get(at[1]))}
-    return [at for at in twins if at not in planned or not same(_held(trial, at), take(weights[at[1]], planned[at]))]
+    """Return (rank, fqn) of tensors that are no slice of the seed weights.
+
+    If all are slices, return those that are another rank's without being planned so.
+    """
+    unplanned = []
+    for rank, slices_of_rank in sorted(trial.holdings.items()):
+        unplanned += [(rank, fqn) for fqn, slice_ in slices_of_rank.items() if slice_ is None]
+    if unplanned:
+        return unplanned
+    strange_pairs = []
+    for rank, fqn in _all(trial):
+        if _twin(trial, (rank, fqn)) is None:
+            continue
+        planned_slice = trial.plan.slices[rank].get(fqn)
+        if not planned_slice or not same(_held(trial, (rank, fqn)), take(trial.seed_weights[fqn], planned_slice)):
+            strange_pairs.append((rank, fqn))
+    return strange_pairs
 
 
 def _all(trial: Trial) -> Iterator[Pair]:
-    return ((rank, tensor.fqn) for rank, evidence in sorted(trial.ranks.items()) for tensor in evidence.parameters)
+    """Yield (rank, fqn) of all tensors that ranks hold before training."""
+    for rank, evidence in sorted(trial.ranks.items()):
+        for tensor in evidence.parameters:
+            yield rank, tensor.fqn
 
 
-def _held(trial: Trial, at: Pair) -> np.ndarray | None:
-    return next((tensor.value for tensor in trial.ranks[at[0]].parameters if tensor.fqn == at[1]), None)
+def _held(trial: Trial, pair: Pair) -> np.ndarray | None:
+    """Return the values that a rank holds of a parameter before training. None if it holds none."""
+    return next((tensor.value for tensor in trial.ranks[pair[0]].parameters if tensor.fqn == pair[1]), None)
 
 
-def _twin(trial: Trial, at: Pair) -> int | None:
-    """A rank that should hold another slice and holds these very values: one of the two is wrong, or both are. A constant's
-    slices are all alike."""
-    rank, fqn = at
-    value, part = _held(trial, at), trial.plan.slices[rank].get(fqn)
+def _twin(trial: Trial, pair: Pair) -> int | None:
+    """Return a rank that should hold another slice and holds these very values. None if there is none.
+
+    One of the two ranks is wrong, or both are. Slices of a constant are all alike, so they have no twin.
+    """
+    rank, fqn = pair
+    value = _held(trial, pair)
+    part = trial.plan.slices[rank].get(fqn)
     if value is None or is_constant(value) or value.shape == trial.plan.shapes.get(fqn):
         return None
     peers = (peer for peer in trial.ranks if trial.plan.slices[peer].get(fqn, part) != part)
     return next((peer for peer in peers if same(_held(trial, (peer, fqn)), value)), None)
 
 
-def _seedvalue_words(trial: Trial, at: Pair) -> str:
-    rank, fqn = at
-    part, weights = trial.plan.slices[rank][fqn], trial.seed_weights
+def _seedvalue_words(trial: Trial, pair: Pair) -> str:
+    """Return in words which seed weights a rank holds in place of the right ones. Empty if none."""
+    rank, fqn = pair
+    part = trial.plan.slices[rank][fqn]
+    weights = trial.seed_weights
     pool = (
-        (Source("weight", other, part), take(full, part))
-        for other, full in weights.items()
-        if other != fqn and full.shape == weights[fqn].shape
+        (Source("weight", other, part), take(other_values, part))
+        for other, other_values in weights.items()
+        if other != fqn and other_values.shape == weights[fqn].shape
     )
-    held = _held(trial, at)
-    return "" if held is None else value_words(held, take(weights[fqn], part), pool)
+    values = _held(trial, pair)
+    return "" if values is None else value_words(values, take(weights[fqn], part), pool)
 
 
-def _again(trial: Trial, at: Pair) -> bool:
-    """Whether the repeat of the run started from the same."""
-    rank, fqn = at
+def _again(trial: Trial, pair: Pair) -> bool:
+    """Return whether the repeat of the run started from the same values."""
+    rank, fqn = pair
     assert trial.repeat is not None
     others = trial.repeat.ranks[rank].parameters if rank in trial.repeat.ranks else ()
-    return any(one.fqn == fqn and same(_held(trial, at), one.value) for one in others)
+    return any(tensor.fqn == fqn and same(_held(trial, pair), tensor.value) for tensor in others)
 
 
 def observed_weights(trial: Trial) -> Arrays | None:
-    """Whole, from the slices that the plan gives to ranks; None where holders of one slice disagree, or shapes do not fit."""
+    """Return whole parameters, put together from the slices that ranks hold by the plan.
+
+    None if ranks hold other values of the same slice, or shapes do not fit.
+    """
     whole = {fqn: full.copy() for fqn, full in trial.seed_weights.items()}
-    laid: dict[object, bytes] = {}
+    bytes_by_slice: dict[object, bytes] = {}
     for rank, evidence in trial.ranks.items():
         for tensor in evidence.parameters:
             part = trial.plan.slices[rank].get(tensor.fqn)
             if part is None or take(whole[tensor.fqn], part).shape != tensor.value.shape:
                 return None
-            if laid.setdefault((tensor.fqn, part), tensor.value.tobytes()) != tensor.value.tobytes():
+            if bytes_by_slice.setdefault((tensor.fqn, part), tensor.value.tobytes()) != tensor.value.tobytes():
                 return None
             take(whole[tensor.fqn], part)[...] = tensor.value
     return whole
@@ -138,74 +171,97 @@ def observed_weights(trial: Trial) -> Arrays | None:
 
 
 def changed_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """What there was when the next step began, if it has the shape of what the optimizer left."""
+    """Suppose that weights change between two steps, outside the optimizer.
+
+    The reference goes on from the changed weights, if they have the shapes of what the optimizer left.
+    """
     changes = update.changed(trial)
     if "update" not in broken or not changes:
         return
     step, pairs = next(iter(changes.items()))
     records = {(rank, record.step): record for rank, record, _ in trial.steps()}
-    record = {rank: records[rank, step] for rank, _ in pairs}
-    both = {at: ((record[at[0]].changed or {})[at[1]], record[at[0]].parameters.get(at[1])) for at in pairs}
-    fits = all(left is not None and now.size == left.size and now.dtype == left.dtype for now, left in both.values())
-    became = (
-        common([value_words(now.reshape(left.shape), left) for now, left in both.values() if left is not None])
-        if fits
-        else "another shape"
+    values_of_pairs = {}
+    for rank, fqn in pairs:
+        record = records[rank, step]
+        values_of_pairs[rank, fqn] = ((record.changed or {})[fqn], record.parameters.get(fqn))
+    have_shapes = all(
+        before is not None and after.size == before.size and after.dtype == before.dtype
+        for after, before in values_of_pairs.values()
     )
-    became = became or _mean_of_steps(trial, step, {at: now for at, (now, _) in both.items()})
-    became += ", as weight decay makes them" * (fits and _decayed(trial, step, both.values()))
-    text = f"weights are changed outside the optimizer {update.until(trial, step)}" + f", to {became}" * bool(became)
-    cause = Cause("weights changed", text, where_text(trial, pairs), details=(("step", step), ("are", became)))
+    became_text = "another shape"
+    if have_shapes:
+        values = [(after, before) for after, before in values_of_pairs.values() if before is not None]
+        became_text = common([value_words(after.reshape(before.shape), before) for after, before in values])
+    if not became_text:
+        became_text = _mean_of_steps(trial, step, {pair: after for pair, (after, _) in values_of_pairs.items()})
+    if have_shapes and _decayed(trial, step, values_of_pairs.values()):
+        became_text += ", as weight decay makes them"
+    text = f"weights are changed outside the optimizer {update.until(trial, step)}"
+    if became_text:
+        text += f", to {became_text}"
+    cause = Cause("weights changed", text, where_text(trial, pairs), details=(("step", step), ("are", became_text)))
 
     def left(number: int, parameters: Arrays) -> Arrays:
         whole = {fqn: value.copy() for fqn, value in parameters.items()}
         for rank, fqn in changes.get(number, ()):
-            part, now = trial.slice_of(rank, fqn), (records[rank, number].changed or {})[fqn]
-            target = take(whole[fqn].reshape(trial.plan.shapes[fqn]), part) if part else now
-            if target.size == now.size:
-                target[...] = now.reshape(target.shape)
+            part = trial.slice_of(rank, fqn)
+            changed = (records[rank, number].changed or {})[fqn]
+            target = take(whole[fqn].reshape(trial.plan.shapes[fqn]), part) if part else changed
+            if target.size == changed.size:
+                target[...] = changed.reshape(target.shape)
         return whole
 
-    assume = partial(another_reference, left=left) if fits else None
+    assume = partial(another_reference, left=left) if have_shapes else None
     yield Hypothesis(cause, assume, lines=(finding_line(broken["update"]),), seen=("update",))
 
 
-def _decayed(trial: Trial, step: int, both: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> bool:
-    """Whether what the optimizer left is smaller by what this step's weight decay takes."""
-    kept = 1 - trial.reference_step(step).lr * trial.case.training.weight_decay
-    near = (
-        (now, left, 4 * np.finfo(now.dtype).eps) for now, left in both if left is not None and now.dtype.kind == "f"
-    )
-    alike = [np.allclose(now.ravel(), kept * left.ravel(), rtol=eps, atol=0) for now, left, eps in near]
-    return kept != 1 and bool(alike) and all(alike)
+def _decayed(trial: Trial, step: int, values_of_pairs: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> bool:
+    """Return whether the changed weights are those that the optimizer left, smaller by this step's weight decay."""
+    remaining = 1 - trial.reference_step(step).lr * trial.case.training.weight_decay
+    matches = []
+    for after, before in values_of_pairs:
+        if before is not None and after.dtype.kind == "f":
+            bound = 4 * np.finfo(after.dtype).eps
+            matches.append(np.allclose(after.ravel(), remaining * before.ravel(), rtol=bound, atol=0))
+    return remaining != 1 and bool(matches) and all(matches)
 
 
-def _mean_of_steps(trial: Trial, step: int, found: Mapping[Pair, np.ndarray]) -> str:
-    """Which mean of the weights after each step so far they all are, the shares fitted to the largest; empty if none."""
+def _mean_of_steps(trial: Trial, step: int, changed_values: Mapping[Pair, np.ndarray]) -> str:
+    """Return in words which mean of the weights after each step so far the changed weights are. Empty if none.
+
+    The shares are fitted to the largest tensor, and must fit all.
+    """
     steps = [other for other in trial.case.steps if other <= step]
-    at = max(found, key=lambda place: found[place].size)
-    each = {place: _after_each(trial, place, steps) for place in found}
-    sizes = {now.size == value.size for place, now in found.items() for value in each[place]}
-    if found[at].size <= 2 * (len(steps) + 1) or sizes != {True} or not np.isfinite(np.stack(each[at])).all():
+    largest = max(changed_values, key=lambda pair: changed_values[pair].size)
+    values_by_step = {pair: _after_each(trial, pair, steps) for pair in changed_values}
+    if changed_values[largest].size <= 2 * (len(steps) + 1):
         return ""
-    if not all(np.isfinite(now).all() for now in found.values()):
+    for pair, changed in changed_values.items():
+        if any(value.size != changed.size for value in values_by_step[pair]):
+            return ""
+    if not np.isfinite(np.stack(values_by_step[largest])).all():
         return ""
-    shares = np.linalg.lstsq(np.stack(each[at]).T, found[at].ravel().astype(np.float64))[0]
+    if not all(np.isfinite(changed).all() for changed in changed_values.values()):
+        return ""
+    shares = np.linalg.lstsq(np.stack(values_by_step[largest]).T, changed_values[largest].ravel().astype(np.float64))[0]
     fits = (
-        np.allclose(shares @ np.stack(each[place]), now.ravel(), rtol=0, atol=1e-5 * np.abs(now).max())
-        for place, now in found.items()
+        np.allclose(shares @ np.stack(values_by_step[pair]), changed.ravel(), rtol=0, atol=1e-5 * np.abs(changed).max())
+        for pair, changed in changed_values.items()
     )
     if not np.isclose(shares.sum(), 1, rtol=1e-6) or not all(fits):
         return ""
     names = ["before training", *(f"after step {number}" for number in steps)]
-    told = [f"those {name} x {share:.3g}" for name, share in zip(names, shares, strict=True) if abs(share) > 1e-4]
-    own = [f"those after step {step} x 1"]  # which they were changed from
-    return "" if told == own else " + ".join(told).removesuffix(" x 1")
+    terms = [f"those {name} x {share:.3g}" for name, share in zip(names, shares, strict=True) if abs(share) > 1e-4]
+    unchanged_terms = [f"those after step {step} x 1"]  # which they were changed from
+    return "" if terms == unchanged_terms else " + ".join(terms).removesuffix(" x 1")
 
 
-def _after_each(trial: Trial, at: Pair, steps: Sequence[int]) -> list[np.ndarray]:
-    """[entries], the rank's own: of the start, and as the optimizer left them, nothing where it did not. float64"""
-    rank, fqn = at
-    left = [record.parameters for record in trial.ranks[rank].steps if record.step in steps]
-    known = (held.get(fqn, np.empty(0)) for held in (trial.start_of(rank), *left))
+def _after_each(trial: Trial, pair: Pair, steps: Sequence[int]) -> list[np.ndarray]:
+    """Return a rank's own values at the start, and as the optimizer left them after each of these steps. float64 [entries]
+
+    They are empty where nothing was recorded.
+    """
+    rank, fqn = pair
+    parameters_by_step = [record.parameters for record in trial.ranks[rank].steps if record.step in steps]
+    known = (parameters.get(fqn, np.empty(0)) for parameters in (trial.start_of(rank), *parameters_by_step))
     return [value.ravel().astype(np.float64) for value in known]

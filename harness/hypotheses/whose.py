@@ -1,4 +1,4 @@
-"""Whose value is it? Which tensor on record a wrong one is: as it is, scaled, rounded, transposed or with rows moved.
+"""Which tensor on record a wrong one is equal to: as it is, scaled, rounded, transposed or with rows moved.
 
 A wrong tensor, or its wrong rows, is compared with the right one, changed in one way. It is also compared with other tensors on
 record: of another parameter, another rank, an earlier step, the weights. The answer must fit everything that is wrong in the
@@ -40,52 +40,55 @@ SURE = 1e-6
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor on record that a wrong one may be."""
+    """A tensor on record that a wrong one may be equal to."""
 
     what: str
     """gradient, or weight: the parameter as the step begins with it."""
     fqn: str
-    """The parameter that it is of."""
+    """Name of the parameter."""
     part: Slice
-    """Which slice of that."""
+    """Slice of that parameter."""
     back: int = 0
-    """How many steps before the wrong one it is of."""
+    """How many steps before the wrong step the tensor was recorded."""
 
 
 @dataclass(frozen=True)
 class Relation:
-    """What a wrong tensor is: `factor` times a source or what is right, changed; `added` to what is right, if it is so."""
+    """How a wrong tensor follows from a source or from the right values: changed, times a factor, perhaps added to these."""
 
     change: str = ""
-    """transposed, rounded to bfloat16, rows moved by 1, ...; empty: as it is."""
+    """transposed, rounded to bfloat16, rows moved by 1, ...; empty if unchanged."""
     source: Source | None = None
-    """None: of what is right."""
+    """None: the right values."""
     factor: float = 1.0
-    """How often."""
+    """By what the changed source is multiplied."""
     added: bool = False
-    """Whether what is right is there as well."""
+    """Whether the result is added to the right values."""
     apply: Apply = lambda value: value
-    """The change."""
+    """The function that makes the change."""
 
     def value(self, right: np.ndarray, source: np.ndarray | None) -> np.ndarray:
-        """What the tensor is, from what is right and from the source."""
+        """Return the wrong tensor's values, from the right ones and from the source's."""
         own = self.apply(right if source is None else source)
         return np.asarray((right if self.added else 0) + self.factor * own)
 
     def words(self, fqn: str, part: Slice) -> str:
-        """Say whose value this slice has."""
+        """Return in words whose values this slice of a parameter has."""
         if self.factor == 0:
             return "zero"
         times = "" if math.isclose(self.factor, 1) else f"{number_text(self.factor)} times "
-        change = f", {self.change}" * bool(self.change)
+        change = f", {self.change}" if self.change else ""
         if self.source is None:
             return f"{times}the right ones{change}"
-        return f"{'the right ones and ' * self.added}{times}{_source_words(self.source, fqn, part)}{change}"
+        right = "the right ones and " if self.added else ""
+        return f"{right}{times}{_source_words(self.source, fqn, part)}{change}"
 
 
 def _source_words(source: Source, fqn: str, part: Slice) -> str:
+    """Return a source in words, as seen from this slice of a parameter."""
     own = "the same parameter" if source.fqn == fqn else source.fqn
-    own += " as another rank holds it" * (source.fqn == fqn and source.part != part)
+    if source.fqn == fqn and source.part != part:
+        own += " as another rank holds it"
     when = {0: "", 1: " of the step before"}.get(source.back, f" of {source.back} steps before")
     return f"{'those' if source.what == 'gradient' else f'the {source.what}'} of {own}{when}"
 
@@ -96,9 +99,12 @@ def _source_words(source: Source, fqn: str, part: Slice) -> str:
 def relation_of(
     value: np.ndarray, right: np.ndarray, pool: Iterable[tuple[Source, np.ndarray]], close: float = CLOSE
 ) -> Relation | None:
-    """Return what a wrong tensor is; None where that is nothing on record, or more than one thing."""
-    few = value.size * -math.log10(min(close, 1)) < DIGITS
-    if few or is_count(value) or not np.isfinite(value).all() or alike(value, right, close):
+    """Return how a wrong tensor follows from one on record. None if from none, or from more than one.
+
+    pool: other tensors on record.
+    """
+    has_few_digits = value.size * -math.log10(min(close, 1)) < DIGITS
+    if has_few_digits or is_count(value) or not np.isfinite(value).all() or alike(value, right, close):
         return None
     for change, apply in changes(value, right, close):
         return Relation(change, apply=apply)
@@ -108,22 +114,25 @@ def relation_of(
         return Relation(factor=factor)
     others = [(source, array) for source, array in pool if array.shape == value.shape and not is_count(array)]
     others = [(source, array) for source, array in others if not alike(array, right, close)]
-    found = [one for source, array in others if (one := _is_source(value, source, array, close))]
-    if not found:
-        rest = value - right
-        times = ((source, _factor(rest, array, max(close, 1e-7))) for source, array in others)
-        found = [Relation(source=source, factor=by, added=True) for source, by in times if by is not None]
-    return found[0] if len(found) == 1 else None
+    relations = [relation for source, array in others if (relation := _is_source(value, source, array, close))]
+    if not relations:
+        difference = value - right
+        scaled = ((source, _factor(difference, array, max(close, 1e-7))) for source, array in others)
+        relations = [
+            Relation(source=source, factor=factor, added=True) for source, factor in scaled if factor is not None
+        ]
+    return relations[0] if len(relations) == 1 else None
 
 
 def _is_source(value: np.ndarray, source: Source, array: np.ndarray, close: float) -> Relation | None:
+    """Return how a value follows from this source. None if it does not. array: the source's values."""
     if (factor := _factor(value, array, close)) is not None:
         return Relation(source=source, factor=factor)
     return next((Relation(change, source, apply=apply) for change, apply in changes(value, array, close)), None)
 
 
 def changes(value: np.ndarray, wanted: np.ndarray, close: float = CLOSE) -> Iterator[tuple[str, Apply]]:
-    """Yield what makes the one of the other, which it is not as it is."""
+    """Yield the transforms (in words, as a function) that map `wanted` to `value`. None are yielded if both are equal."""
     if alike(value, wanted, close):
         return
     for dtype, rounded in ROUNDED.items():
@@ -139,26 +148,29 @@ def changes(value: np.ndarray, wanted: np.ndarray, close: float = CLOSE) -> Iter
 
 
 def _order(value: np.ndarray, wanted: np.ndarray, close: float) -> np.ndarray | None:
-    """Where the rows of the one are in the other; None where they are not all there, once."""
-    ours, theirs = (a.reshape(len(a), -1).astype(np.float64) for a in (value, wanted))
-    by = int(np.abs(ours).max(axis=1).argmax()) - int(np.abs(theirs).max(axis=1).argmax())
-    if alike(ours, np.roll(theirs, by, axis=0), close):
-        return np.roll(np.arange(len(theirs)), by)
+    """Return the order in which the rows of `wanted` are those of `value`. None if the rows are not the same."""
+    value_rows = value.reshape(len(value), -1).astype(np.float64)
+    wanted_rows = wanted.reshape(len(wanted), -1).astype(np.float64)
+    shift = int(np.abs(value_rows).max(axis=1).argmax()) - int(np.abs(wanted_rows).max(axis=1).argmax())
+    if alike(value_rows, np.roll(wanted_rows, shift, axis=0), close):
+        return np.roll(np.arange(len(wanted_rows)), shift)
     if close > SURE:
         return None
-    line = np.sin(np.arange(1.0, 1 + theirs.shape[1]))  # rows in the order of where they lie along any one line
-    order = np.empty(len(theirs), int)
-    order[np.argsort(ours @ line, kind="stable")] = np.argsort(theirs @ line, kind="stable")
-    return order if alike(ours, theirs[order], close) else None
+    line = np.sin(np.arange(1.0, 1 + wanted_rows.shape[1]))  # rows in the order of where they lie along any one line
+    order = np.empty(len(wanted_rows), int)
+    order[np.argsort(value_rows @ line, kind="stable")] = np.argsort(wanted_rows @ line, kind="stable")
+    return order if alike(value_rows, wanted_rows[order], close) else None
 
 
 def _moved(order: np.ndarray, name: str) -> str:
-    by = int(-order[0] % len(order))
-    cyclic = np.array_equal(order, np.roll(np.arange(len(order)), by))
-    return f"{name} moved by {by}" if cyclic else f"{name} in another order"
+    """Return in words how rows are moved. name: rows, columns or entries."""
+    shift = int(-order[0] % len(order))
+    is_cyclic = np.array_equal(order, np.roll(np.arange(len(order)), shift))
+    return f"{name} moved by {shift}" if is_cyclic else f"{name} in another order"
 
 
 def is_constant(value: np.ndarray) -> bool:
+    """Return whether all entries are equal, or there are none."""
     return bool(value.size == 0 or np.all(value == value.flat[0]))
 
 
@@ -167,20 +179,23 @@ def is_count(value: np.ndarray) -> bool:
     return is_constant(value) or bool(np.array_equal(value, np.round(value)))
 
 
-def alike(one: np.ndarray, other: np.ndarray, close: float) -> bool:
-    """Whether these are the same within the bound, relative to the largest entry."""
-    if one.shape != other.shape or not one.size:
-        return one.shape == other.shape
-    return float(np.max(np.abs(one - other))) <= close * float(np.max(np.abs(other)))
+def alike(first: np.ndarray, second: np.ndarray, close: float) -> bool:
+    """Return whether both are the same within the bound, relative to the largest entry of the second."""
+    if first.shape != second.shape or not first.size:
+        return first.shape == second.shape
+    return float(np.max(np.abs(first - second))) <= close * float(np.max(np.abs(second)))
 
 
-def _factor(value: np.ndarray, of: np.ndarray, close: float) -> float | None:
-    """How often the one is the other: a whole number or one part of a whole, where it is that within the bound."""
-    factor = best_fit(value, of)
-    if not abs(factor) > 1e-6 or not alike(value, factor * of, close):
+def _factor(value: np.ndarray, source: np.ndarray, close: float) -> float | None:
+    """Return the factor by which `value` is a multiple of `source`. None if it is no multiple.
+
+    It is a whole number, or one divided by a whole number, if it is that within the bound.
+    """
+    factor = best_fit(value, source)
+    if not abs(factor) > 1e-6 or not alike(value, factor * source, close):
         return None
-    plain = float(round(factor)) if abs(factor) > 0.9 else 1 / round(1 / factor)
-    return plain if math.isclose(factor, plain, rel_tol=close) else factor
+    simple = float(round(factor)) if abs(factor) > 0.9 else 1 / round(1 / factor)
+    return simple if math.isclose(factor, simple, rel_tol=close) else factor
 
 
 # ---- gradients
@@ -188,100 +203,120 @@ def _factor(value: np.ndarray, of: np.ndarray, close: float) -> float | None:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A wrong tensor: the rows that are wrong, and what these are."""
+    """A wrong tensor: which rows are wrong, and how these follow from others."""
 
     rows: np.ndarray | slice
-    """Rows of its first dim; all of them where one relation holds throughout."""
+    """Wrong rows of the first dim; all of them if one relation holds throughout."""
     part: Slice
-    """Which slice of the parameter a rank has; all of it, where the slices of all ranks are one tensor changed."""
+    """Slice of the parameter that a rank has; all of it if the slices of all ranks together are one tensor changed."""
     relation: Relation
 
     @property
     def is_scaled(self) -> bool:
-        """Whether all of it is a multiple of what is right."""
+        """Return whether all rows are a multiple of the right ones."""
         return isinstance(self.rows, slice) and self.relation.source is None and not self.relation.change
 
     def words(self, fqn: str) -> str:
+        """Return in words what the gradient of this parameter is."""
+        relation_text = self.relation.words(fqn, self.part)
         rows = () if isinstance(self.rows, slice) else self.rows + self.part[0][0]
-        which = f"row{'s' * (len(rows) > 1)} {positions_text(np.asarray(rows))} of " if len(rows) else ""
-        return f"{which}gradients {'is' if len(rows) == 1 else 'are'} {self.relation.words(fqn, self.part)}"
+        if not len(rows):
+            return f"gradients are {relation_text}"
+        rows_text = positions_text(np.asarray(rows))
+        if len(rows) == 1:
+            return f"row {rows_text} of gradients is {relation_text}"
+        return f"rows {rows_text} of gradients are {relation_text}"
 
 
 def another_tensor(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Gradients that are another tensor. Whole ones that are a multiple of what is right are `contributions`'."""
+    """Suppose that gradients are other tensors. `contributions` explains whole ones that are a multiple of the right ones."""
     step = first_wrong_step(trial) if "gradients" in broken else None
     if step is None or trial.assumption.references:
         return
-    found: dict[Pair, Wrong] = {}
-    for at in wrong_pairs(trial, step):
-        if (one := _wrong_slice(trial, at, step) or _wrong_whole(trial, at, step)) is None:
+    wrong_tensors: dict[Pair, Wrong] = {}
+    for pair in wrong_pairs(trial, step):
+        if (wrong_tensor := _wrong_slice(trial, pair, step) or _wrong_whole(trial, pair, step)) is None:
             return
-        found[at] = one
-    if not found or all(one.is_scaled for one in found.values()):
+        wrong_tensors[pair] = wrong_tensor
+    if not wrong_tensors or all(wrong_tensor.is_scaled for wrong_tensor in wrong_tensors.values()):
         return
-    backs = {one.relation.source.back for one in found.values() if one.relation.source}
-    for when, steps, more in spans(trial, step):
+    backs = {
+        wrong_tensor.relation.source.back for wrong_tensor in wrong_tensors.values() if wrong_tensor.relation.source
+    }
+    for when, steps, extra_choices in spans(trial, step):
         if steps == [1] and any(backs):  # zeros of one step alone are nobody's
             continue
-        cause = _cause(trial, found, step, when)
-        yield Hypothesis(cause, partial(_assuming, found=found, steps=steps), 1 + more)
+        cause = _cause(trial, wrong_tensors, step, when)
+        yield Hypothesis(cause, partial(_assuming, wrong_tensors=wrong_tensors, steps=steps), 1 + extra_choices)
     if any(backs) and step < trial.case.steps[-1]:
-        cause = _cause(trial, found, step, f" {from_step(trial, step)}, and stay so")
+        cause = _cause(trial, wrong_tensors, step, f" {from_step(trial, step)}, and stay so")
         cause = replace(cause, details=(*cause.details, ("stay", True)))
         steps = [other for other in trial.case.steps if other >= step]
-        yield Hypothesis(cause, partial(_assuming, found=found, steps=steps, stay=True), 2)
+        yield Hypothesis(cause, partial(_assuming, wrong_tensors=wrong_tensors, steps=steps, stay=True), 2)
 
 
-def _wrong_slice(trial: Trial, at: Pair, step: int) -> Wrong | None:
-    """What a rank's slice of a gradient is."""
-    rank, fqn = at
+def _wrong_slice(trial: Trial, pair: Pair, step: int) -> Wrong | None:
+    """Return what a rank's slice of a gradient is equal to. None if nothing on record."""
+    rank, fqn = pair
     if (part := trial.gradient_slice_of(rank, fqn)) is None:
         return None
 
     def parts(other: str) -> set[Slice]:
-        held = (trial.gradient_slice_of(peer, other) for peer in trial.ranks)
-        return {part for part in held if part is not None}
+        slices = (trial.gradient_slice_of(peer, other) for peer in trial.ranks)
+        return {part for part in slices if part is not None}
 
     return _wrong(trial, fqn, part, seen_gradients(trial, rank, step)[fqn], step, parts)
 
 
-def _wrong_whole(trial: Trial, at: Pair, step: int) -> Wrong | None:
-    """What the slices of a gradient are together in the rank's replica, where those who hold the same have the same."""
-    fqn, replica = at[1], _replica(trial, at[0])
-    close, whole = max(CLOSE, trial.bounds.gradient[step]), np.full(trial.plan.shapes[fqn], np.nan)
+def _wrong_whole(trial: Trial, pair: Pair, step: int) -> Wrong | None:
+    """Return what the slices of a gradient in the rank's replica are equal to, put together. None if nothing on record.
+
+    None also if ranks that hold the same slice have other values of it.
+    """
+    fqn = pair[1]
+    replica = _replica(trial, pair[0])
+    close = max(CLOSE, trial.bounds.gradient[step])
+    whole = np.full(trial.plan.shapes[fqn], np.nan)
     for rank in (rank for rank in trial.ranks if _replica(trial, rank) == replica):
-        part, seen = trial.gradient_slice_of(rank, fqn), seen_gradients(trial, rank, step).get(fqn)
+        part = trial.gradient_slice_of(rank, fqn)
+        seen = seen_gradients(trial, rank, step).get(fqn)
         if part is None or seen is None or take(whole, part).shape != seen.shape:
             continue
-        laid = take(whole, part)
-        if not np.isnan(laid).all() and not alike(laid, seen, close):
+        target = take(whole, part)
+        if not np.isnan(target).all() and not alike(target, seen, close):
             return None
-        laid[...] = seen
+        target[...] = seen
     return _wrong(trial, fqn, _all_of(trial, fqn), whole, step, lambda other: {_all_of(trial, other)})
 
 
 def _replica(trial: Trial, rank: int) -> int:
+    """Return the coordinate of a rank along dp_replicate."""
     return coordinate(trial.case.dims, rank)["dp_replicate"]
 
 
 def _all_of(trial: Trial, fqn: str) -> Slice:
+    """Return the slice that is the whole parameter."""
     return tuple((0, size) for size in trial.plan.shapes[fqn])
 
 
 def _wrong(
     trial: Trial, fqn: str, part: Slice, seen: np.ndarray, step: int, parts: Callable[[str], set[Slice]]
 ) -> Wrong | None:
-    """All of it, else those rows that are wrong."""
+    """Return what all rows are equal to, else what the wrong rows are equal to. None if nothing on record.
+
+    parts: parameter -> the slices of it on record.
+    """
     right = take(trial.reference.steps[step - 1].gradients[fqn], part)
     if right.shape != seen.shape or not seen.size or not np.isfinite(seen).all():
         return None
     if step == 1 and not seen.any() and right.any():  # there is no step before, whose it may be
         return Wrong(slice(None), part, Relation(source=Source("gradient", fqn, part, 1)))
     close = max(CLOSE, trial.bounds.gradient[step])
-    off = np.abs(seen - right).reshape(len(seen), -1).max(axis=1) > close * np.max(np.abs(right))
-    some = [] if off.all() or seen.ndim < 2 else [np.flatnonzero(off)]
-    each: list[np.ndarray | slice] = [slice(None), *some]
-    for rows in each:
+    is_wrong = np.abs(seen - right).reshape(len(seen), -1).max(axis=1) > close * np.max(np.abs(right))
+    row_choices: list[np.ndarray | slice] = [slice(None)]
+    if not is_wrong.all() and seen.ndim >= 2:
+        row_choices.append(np.flatnonzero(is_wrong))
+    for rows in row_choices:
         pool = ((source, array[rows]) for source, array in _sources(trial, fqn, part, step, parts))
         if (relation := relation_of(seen[rows], right[rows], pool, close)) is not None:
             return Wrong(rows, part, relation)
@@ -293,34 +328,35 @@ def _wrong(
 def _sources(
     trial: Trial, fqn: str, own: Slice, step: int, parts: Callable[[str], set[Slice]]
 ) -> Iterator[tuple[Source, np.ndarray]]:
-    """Yield what is right of other tensors of this shape: each slice once, of this step and of earlier ones."""
+    """Yield (source, right values) of other tensors of this shape: each slice once, of this step and of earlier ones."""
     for other in trial.plan.shapes:
         for part in sorted(parts(other)):
             if [stop - start for start, stop in part] != [stop - start for start, stop in own]:
                 continue
-            same = (other, part) == (fqn, own)
-            for back in range(same, step):
+            is_own = (other, part) == (fqn, own)
+            for back in range(is_own, step):
                 yield Source("gradient", other, part, back), _value(trial, "gradient", other, part, step - back)
-            if same:
+            if is_own:
                 yield Source("weight", fqn, part), _value(trial, "weight", fqn, part, step)
 
 
-def _value(trial: Trial, what: str, fqn: str, part: Slice, step: int) -> np.ndarray:
-    """The right one: a gradient of a step, or the weights with which it begins."""
+def _value(trial: Trial, kind: str, fqn: str, part: Slice, step: int) -> np.ndarray:
+    """Return the right values of a slice: the gradient of a step, or the weights with which the step begins."""
     steps = trial.reference.steps
-    if what == "gradient":
+    if kind == "gradient":
         return take(steps[step - 1].gradients[fqn], part)
     return take((steps[step - 2].parameters if step > 1 else trial.reference.weights)[fqn], part)
 
 
-def _cause(trial: Trial, found: Mapping[Pair, Wrong], step: int, when: str) -> Cause:
-    """Return the cause of those that are the same; its hint has the first that are something else."""
-    alike: dict[str, list[Pair]] = {}
-    for at, one in sorted(found.items(), key=lambda item: item[1].is_scaled):
-        alike.setdefault(one.words(at[1]), []).append(at)
-    (text, pairs), *others = alike.items()
+def _cause(trial: Trial, wrong_tensors: Mapping[Pair, Wrong], step: int, when: str) -> Cause:
+    """Return the cause of the gradients that have the same words; its hint has the first that have other words."""
+    pairs_by_text: dict[str, list[Pair]] = {}
+    for pair, wrong_tensor in sorted(wrong_tensors.items(), key=lambda item: item[1].is_scaled):
+        pairs_by_text.setdefault(wrong_tensor.words(pair[1]), []).append(pair)
+    (text, pairs), *others = pairs_by_text.items()
     hint = f"besides, {others[0][0]} {where_text(trial, others[0][1])}" if others else ""
-    relation, part = found[pairs[0]].relation, found[pairs[0]].part
+    relation = wrong_tensors[pairs[0]].relation
+    part = wrong_tensors[pairs[0]].part
     source = relation.source or Source("gradient", pairs[0][1], part)
     details = (
         *(("source", source.fqn), ("of", source.what), ("back", source.back), ("change", relation.change)),
@@ -332,17 +368,19 @@ def _cause(trial: Trial, found: Mapping[Pair, Wrong], step: int, when: str) -> C
     return Cause("another tensor", f"{text}{when}", where_text(trial, pairs), hint=hint, details=details)
 
 
-def _assuming(trial: Trial, found: Mapping[Pair, Wrong], steps: Sequence[int], stay: bool = False) -> Trial:
-    """Assume that these were so in these steps; stay: as in the first of them. Replicas that differ train separately, each with
-    its own norm for clipping."""
-    if not _replicas_differ(trial, found):
-        one = _Substituted(trial, found, steps, stay)
-        return another_reference(trial, gradients=one.gradients, left=one.left)
-    places = {rank: _replica(trial, rank) for rank in trial.ranks}
-    copies = [
-        _Substituted(trial, {at: one for at, one in found.items() if places[at[0]] == copy}, steps, stay)
-        for copy in range(trial.case.dims.dp_replicate)
-    ]
+def _assuming(trial: Trial, wrong_tensors: Mapping[Pair, Wrong], steps: Sequence[int], stay: bool = False) -> Trial:
+    """Assume that these gradients were wrong in these steps. stay: with the values of the first of them.
+
+    Replicas that differ train separately, each with its own norm for clipping.
+    """
+    if not _replicas_differ(trial, wrong_tensors):
+        substituted = _Substituted(trial, wrong_tensors, steps, stay)
+        return another_reference(trial, gradients=substituted.gradients, left=substituted.left)
+    replicas = {rank: _replica(trial, rank) for rank in trial.ranks}
+    copies = []
+    for replica in range(trial.case.dims.dp_replicate):
+        wrong_of_replica = {pair: wrong for pair, wrong in wrong_tensors.items() if replicas[pair[0]] == replica}
+        copies.append(_Substituted(trial, wrong_of_replica, steps, stay))
 
     def reduce(step: int, gradients: list[Arrays]) -> list[Arrays]:
         return [copy.gradients(step, own) for copy, own in zip(copies, summed(gradients), strict=True)]
@@ -351,39 +389,50 @@ def _assuming(trial: Trial, found: Mapping[Pair, Wrong], steps: Sequence[int], s
 
 
 class _Substituted:
-    """A run in which slices of ranks hold something else in some steps."""
+    """A run in which some gradients are substituted in some steps."""
 
-    def __init__(self, trial: Trial, found: Mapping[Pair, Wrong], steps: Sequence[int], stay: bool) -> None:
-        self.found, self.steps, self.stay = found, steps, stay
+    def __init__(self, trial: Trial, wrong_tensors: Mapping[Pair, Wrong], steps: Sequence[int], stay: bool) -> None:
+        self.found = wrong_tensors
+        self.steps = steps
+        self.stay = stay
         self.computed: dict[int, Arrays] = {}
         self.weights: Arrays = dict(trial.reference.weights)
 
     def gradients(self, step: int, own: Arrays) -> Arrays:
-        """What is there in place of those of backward."""
+        """Return the gradients of a step with the substituted ones. own: those that backward computed."""
         self.computed[step] = own
-        changed = {fqn: value.copy() for fqn, value in own.items()} if step in self.steps else own
-        for (_, fqn), one in self.found.items() if step in self.steps else ():
-            right, source = take(own[fqn], one.part)[one.rows], one.relation.source
+        if step not in self.steps:
+            return own
+        changed = {fqn: value.copy() for fqn, value in own.items()}
+        for (_, fqn), wrong_tensor in self.found.items():
+            right = take(own[fqn], wrong_tensor.part)[wrong_tensor.rows]
+            source = wrong_tensor.relation.source
             if source is None:
-                take(changed[fqn], one.part)[one.rows] = one.relation.value(right, None)
+                take(changed[fqn], wrong_tensor.part)[wrong_tensor.rows] = wrong_tensor.relation.value(right, None)
             else:
                 kept = self.weights if source.what == "weight" else self._computed(step, source.back)
-                held = take(kept[source.fqn], source.part)[one.rows] if kept else np.zeros_like(right)
-                take(changed[fqn], one.part)[one.rows] = one.relation.value(right, held)
+                source_values = take(kept[source.fqn], source.part)[wrong_tensor.rows] if kept else np.zeros_like(right)
+                take(changed[fqn], wrong_tensor.part)[wrong_tensor.rows] = wrong_tensor.relation.value(
+                    right, source_values
+                )
         return changed
 
     def _computed(self, step: int, back: int) -> Arrays | None:
-        """The gradients of so many steps before, of which there may be none; before the first wrong step, where they stay."""
-        return self.computed.get((self.steps[0] if self.stay and back else step) - back)
+        """Return the gradients of `back` steps before this step, or before the first wrong step if they stay. None if none."""
+        last = self.steps[0] if self.stay and back else step
+        return self.computed.get(last - back)
 
     def left(self, step: int, parameters: Arrays) -> Arrays:
-        """The weights, which are kept for the next step."""
+        """Return the weights unchanged, and keep them for the next step."""
         self.weights = parameters
         return parameters
 
 
-def _replicas_differ(trial: Trial, found: Mapping[Pair, Wrong]) -> bool:
-    """Whether a rank of another replica has the right one, or something else, of a tensor that is wrong here."""
-    words = {at: one.words(at[1]) for at, one in found.items()}
-    peers = {at: trial.plan.peers(at[0], "dp_replicate") for at in found}
-    return any(words.get((peer, fqn)) != words[rank, fqn] for (rank, fqn), of in peers.items() for peer in of)
+def _replicas_differ(trial: Trial, wrong_tensors: Mapping[Pair, Wrong]) -> bool:
+    """Return whether a rank of another replica has other values of a wrong tensor, or the right ones."""
+    words = {pair: wrong_tensor.words(pair[1]) for pair, wrong_tensor in wrong_tensors.items()}
+    for rank, fqn in wrong_tensors:
+        peers = trial.plan.peers(rank, "dp_replicate")
+        if any(words.get((peer, fqn)) != words[rank, fqn] for peer in peers):
+            return True
+    return False

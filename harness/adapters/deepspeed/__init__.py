@@ -57,7 +57,8 @@ class DeepSpeed(Adapter):
         which a rank keeps its own (`use_multi_rank_bucket_allreduce`). ZeRO-3 has its own linear layer."""
         if case.wrapper == "zero3":
             return TrainerTraits(master_weights=True, own_model=True, allow=KEPT_BY_ZERO3)
-        layout, allow = FlatLayout(parts=2), (_kept_by_offload(case),) if self.offload and case.wrapper in ZERO else ()
+        layout = FlatLayout(parts=2)
+        allow = (_kept_by_offload(case),) if self.offload and case.wrapper in ZERO else ()
         return TrainerTraits(zero_layout=layout, zero_reduces_by="all_reduce", master_weights=True, allow=allow)
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:

@@ -27,8 +27,11 @@ from harness.reference.train import lr_factor
 
 class Started(StartedTrainer):
     def __init__(self, case: Case, weights: Path | None, device: str, *, offload: bool = False) -> None:
-        self.case, self.device, self.metrics = case, device, []
-        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.case = case
+        self.device = device
+        self.metrics = []
+        self.rank = int(os.environ["RANK"])
+        self.world_size = int(os.environ["WORLD_SIZE"])
         os.environ.setdefault("LOCAL_RANK", str(self.rank))
         dtype = getattr(torch, case.training.dtype)
         if device == "cpu":
@@ -54,7 +57,8 @@ class Started(StartedTrainer):
             self.metrics.append(self.step(step))
 
     def step(self, step: int) -> Metrics:
-        recipe, passes = self.case.training, self.case.features.accumulation
+        recipe = self.case.training
+        passes = self.case.features.accumulation
         tokens, labels = (
             part.to(self.device) for part in rank_samples(self.case, self.dataset, step, self.rank, self.world_size)
         )
@@ -86,7 +90,10 @@ def _optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def configuration(case: Case, *, offload: bool = False) -> dict[str, Any]:
-    """Its defaults, but for sizes: with them ZeRO-3 would gather what is small beside 1e9 elements once and keep it."""
+    """Return DeepSpeed's configuration: its defaults but for sizes.
+
+    With its default sizes ZeRO-3 would gather what is small beside 1e9 elements once and keep it.
+    """
     stage = ZERO.index(case.wrapper) + 1 if case.wrapper in ZERO else 0
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}
     zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}

@@ -15,7 +15,8 @@ from harness.core.probe.values import note_gradients, reducing_gradients
 
 def note_engine(engine: Any) -> int:
     """The stage of ZeRO that it runs. With 0 its clipping and DDP are noted."""
-    ranks, stage = range(dist.get_world_size()), int(engine.zero_optimization_stage())
+    ranks = range(dist.get_world_size())
+    stage = int(engine.zero_optimization_stage())
     engine.allreduce_gradients = _within(reducing_gradients, engine.allreduce_gradients)
     if stage == 0:
         if len(ranks) > 1:

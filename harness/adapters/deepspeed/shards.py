@@ -11,10 +11,11 @@ from harness.core.probe.shards import Named
 
 
 class Place(NamedTuple):
-    """group: of which of the optimizer's vectors elements start to start + numel are this parameter's."""
+    """Where a parameter's part lies: elements start to start + numel of one of the optimizer's vectors."""
 
     name: str
     group: int
+    """Which of the optimizer's vectors."""
     start: int
     numel: int
 
@@ -23,21 +24,25 @@ class Vectors:
     """ZeRO-1 and 2: parameters are whole. zero: the engine's optimizer."""
 
     def __init__(self, module: torch.nn.Module, zero: Any) -> None:
-        self.named, self.zero = list(module.named_parameters()), zero
+        self.named = list(module.named_parameters())
+        self.zero = zero
 
     def parameters(self) -> Named:
         return [(name, parameter.detach()) for name, parameter in self.named]
 
     def gradients(self) -> Named:
         vectors = self.vectors()
-        there = (place for place in self.places() if vectors[place.group].grad is not None)
-        return [(place.name, vectors[place.group].grad.narrow(0, place.start, place.numel)) for place in there]
+        gradients = []
+        for name, group, start, numel in self.places():
+            if vectors[group].grad is not None:
+                gradients.append((name, vectors[group].grad.narrow(0, start, numel)))
+        return gradients
 
     def state(self) -> Iterable[tuple[str, dict[str, torch.Tensor]]]:
         vectors = self.vectors()
         for name, group, start, numel in self.places():
-            held = self.zero.optimizer.state.get(vectors[group], {})
-            tensors = ((key, value) for key, value in held.items() if torch.is_tensor(value))
+            state_of_vector = self.zero.optimizer.state.get(vectors[group], {})
+            tensors = ((key, value) for key, value in state_of_vector.items() if torch.is_tensor(value))
             yield name, {key: value.narrow(0, start, numel) if value.dim() else value for key, value in tensors}
 
     def vectors(self) -> list[torch.Tensor]:
@@ -45,16 +50,18 @@ class Vectors:
 
     def places(self) -> Iterator[Place]:
         for name, parameter in self.named:
-            if (held := parameter._hp_mapping) is not None:
-                address = held.hp_fragment_address
-                yield Place(name, held.param_group_index, address.start, address.numel)
+            if (mapping := parameter._hp_mapping) is not None:
+                address = mapping.hp_fragment_address
+                yield Place(name, mapping.param_group_index, address.start, address.numel)
 
 
 class PartitionedParameters(Vectors):
     """ZeRO-3: each parameter is cut as well, and padded to equal parts, the last rank's behind what it holds."""
 
     def parameters(self) -> Named:
-        return [(name, p.ds_tensor.detach().narrow(0, 0, self.held(p))) for name, p in self.named]
+        return [
+            (name, parameter.ds_tensor.detach().narrow(0, 0, self.held(parameter))) for name, parameter in self.named
+        ]
 
     def vectors(self) -> list[torch.Tensor]:
         return self.zero.fp32_partitioned_groups_flat

@@ -114,10 +114,12 @@ class Megatron(Adapter):
 
     def fused(self, case: Case) -> dict[str, tuple[str, ...]]:
         """linear_qkv is cut by groups of heads; linear_fc1 has on each tp rank its part of w1 above its part of w3."""
-        found = {}
+        names_of_blocks = {}
         for block in (f"layers.{n}" for n in range(case.model.n_layers)):
-            found[f"{block}.attention.wqkv.weight"], found[f"{block}.feed_forward.w13.weight"] = _fused(case, block)
-        return found
+            names_of_blocks[f"{block}.attention.wqkv.weight"], names_of_blocks[f"{block}.feed_forward.w13.weight"] = (
+                _fused(case, block)
+            )
+        return names_of_blocks
 
     def importable(self) -> None:
         checkout.put_first(self.where)
@@ -148,7 +150,7 @@ def _fused(case: Case, block: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _order(case: Case) -> tuple[tuple[str, ...], ...]:
-    """Its tensors in the order of its modules, each with the blocks that a tp rank has of it."""
+    """Return Megatron's tensors in the order of its modules, each with the blocks that a tp rank has of it."""
     order: list[tuple[str, ...]] = [("tok_embeddings.weight",)]
     for block in (f"layers.{n}" for n in range(case.model.n_layers)):
         qkv, gated = (parts[: len(parts) // case.dims.tp] for parts in _fused(case, block))
@@ -159,7 +161,8 @@ def _order(case: Case) -> tuple[tuple[str, ...], ...]:
 
 
 def _obstacles(case: Case) -> Iterator[str]:
-    dims, model = case.dims, case.model
+    dims = case.dims
+    model = case.model
     if dims.cp > 1:
         yield f"cp {dims.cp}: attention of the local spec knows no context parallel, that of TransformerEngine needs a GPU"
     if dims.dp_shard > 1 and case.wrapper != "zero1":
@@ -172,9 +175,9 @@ def _obstacles(case: Case) -> Iterator[str]:
         yield f"{model.n_layers} layers in {case.n_stages} stages: Megatron deals out equally many"
     if case.stages_per_rank > 1 and case.microbatches % dims.pp:
         yield f"{case.microbatches} microbatches: Megatron's interleaved schedule wants a multiple of pp {dims.pp}"
-    for what in ("vocab_size", "n_kv_heads", "ffn_dim"):
-        if getattr(model, what) % dims.tp:
-            yield f"{what} {getattr(model, what)} is not divisible by tp {dims.tp}"
+    for field in ("vocab_size", "n_kv_heads", "ffn_dim"):
+        if getattr(model, field) % dims.tp:
+            yield f"{field} {getattr(model, field)} is not divisible by tp {dims.tp}"
     if model.rope_scaling is not None and _but_factor(model.rope_scaling) != _but_factor(LLAMA_3):
         yield "rope_scaling: Megatron has its frequencies and first length written into its code, but for the factor"
     yield from _obstacles_of_checkpoints(case) if case.resume or case.last_step else ()
@@ -192,13 +195,15 @@ def _obstacles_of_checkpoints(case: Case) -> Iterator[str]:
 
 def _missing(where: str | None) -> str:
     """Why there is none that this adapter can run; empty if there is. It is not imported for that."""
-    there = [where] if where else sys.path
-    told = next(filter(Path.is_file, (Path(folder, "megatron", "core", "package_info.py") for folder in there)), None)
-    if told is None and where:
+    folders = [where] if where else sys.path
+    package_info = next(
+        filter(Path.is_file, (Path(folder, "megatron", "core", "package_info.py") for folder in folders)), None
+    )
+    if package_info is None and where:
         return f"{where}/megatron/core: no Megatron-core there"
-    if told is None:
+    if package_info is None:
         return "megatron-core is not installed: pip install --no-deps megatron-core, or give --source"
-    version = _version(told.read_text(encoding="utf-8"))
+    version = _version(package_info.read_text(encoding="utf-8"))
     number = ".".join(map(str, version))
     return f"megatron-core {number}: a chunk does not get its virtual stage before 0.13" if version < OLDEST else ""
 
@@ -233,7 +238,9 @@ def _allowances(case: Case) -> Iterator[Allowance]:
 
 def _buffer_bytes(case: Case) -> int:
     """Return the bytes of a buffer that is never freed: attention's scores, or a layer's input gathered from all tp ranks."""
-    samples, length, model = case.local_batch, case.training.seq_len, case.model
+    samples = case.local_batch
+    length = case.training.seq_len
+    model = case.model
     scores = samples * model.n_heads // case.dims.tp * length * length
     return max(scores, samples * length * model.dim) * BYTES[case.training.dtype]
 

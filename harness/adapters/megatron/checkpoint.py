@@ -15,12 +15,12 @@ CONTENT = {"non_homogeneous_layers": True, "chained_optim_avoid_prefix": True}
 
 
 def save(folder: Path, step: int, chunks: list[nn.Module], optimizer: Any) -> None:
-    place = folder / f"iter_{step:07d}"
+    iteration_folder = folder / f"iter_{step:07d}"
     if dist.get_rank() == 0:
-        place.mkdir(parents=True, exist_ok=True)
+        iteration_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     state = _state(chunks, optimizer, is_loading=False)
-    dist_checkpointing.save({**state, "iteration": step}, str(place), content_metadata=CONTENT)
+    dist_checkpointing.save({**state, "iteration": step}, str(iteration_folder), content_metadata=CONTENT)
 
 
 def load(folder: Path, chunks: list[nn.Module], optimizer: Any) -> int:
@@ -51,6 +51,6 @@ def _by_own_numbers(state: dict[str, Any], stage: Any) -> dict[str, Any]:
     first = stage.decoder.layers.first
 
     def own(name: str) -> str:
-        return re.sub(r"^(decoder\.layers\.)(\d+)", lambda found: f"{found[1]}{int(found[2]) + first}", name)
+        return re.sub(r"^(decoder\.layers\.)(\d+)", lambda match: f"{match[1]}{int(match[2]) + first}", name)
 
     return {own(name): value for name, value in state.items()}

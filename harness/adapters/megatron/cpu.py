@@ -90,8 +90,8 @@ def answer_for_types() -> None:
 
     @functools.wraps(original)
     def kind(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = original(tensor, *args, **kwargs)
-        return KINDS.get(found, found) if isinstance(found, str) else found
+        name = original(tensor, *args, **kwargs)
+        return KINDS.get(name, name) if isinstance(name, str) else name
 
     torch.Tensor.type = kind
 

@@ -59,7 +59,8 @@ def _sizes(case: Case) -> dict[str, Any]:
 def _layout(case: Case) -> dict[str, Any]:
     """Trap: with two pipeline ranks the interleaved schedule exchanges the wrong tensors unless sends and receives are separate
     (upstream_bugs/megatron_interleaved_two_ranks.py). megatron.training refuses that, too."""
-    dims, interleaved = case.dims, case.stages_per_rank > 1
+    dims = case.dims
+    interleaved = case.stages_per_rank > 1
     return {
         "tensor_model_parallel_size": dims.tp,
         "sequence_parallel": dims.tp > 1 and case.features.sequence_parallel,
@@ -77,7 +78,7 @@ def _recomputation(case: Case) -> dict[str, Any]:
 
 
 def build_chunks(case: Case, config: TransformerConfig, weights: Path | None, adapter: Megatron) -> list[nn.Module]:
-    """One model for each pipeline stage of this rank, in Megatron's DDP, with the seed weights."""
+    """Return one model for each pipeline stage of this rank, in Megatron's DDP, with the seed weights."""
     numbers = [None] if case.stages_per_rank == 1 else range(case.stages_per_rank)
     chunks = [_chunk(case, config, number) for number in numbers]
     cut = tensor_parallel(ps.get_tensor_model_parallel_rank(), case.dims.tp)
@@ -95,15 +96,16 @@ def build_chunks(case: Case, config: TransformerConfig, weights: Path | None, ad
 
 def _chunk(case: Case, config: TransformerConfig, number: int | None) -> nn.Module:
     """number: of the virtual stage; None without such."""
-    model, scaling = case.model, case.model.rope_scaling
-    place = {"ignore_virtual": False, "vp_stage": number}
+    model = case.model
+    scaling = case.model.rope_scaling
+    virtual_stage = {"ignore_virtual": False, "vp_stage": number}
     chunk = GPTModel(
         config,
         get_gpt_layer_local_spec(normalization="RMSNorm"),
         model.vocab_size,
         case.training.seq_len,
-        pre_process=ps.is_pipeline_first_stage(**place),
-        post_process=ps.is_pipeline_last_stage(**place),
+        pre_process=ps.is_pipeline_first_stage(**virtual_stage),
+        post_process=ps.is_pipeline_last_stage(**virtual_stage),
         share_embeddings_and_output_weights=model.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=model.rope_theta,
@@ -126,22 +128,30 @@ class _Numbered(nn.ModuleList):
 
 
 def _number_by_model(layers: Any) -> None:
-    """Each stage, and each chunk of a rank, calls its layers 0, 1, ..: several would have one name."""
+    """Name layers by their number in the whole model.
+
+    Megatron names the layers of each stage, and of each chunk of a rank, 0, 1, ..: several would have the same name.
+    """
     modules = list(layers)
     if modules:
-        layers.__class__, layers.first = _Numbered, modules[0].layer_number - 1
+        layers.__class__ = _Numbered
+        layers.first = modules[0].layer_number - 1
         layers._modules = {str(layer.layer_number - 1): layer for layer in modules}
 
 
 def _tell(chunk: nn.Module) -> None:
-    """What Megatron's DDP and its parallel layers say of themselves. Around a single rank the DDP is not noted, for
-    memory would allow it the buckets that torch's keeps there."""
+    """Note what Megatron's DDP and its parallel layers have as their wrapper and placements.
+
+    Around a single rank the DDP is not noted, for memory would allow it the buckets that torch's keeps there.
+    """
     data = dist.get_process_group_ranks(chunk.dp_cp_group)
     if chunk.ddp_config.use_distributed_optimizer:
         note_wrapper(chunk, "zero1", shard_ranks=data)
     elif len(data) > 1:
         note_wrapper(chunk, "ddp", replicate_ranks=data)
     ranks = dist.get_process_group_ranks(ps.get_tensor_model_parallel_group())
-    for parameter in chunk.parameters() if len(ranks) > 1 else ():
+    if len(ranks) == 1:
+        return
+    for parameter in chunk.parameters():
         cut = getattr(parameter, "tensor_model_parallel", False)
         note_placement(parameter, ranks, parameter.partition_dim if cut else None)

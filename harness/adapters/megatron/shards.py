@@ -14,9 +14,12 @@ class Ranges:
     """Parameters are whole; the optimizer steps on views of intervals of them. zero: that optimizer. chunk: in its DDP."""
 
     def __init__(self, chunk: torch.nn.Module, zero: Any) -> None:
-        self.named, self.zero = list(chunk.named_parameters()), zero
+        self.named = list(chunk.named_parameters())
+        self.zero = zero
         groups = zip(zero.model_fp32_groups, zero.shard_fp32_groups, strict=True)
-        self.shards = {whole: shard for wholes, shards in groups for whole, shard in zip(wholes, shards, strict=True)}
+        self.shards: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for wholes, shards in groups:
+            self.shards |= dict(zip(wholes, shards, strict=True))
 
     def parameters(self) -> Named:
         """Themselves: what their layers say of them (`note_placement`) is not said of another tensor with their elements."""

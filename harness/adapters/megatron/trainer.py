@@ -42,7 +42,9 @@ class MegatronTrainer(StartedTrainer):
     """One rank's trainer."""
 
     def __init__(self, case: Case, weights: Path | None, device: str, adapter: Megatron) -> None:
-        self.case, self.metrics, self.device = case, list[Metrics](), _join(case, device)
+        self.case = case
+        self.metrics = list[Metrics]()
+        self.device = _join(case, device)
         float64.preserve(case.training.dtype, *(f"megatron.core.{name}" for name in CASTING.split()))
         config = build_config(case, device)
         self.model_parts: list[nn.Module] = build_chunks(case, config, weights, adapter)
@@ -50,10 +52,12 @@ class MegatronTrainer(StartedTrainer):
         for chunk in self.late:
             chunk.disable_forward_pre_hook(param_sync=False)
         self.optimizer = get_megatron_optimizer(_optimizer_config(case), self.model_parts)
-        self.run, self.dataset = get_forward_backward_func(), dataset_of(case)
-        self.schedule, self.done = contextlib.ExitStack(), 0
+        self.run = get_forward_backward_func()
+        self.dataset = dataset_of(case)
+        self.schedule = contextlib.ExitStack()
+        self.done = 0
         config.finalize_model_grads_func = self.finalize
-        config.no_sync_func = [one.no_sync for one in self.model_parts]
+        config.no_sync_func = [chunk.no_sync for chunk in self.model_parts]
         config.no_sync_func = config.no_sync_func if len(self.model_parts) > 1 else config.no_sync_func[0]
         _note_reductions()
         _note_clipping(self.optimizer)
@@ -66,8 +70,9 @@ class MegatronTrainer(StartedTrainer):
         """With parameters gathered late as megatron.training does it: none in the first step, all behind the last."""
         for step in range(self.done + 1, last_step + 1):
             self.metrics.append(self.train_step(step))
-            for chunk in self.late if step == 1 else ():
-                chunk.enable_forward_pre_hook()
+            if step == 1:
+                for chunk in self.late:
+                    chunk.enable_forward_pre_hook()
             self.done = step
         for chunk in self.late:
             chunk.disable_forward_pre_hook()
@@ -104,7 +109,7 @@ class MegatronTrainer(StartedTrainer):
                 self.schedule.enter_context(pass_of_schedule())
             return self.run(
                 forward_step_func=self.forward_step,
-                data_iterator=[iter(one) for one in batches] if several else iter(batches[0]),
+                data_iterator=[iter(batches_of_chunk) for batches_of_chunk in batches] if several else iter(batches[0]),
                 model=self.model_parts if several else self.model_parts[0],
                 num_microbatches=len(batches[0]),
                 seq_length=self.case.training.seq_len,
@@ -114,8 +119,8 @@ class MegatronTrainer(StartedTrainer):
 
     def batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """tokens, labels: int64 [local_batch, s]."""
-        place = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
-        tokens, labels = rank_samples(self.case, self.dataset, step, *place)
+        rank_and_size = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
+        tokens, labels = rank_samples(self.case, self.dataset, step, *rank_and_size)
         size = self.case.local_batch
         yield from zip(tokens.to(self.device).split(size), labels.to(self.device).split(size), strict=True)
 
@@ -146,7 +151,10 @@ class MegatronTrainer(StartedTrainer):
         finalize_model_grads(*args, **kwargs)
 
     def set_rates(self, step: int) -> float:
-        """What OptimizerParamScheduler does, by the recipe's schedule; `decay: all` has no exceptions."""
+        """Set rate and weight decay of each group by the recipe's schedule, as OptimizerParamScheduler does. Return the rate.
+
+        `decay: all` has no exceptions.
+        """
         recipe = self.case.training
         for group in self.optimizer.param_groups:
             group["lr"] = rate = recipe.lr * lr_factor(step, recipe)
@@ -157,7 +165,7 @@ class MegatronTrainer(StartedTrainer):
         """Return the loss that training_log reports; only the last stage has it."""
         if not ps.is_pipeline_last_stage(ignore_virtual=True):
             return None
-        total = torch.stack([one["lm loss"] for one in losses]).sum(0)
+        total = torch.stack([loss_and_count["lm loss"] for loss_and_count in losses]).sum(0)
         dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=True))
         return float(total[0] / total[1])
 
@@ -199,7 +207,8 @@ def _loss(labels: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Ten
     mask = (labels != IGNORED).view(-1).float()
     losses = output.view(-1).float() * mask
     note_loss(labels, losses, reduction="none")
-    total, count = losses.sum(), mask.sum().clone().detach().to(torch.int)
+    total = losses.sum()
+    count = mask.sum().clone().detach().to(torch.int)
     return total, count, {"lm loss": torch.stack([total.clone().detach(), count])}
 
 
@@ -219,15 +228,15 @@ def _note_reductions() -> None:
 
 
 def _note_clipping(optimizer: Any) -> None:
-    """Its own functions clip what prepare_grads makes of the buffers."""
-    for one in _each(optimizer):
-        one.prepare_grads = _then_note(one.prepare_grads)
+    """Note gradients after prepare_grads: Megatron's own functions clip what it makes of the buffers."""
+    for inner_optimizer in _each(optimizer):
+        inner_optimizer.prepare_grads = _then_note(inner_optimizer.prepare_grads)
 
 
 def _note_shards(chunks: list[nn.Module], optimizer: Any) -> None:
     for chunk in (chunk for chunk in chunks if chunk.ddp_config.use_distributed_optimizer):
-        (one,) = _each(optimizer)
-        shards = Ranges(chunk, one)
+        (inner_optimizer,) = _each(optimizer)
+        shards = Ranges(chunk, inner_optimizer)
         note_shards(chunk, shards, shards.starts())
 
 
@@ -238,9 +247,9 @@ def _each(optimizer: Any) -> Any:
 def _then_note(prepare: Any) -> Any:
     @functools.wraps(prepare)
     def prepared() -> bool:
-        found: bool = prepare()
+        succeeded: bool = prepare()
         note_gradients()
-        return found
+        return succeeded
 
     return prepared
 
@@ -251,7 +260,8 @@ class Actions:
 
     def __init__(self, degree: int) -> None:
         self.degree = degree
-        self.begun, self.places = Counter[int](), dict[int, tuple[int, int]]()
+        self.begun = Counter[int]()
+        self.places = dict[int, tuple[int, int]]()
 
     def install(self) -> None:
         schedules.forward_step = self.around_forward(schedules.forward_step)
@@ -263,10 +273,10 @@ class Actions:
             chunk = getattr(model.module, "vp_stage", None) or 0
             stage = ps.get_pipeline_model_parallel_rank() + self.degree * chunk
             note_action(stage, "F", self.begun[stage])
-            told = original(func, iterator, model, *args, **kwargs)
-            self.places[id(_first(told[0]))] = stage, self.begun[stage]
+            result = original(func, iterator, model, *args, **kwargs)
+            self.places[id(_first(result[0]))] = stage, self.begun[stage]
             self.begun[stage] += 1
-            return told
+            return result
 
         return forward_step
 

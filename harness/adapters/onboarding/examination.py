@@ -1,4 +1,4 @@
-"""A trainer examined as it is brought in: it runs on one rank, then its names, its samples and its model, then two ranks.
+"""Examination of a new trainer: it runs on one rank, then its names, samples and model are examined, then two ranks.
 
 Explanations are tried by judging the stored evidence again: none is printed that was not tested.
 """
@@ -42,8 +42,10 @@ FLOAT32 = 1e-5  # relative; what float32 arithmetic leaves of a loss, at most
 
 @dataclass(frozen=True)
 class Examination:
+    """Verdicts of the cases of a new trainer."""
+
     judged: dict[str, Verdict]
-    """How each case ended, by name."""
+    """Case -> verdict."""
     stopped: bool = False
     """Whether later cases were not run, as they may show the same."""
     unaccepted: tuple[Case, ...] = ()
@@ -53,18 +55,21 @@ class Examination:
 
 
 def examine(cases: Sequence[Case], options: Options, tell: Tell, judged: dict[str, Verdict]) -> Examination:
-    """Run one rank first, then the others; after a case that is wrong, none. judged: filled on the way, for an interruption.
-    Raise what `run_case` raises."""
-    unaccepted, judgements = list[Case](), list[Judgement]()
+    """Run the cases of one rank first, then the others; stop after a case that does not pass. Raises what `run_case` raises.
+
+    judged: filled on the way, for an interruption.
+    """
+    unaccepted = list[Case]()
+    judgements = list[Judgement]()
     for case in sorted(cases, key=lambda case: case.dims.world_size):
         judgement = _run(case, options, tell)
         judgements.append(judgement)
         results = {result.check: result.verdict for result in judgement.results}
-        unaccepted += [judgement.case] * (
-            results.pop("golden", None) is Verdict.UNKNOWN
-        )  # it says nothing of the trainer
-        worst = (one for one in (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS) if one in results.values())
-        judged[case.name] = verdict = next(worst, Verdict.UNKNOWN)
+        if results.pop("golden", None) is Verdict.UNKNOWN:  # it says nothing of the trainer
+            unaccepted.append(judgement.case)
+        worst_first = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS)
+        verdict = next((possible for possible in worst_first if possible in results.values()), Verdict.UNKNOWN)
+        judged[case.name] = verdict
         tell(case.name, f"{verdict}: {_ran(judgement)}")
         if verdict is not Verdict.PASS:
             for label, text in explanation(judgement, options):
@@ -74,7 +79,7 @@ def examine(cases: Sequence[Case], options: Options, tell: Tell, judged: dict[st
 
 
 def _run(case: Case, options: Options, tell: Tell) -> Judgement:
-    """Run the case. Raise what `run_case` raises; print the line for what an adapter is not known to pass on."""
+    """Run the case. Raises what `run_case` raises, after it has told the line for what an adapter is not known to pass on."""
     try:
         return run_case(case, options)
     except Unsupported as reason:
@@ -87,28 +92,34 @@ def _run(case: Case, options: Options, tell: Tell) -> Judgement:
 
 
 def _ran(judgement: Judgement) -> str:
-    passing = sum(result.verdict is Verdict.PASS for result in judgement.results)
-    wrong = ", ".join(result.check for result in judgement.results if result.verdict is Verdict.FAIL)
-    ranks, steps = judgement.case.dims.world_size, judgement.case.training.steps
-    broken = f", broken {wrong}" if wrong else ""
-    return f"{steps} steps on {ranks} rank{'s' * (ranks > 1)}; {passing} checks pass{broken}"
+    """Return in words how many steps ran on how many ranks, and which checks pass and fail."""
+    passing_count = sum(result.verdict is Verdict.PASS for result in judgement.results)
+    failing_text = ", ".join(result.check for result in judgement.results if result.verdict is Verdict.FAIL)
+    ranks = judgement.case.dims.world_size
+    steps = judgement.case.training.steps
+    broken_text = f", broken {failing_text}" if failing_text else ""
+    ranks_text = f"{ranks} ranks" if ranks > 1 else f"{ranks} rank"
+    return f"{steps} steps on {ranks_text}; {passing_count} checks pass{broken_text}"
 
 
 def explanation(judgement: Judgement, options: Options) -> list[Line]:
-    """Return why a case did not pass: the first of these that has something to say."""
-    found = list(_died(judgement, options))
+    """Return why a case did not pass, in lines: of the first explanation that has any."""
+    lines = list(_died(judgement, options))
     for explain in (_another_dtype, _other_samples, in_another_order, _another_model):
-        found = found or list(explain(load_trial(judgement.folder), judgement, options))
-    if judgement.diagnosis and not found:
-        found = list(_diagnosed(judgement.diagnosis))
-    unknown = (one for one in judgement.results if one.verdict is Verdict.UNKNOWN and one.check != "golden")
-    return found or [(one.check, f"could not be judged: {one.note}") for one in unknown]
+        lines = lines or list(explain(load_trial(judgement.folder), judgement, options))
+    if judgement.diagnosis and not lines:
+        lines = list(_diagnosed(judgement.diagnosis))
+    if lines:
+        return lines
+    unknown = (result for result in judgement.results if result.verdict is Verdict.UNKNOWN and result.check != "golden")
+    return [(result.check, f"could not be judged: {result.note}") for result in unknown]
 
 
 def _died(judgement: Judgement, options: Options) -> Iterator[Line]:
     """Explain a rank that raised, perhaps for parameters that do not fit, or trained another number of steps."""
     completed = next(result for result in judgement.results if result.check == "completed")
-    path, wanted = judgement.folder / "run" / SHAPES_FILE, len(judgement.case.steps)
+    path = judgement.folder / "run" / SHAPES_FILE
+    requested_steps = len(judgement.case.steps)
     if completed.verdict is Verdict.PASS:
         return
     if path.exists():
@@ -117,35 +128,41 @@ def _died(judgement: Judgement, options: Options) -> Iterator[Line]:
         yield "", f"parameters are mapped by `fqn`, of NAMES: {options.trainer}"
         return
     ranks = load_trial(judgement.folder).ranks.values()
-    trained = {len(evidence.steps) for evidence in ranks} - {wanted}
-    if len(trained) == 1 and len(completed.findings) == len(ranks):  # what they did in these steps can be judged
-        (steps,) = trained
-        yield "steps", f"it trained {steps} steps, requested {wanted}; if a flag of the script sets how many,"
+    trained_steps = {len(evidence.steps) for evidence in ranks} - {requested_steps}
+    if len(trained_steps) == 1 and len(completed.findings) == len(ranks):  # what they did in these steps can be judged
+        (steps,) = trained_steps
+        yield "steps", f"it trained {steps} steps, requested {requested_steps}; if a flag of the script sets how many,"
         yield "", "adapter: pass case.training.steps on in `arguments`; else"
         yield "", f"case: training: {{steps: {steps}}}"
         return
-    yield from (("stopped", sentence(finding)) for finding in completed.findings[:2])
+    for finding in completed.findings[:2]:
+        yield "stopped", sentence(finding)
     yield "log", str(judgement.folder / "run" / "logs" / "rank_00.log")
 
 
 def _another_dtype(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
-    wanted = trial.case.training.dtype
-    for dtype in sorted({t.dtype for e in trial.ranks.values() for t in e.parameters} - {wanted})[:1]:
-        yield "dtype", f"its parameters are {dtype}, requested {wanted}; if it can do no other:"
+    """Explain parameters in another dtype than requested."""
+    requested = trial.case.training.dtype
+    dtypes = set[str]()
+    for evidence in trial.ranks.values():
+        dtypes |= {tensor.dtype for tensor in evidence.parameters}
+    for dtype in sorted(dtypes - {requested})[:1]:
+        yield "dtype", f"its parameters are {dtype}, requested {requested}; if it can do no other:"
         yield "", f'adapter: dtypes = ("{dtype}",), and `harness doctor --dtype {dtype}`'
 
 
 def _other_samples(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
     """Explain tokens that are not the recipe's: no number can be the reference's then."""
     samples = next(result for result in judgement.results if result.check == "samples")
-    yield from (("samples", sentence(finding)) for finding in samples.findings[:2])
+    for finding in samples.findings[:2]:
+        yield "samples", sentence(finding)
     if samples.findings:
         from harness.adapters.onboarding import sample_orders  # with torch, which `harness --help` can do without
 
         file = Path(options.trainer)
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        lines = sample_orders.advice(trial, trainers.load(options.trainer), text, options.trainer)
-        yield from (("", line) for line in lines)
+        for line in sample_orders.advice(trial, trainers.load(options.trainer), text, options.trainer):
+            yield "", line
 
 
 def in_another_order(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
@@ -168,25 +185,30 @@ def _another_model(trial: Trial, judgement: Judgement, options: Options) -> Iter
     broken = _broken(judgement.results)
     if not broken & {"loss", "update", "gradients"} or trial.case.dims.world_size > 1:
         return
-    found = suppose(trial)
-    if not found:
+    supposed_trials = suppose(trial)
+    if not supposed_trials:
         yield from _off(trial)
         return
-    best = min(found, key=lambda one: len(_broken(one.results)))
-    if best.suppositions:
+    best_supposed = min(supposed_trials, key=lambda supposed: len(_broken(supposed.results)))
+    if best_supposed.suppositions:
         yield "model", "the loss of step 1 is that of a model with"
-    yield from (("", each.line) for each in best.suppositions)
+    for supposition in best_supposed.suppositions:
+        yield "", supposition.line
     rates = with_own_rates(trial).rates
     if rates and rates != trial.case.training.rates:
-        recipe = ", ".join(f"{trial.reference_step(n).lr:.4g}" for n in trial.case.steps)
-        yield "schedule", f"its optimizer takes the rates {', '.join(f'{r:.4g}' for r in rates)}, requested {recipe}"
+        requested_text = ", ".join(f"{trial.reference_step(step).lr:.4g}" for step in trial.case.steps)
+        rates_text = ", ".join(f"{rate:.4g}" for rate in rates)
+        yield "schedule", f"its optimizer takes the rates {rates_text}, requested {requested_text}"
         yield "", "adapter: pass the recipe's schedule on; or, to keep its own, which is then not under test,"
         yield "", f"case: training: {{rates: [{', '.join(as_yaml(rate) for rate in rates)}]}}"
-    left = _broken(best.results)
-    if numbers := sorted(broken - left):
+    still_failing = _broken(best_supposed.results)
+    if numbers := sorted(broken - still_failing):
         yield "assuming this", f"{len(numbers)} of {len(broken)} failing checks pass: {', '.join(numbers)}"
-    if left and (why := diagnose(best.trial, [result for result in best.results if result.check != "golden"])):
-        yield "left", f"{', '.join(sorted(left))}: {diagnosis_line(why)}"
+    if not still_failing:
+        return
+    remaining_results = [result for result in best_supposed.results if result.check != "golden"]
+    if remaining_diagnosis := diagnose(best_supposed.trial, remaining_results):
+        yield "left", f"{', '.join(sorted(still_failing))}: {diagnosis_line(remaining_diagnosis)}"
 
 
 def _broken(results: Sequence[Result]) -> set[str]:
@@ -195,19 +217,22 @@ def _broken(results: Sequence[Result]) -> set[str]:
 
 
 def _off(trial: Trial) -> Iterator[Line]:
-    """Say how far the first loss is off, if none of the usual explanations gives it."""
-    loss, wanted = global_loss(trial, 1), trial.reference_step(1).loss
+    """Yield how far the first loss is off, if none of the usual explanations gives it."""
+    loss = global_loss(trial, 1)
+    expected = trial.reference_step(1).loss
     if loss is None:
         return
-    off = abs(loss - wanted) / abs(wanted)
-    yield "loss", f"that of step 1 is off by {off:.1e}; none of the usual explanations of the model gives it"
-    if off < FLOAT32 and trial.case.training.dtype == "float64":
+    error = abs(loss - expected) / abs(expected)
+    yield "loss", f"that of step 1 is off by {error:.1e}; none of the usual explanations of the model gives it"
+    if error < FLOAT32 and trial.case.training.dtype == "float64":
         yield "", "so little is what arithmetic in float32 leaves: `harness doctor --dtype float32` shows it, or"
         yield "", 'adapter: float64.preserve(case.training.dtype, "module that says torch.float32")'
 
 
-def _diagnosed(found: Diagnosis) -> Iterator[Line]:
-    yield "cause", diagnosis_line(found)
-    if "averaged locally" in found.kinds:
+def _diagnosed(diagnosis: Diagnosis) -> Iterator[Line]:
+    """Yield the cause that diagnosis named, with its evidence."""
+    yield "cause", diagnosis_line(diagnosis)
+    if "averaged locally" in diagnosis.kinds:
         yield "", "if that is meant: case: training: {all_valid: true}, with which equal counts alone are under test"
-    yield from ((f"  {label}", text) for label, text in evidence_rows(found.evidence))
+    for label, text in evidence_rows(diagnosis.evidence):
+        yield f"  {label}", text

@@ -17,6 +17,8 @@ MODULES = dict.fromkeys(("wq", "wk", "wv", "wo"), "attention") | dict.fromkeys((
 
 @dataclass(frozen=True)
 class Match:
+    """A trainer's parameters with the reference's names."""
+
     names: dict[str, str]
     """The reference's name by the trainer's; a fused tensor has its module's name and its own last part."""
     fused: dict[str, tuple[str, ...]]
@@ -25,20 +27,22 @@ class Match:
     """Fields of the model, as these shapes have them."""
 
     def other_sizes(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the fields that differ from this model's; none if no such model exists."""
-        told = {field: size for field, size in self.sizes.items() if size != getattr(model, field)}
+        """Return the fields that differ from this model's. Empty if no such model exists."""
+        differing = {field: size for field, size in self.sizes.items() if size != getattr(model, field)}
         try:
-            replace(model, **told)
+            replace(model, **differing)
         except ValueError:
             return {}
-        return told
+        return differing
 
     @property
     def declarations(self) -> tuple[str, ...]:
-        """The words of an adapter's `fused`, as `in_one` takes them."""
-        inside = {name: ".".join(_around_layer(self.names[name])[1]) for name in self.fused}
-        found = (f"{inside[name]}={'+'.join(parts)}" for name, parts in self.fused.items())
-        return tuple(dict.fromkeys(found))
+        """Return the words of an adapter's `fused`, as `in_one` takes them."""
+        words = []
+        for name, parts in self.fused.items():
+            name_in_layer = ".".join(_around_layer(self.names[name])[1])
+            words.append(f"{name_in_layer}={'+'.join(parts)}")
+        return tuple(dict.fromkeys(words))
 
 
 def match(
@@ -47,35 +51,48 @@ def match(
     fqn: Callable[[str], str] = lambda name: name,
     declared: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Match:
-    """Match whole tensors. A name that `fqn` already gives is kept if the shape fits. heads: those of attention.
-    declared: an adapter's `fused`."""
+    """Match whole tensors. A name that `fqn` already gives is kept if the shape fits.
+
+    heads: number of attention heads. declared: an adapter's `fused`.
+    """
     if not shapes:
         return Match({}, {}, {})
     layers = dict[int | None, dict[str, Shape]]()
     for name, shape in shapes.items():
         layers.setdefault(layer_of(name), {})[name] = shape
-    numbers, told = [number for number in layers if number is not None], declared or {}
+    numbers = [number for number in layers if number is not None]
+    declared_fused = declared or {}
     dim = Counter(shape[-1] for shape in shapes.values() if shape).most_common(1)[0][0]
-    first = layers[numbers[0]] if numbers else {}
-    fused = ((name, _fused(name, shape, dim, first, told.get(fqn(name)))) for name, shape in shapes.items())
-    in_one = {name: parts for name, parts in fused if parts}
-    sizes: dict[str, Any] = _sizes(layers.get(None, {}), first, in_one, dim)
+    first_layer = layers[numbers[0]] if numbers else {}
+    in_one = {}
+    for name, shape in shapes.items():
+        if parts := _fused(name, shape, dim, first_layer, declared_fused.get(fqn(name))):
+            in_one[name] = parts
+    sizes: dict[str, Any] = _sizes(layers.get(None, {}), first_layer, in_one, dim)
     names = dict[str, str]()
-    for number, theirs in layers.items():
-        start = "" if number is None else f"layers.{number}."
-        left = {name: shape for name, shape in theirs.items() if name not in in_one}
-        taken = {part for name in theirs for part in in_one.get(name, ())}
-        options = {ours: one for ours, one in _options(sizes, number is not None).items() if _leaf(ours) not in taken}
-        found = _assigned(left, options, {name: fqn(name).removeprefix(start) for name in left})
-        names |= {name: start + ours for name, ours in found.items()}
-        for name in theirs.keys() & in_one.keys():
-            home = f"{start}{MODULES[in_one[name][0]]}."
+    for number, layer_shapes in layers.items():
+        prefix = "" if number is None else f"layers.{number}."
+        unfused = {name: shape for name, shape in layer_shapes.items() if name not in in_one}
+        fused_parts = set[str]()
+        for name in layer_shapes:
+            fused_parts.update(in_one.get(name, ()))
+        all_options = _options(sizes, number is not None)
+        options = {ours: shape for ours, shape in all_options.items() if _leaf(ours) not in fused_parts}
+        assigned = _assigned(unfused, options, {name: fqn(name).removeprefix(prefix) for name in unfused})
+        names |= {name: prefix + ours for name, ours in assigned.items()}
+        for name in layer_shapes.keys() & in_one.keys():
+            module_prefix = f"{prefix}{MODULES[in_one[name][0]]}."
             leaf = next(part for part in reversed(name.split(".")) if KNOWN.get(part.lower()) != "weight")
-            names[name] = fqn(name) if fqn(name) in told or fqn(name).startswith(home) else f"{home}{leaf}.weight"
-    kv, ours = sizes.pop("kv", dim), set(names.values())
-    sizes |= {"n_heads": heads, "n_layers": len(numbers)} if numbers else {}
-    sizes |= {"n_kv_heads": kv * heads // dim} if numbers and not kv * heads % dim else {}
-    sizes |= {"tied_embeddings": "output.weight" not in ours} if "tok_embeddings.weight" in ours else {}
+            is_named = fqn(name) in declared_fused or fqn(name).startswith(module_prefix)
+            names[name] = fqn(name) if is_named else f"{module_prefix}{leaf}.weight"
+    kv_rows = sizes.pop("kv", dim)
+    ours = set(names.values())
+    if numbers:
+        sizes |= {"n_heads": heads, "n_layers": len(numbers)}
+    if numbers and not kv_rows * heads % dim:
+        sizes["n_kv_heads"] = kv_rows * heads // dim
+    if "tok_embeddings.weight" in ours:
+        sizes["tied_embeddings"] = "output.weight" not in ours
     return Match({name: names[name] for name in shapes if name in names}, in_one, sizes)
 
 
@@ -85,10 +102,11 @@ def _fused(name: str, shape: Shape, dim: int, layer: Shapes, declared: tuple[str
         return tuple(dict.fromkeys(map(_leaf, declared)))
     if len(shape) != 2 or layer_of(name) is None:
         return ()
-    if said := [TOGETHER[part] for part in name.lower().split(".") if part in TOGETHER]:
-        return tuple(said[-1].split())
-    ffn, rows = _ffn(layer, dim), [one[0] for one in layer.values() if len(one) == 2 and one[1] == dim]
-    if shape[1] != dim or shape[0] <= dim or rows.count(shape[0]) > 1 or any(_says(name, one) for one in MODULES):
+    if spelled_parts := [TOGETHER[part] for part in name.lower().split(".") if part in TOGETHER]:
+        return tuple(spelled_parts[-1].split())
+    ffn = _ffn(layer, dim)
+    rows = [other_shape[0] for other_shape in layer.values() if len(other_shape) == 2 and other_shape[1] == dim]
+    if shape[1] != dim or shape[0] <= dim or rows.count(shape[0]) > 1 or any(_says(name, module) for module in MODULES):
         return ()
     if shape[0] == 2 * ffn and ffn not in rows:
         return ("w1", "w3")
@@ -96,27 +114,34 @@ def _fused(name: str, shape: Shape, dim: int, layer: Shapes, declared: tuple[str
 
 
 def _ffn(layer: Shapes, dim: int) -> int:
-    return next((one[1] for one in layer.values() if len(one) == 2 and one[1] != dim), dim)
+    """Return the feed-forward's size, from the shapes of a layer; dim if no matrix has another last dimension."""
+    return next((shape[1] for shape in layer.values() if len(shape) == 2 and shape[1] != dim), dim)
 
 
 def _sizes(outside: Shapes, layer: Shapes, fused: Mapping[str, tuple[str, ...]], dim: int) -> dict[str, int]:
     """Return sizes of the model; kv is the number of rows of wk."""
-    sizes = {"dim": dim, "vocab_size": next((one[0] for one in outside.values() if len(one) == 2), 0)}
+    sizes = {"dim": dim, "vocab_size": next((shape[0] for shape in outside.values() if len(shape) == 2), 0)}
     if not layer:
         return sizes
     sizes |= {"ffn_dim": _ffn(layer, dim), "kv": dim}
     for name, shape in layer.items():
         if len(shape) == 2 and "wk" in fused.get(name, ()):
             sizes["kv"] = (shape[0] - dim * ("wq" in fused[name])) // 2
-    rows = Counter(one[0] for name, one in layer.items() if len(one) == 2 and one[1] == dim and name not in fused)
+    rows = Counter(
+        other_shape[0]
+        for name, other_shape in layer.items()
+        if len(other_shape) == 2 and other_shape[1] == dim and name not in fused
+    )
     rows.subtract({sizes["ffn_dim"]: 2})
-    fewer = [size for size, count in rows.items() if size < dim and count >= 2]
-    return sizes | ({"kv": fewer[0]} if fewer else {})
+    fewer_rows = [size for size, count in rows.items() if size < dim and count >= 2]
+    return sizes | ({"kv": fewer_rows[0]} if fewer_rows else {})
 
 
 def _options(sizes: Mapping[str, int], in_layer: bool) -> dict[str, Shape]:
     """Return the reference's parameters outside of layers, or in one, for these sizes."""
-    dim, ffn, kv = sizes["dim"], sizes.get("ffn_dim", 0), sizes.get("kv", 0)
+    dim = sizes["dim"]
+    ffn = sizes.get("ffn_dim", 0)
+    kv = sizes.get("kv", 0)
     if not in_layer:
         ends = (sizes["vocab_size"], dim)
         return {"tok_embeddings.weight": ends, "norm.weight": (dim,), "output.weight": ends}
@@ -126,20 +151,24 @@ def _options(sizes: Mapping[str, int], in_layer: bool) -> dict[str, Shape]:
     return matrices | {"attention_norm.weight": (dim,), "ffn_norm.weight": (dim,)}
 
 
-def _assigned(theirs: Shapes, options: Mapping[str, Shape], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the reference's name for each: the one known, else the one spelled so, else the first left of its shape."""
-    found = {name: known[name] for name, shape in theirs.items() if options.get(known[name]) == shape}
+def _assigned(shapes: Shapes, options: Mapping[str, Shape], known: Mapping[str, str]) -> dict[str, str]:
+    """Return the reference's name for each parameter: the known one, else one spelled so, else the first free of its shape."""
+    names = {name: known[name] for name, shape in shapes.items() if options.get(known[name]) == shape}
     for spelled in (True, False):
-        for name, shape in theirs.items():
-            left = [one for one in options if options[one] == shape and one not in found.values()]
-            said = [one for one in left if _says(name, _leaf(one))]
-            left = [one for one in left if not _refuted(name, one)]
-            if name not in found and (chosen := said if spelled else left) and (len(chosen) == 1 or not spelled):
-                found[name] = chosen[0]
-    return found
+        for name, shape in shapes.items():
+            free = [
+                candidate for candidate in options if options[candidate] == shape and candidate not in names.values()
+            ]
+            spelled_so = [candidate for candidate in free if _says(name, _leaf(candidate))]
+            free = [candidate for candidate in free if not _refuted(name, candidate)]
+            candidates = spelled_so if spelled else free
+            if name not in names and candidates and (len(candidates) == 1 or not spelled):
+                names[name] = candidates[0]
+    return names
 
 
 def _leaf(ours: str) -> str:
+    """Return the last part of a reference's name before "weight"."""
     return ours.removesuffix(".weight").rpartition(".")[2]
 
 
@@ -148,9 +177,13 @@ def _says(name: str, ours: str) -> bool:
 
 
 def _refuted(name: str, ours: str) -> bool:
-    """Return whether the name says attention and the parameter is feed_forward's, or the other way round."""
-    said = {module for module in MODULES.values() if _says(name, module)}
-    return bool(said) and ours.partition(".")[0] in MODULES.values() and ours.partition(".")[0] not in said
+    """Return whether the name has attention in it and the parameter is feed_forward's, or the other way round."""
+    named_modules = {module for module in MODULES.values() if _says(name, module)}
+    return (
+        bool(named_modules)
+        and ours.partition(".")[0] in MODULES.values()
+        and ours.partition(".")[0] not in named_modules
+    )
 
 
 # ---- names
@@ -160,12 +193,12 @@ def layer_of(name: str) -> int | None:
     return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
-def table(found: Mapping[str, str]) -> dict[str, str]:
+def table(names: Mapping[str, str]) -> dict[str, str]:
     """Return theirs=ours by parts of names, as `renamed` takes it; by several parts if one part has two meanings."""
     pairs = dict[str, str]()
-    for theirs, ours in found.items():
-        for own, wanted in zip(_around_layer(theirs), _around_layer(ours), strict=True):
-            aligned = list(_aligned(own, wanted))
+    for theirs, ours in names.items():
+        for their_parts, our_parts in zip(_around_layer(theirs), _around_layer(ours), strict=True):
+            aligned = list(_aligned(their_parts, our_parts))
             for part, value in aligned:
                 pairs.setdefault(part, part if part.isdigit() else value)
             if any(pairs[part] != value for part, value in aligned):
@@ -175,15 +208,19 @@ def table(found: Mapping[str, str]) -> dict[str, str]:
 
 
 def _around_layer(name: str) -> tuple[list[str], list[str]]:
+    """Return the parts of a name before and after its layer number; all are before if there is no number."""
     parts = name.split(".")
-    at = next((at for at, part in enumerate(parts) if part.isdigit()), None)
-    return (parts, []) if at is None else (parts[:at], parts[at + 1 :])
+    index = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+    return (parts, []) if index is None else (parts[:index], parts[index + 1 :])
 
 
 def _aligned(theirs: list[str], ours: list[str]) -> Iterator[tuple[str, str]]:
-    """Align from the last part to the first; what is left of ours goes to the first of theirs, of theirs to nothing."""
+    """Yield pairs (their part, our part), aligned from the last to the first.
+
+    Our remaining parts go to their first part; their remaining parts get an empty text.
+    """
     if theirs and ours and ours[-1] == "weight" and KNOWN.get(theirs[-1].lower()) != "weight":
         ours = [*ours[:-2], ".".join(ours[-2:])]
-    more = max(len(ours) - len(theirs), 0)
-    ours = [".".join(ours[: more + 1]), *ours[more + 1 :]] if ours else []
+    excess = max(len(ours) - len(theirs), 0)
+    ours = [".".join(ours[: excess + 1]), *ours[excess + 1 :]] if ours else []
     yield from zip(theirs, [""] * (len(theirs) - len(ours)) + ours, strict=True)

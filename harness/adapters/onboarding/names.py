@@ -13,71 +13,83 @@ from harness.core.trainers import Adapter
 from harness.core.trainers.support.names import in_one, renamed
 
 
-def unfit(shapes: Shapes, case: Case, adapter: Adapter, found: Match) -> Iterator[str]:
-    """Yield a sentence for each parameter that does not fit, once for all layers, and one for those that lack."""
-    wanted, fused, said = case.model.parameter_shapes(), adapter.fused(case), dict[str, list[str]]()
-    somebodys = {part for name in shapes for part in fused.get(adapter.fqn(name), (adapter.fqn(name),))}
+def unfit(shapes: Shapes, case: Case, adapter: Adapter, found_match: Match) -> Iterator[str]:
+    """Yield a sentence for each parameter that does not fit, once for all layers, and one for those without a match."""
+    wanted = case.model.parameter_shapes()
+    fused = adapter.fused(case)
+    texts_by_pattern = dict[str, list[str]]()
+    matched_names = set[str]()
+    for name in shapes:
+        matched_names.update(fused.get(adapter.fqn(name), (adapter.fqn(name),)))
     for theirs, shape in shapes.items():
         ours = adapter.fqn(theirs)
         rows = sum(wanted[part][0] for part in fused.get(ours, (ours,)) if part in wanted)
         if rows == shape[0] and (ours in fused or wanted[ours] == shape):
             continue
-        whole = (
-            f", which is {list(wanted[ours])}" if ours in wanted else "" if ours in fused else ", which there is not"
-        )
-        text = f"{theirs} {list(shape)} is mapped to {ours}{whole}: {_instead(theirs, shape, ours, case, found)}"
-        said.setdefault(re.sub(r"\.\d+\.", ".N.", text), []).append(text)
-    yield from (first + f"; alike in {len(more)} more" * bool(more) for first, *more in said.values())
-    if missing := [name for name in wanted if name not in somebodys]:
-        some = ", ".join(missing[:3]) + " .." * (len(missing) > 3)
-        yield f"of the reference's {len(wanted)} parameters {len(missing)} have no match: {some}"
+        shape_text = "" if ours in fused else ", which there is not"
+        if ours in wanted:
+            shape_text = f", which is {list(wanted[ours])}"
+        reason = _instead(theirs, shape, ours, case, found_match)
+        text = f"{theirs} {list(shape)} is mapped to {ours}{shape_text}: {reason}"
+        texts_by_pattern.setdefault(re.sub(r"\.\d+\.", ".N.", text), []).append(text)
+    for first, *others in texts_by_pattern.values():
+        yield f"{first}; alike in {len(others)} more" if others else first
+    if missing := [name for name in wanted if name not in matched_names]:
+        first_names = ", ".join(missing[:3])
+        if len(missing) > 3:
+            first_names += " .."
+        yield f"of the reference's {len(wanted)} parameters {len(missing)} have no match: {first_names}"
 
 
-def _instead(theirs: str, shape: tuple[int, ...], ours: str, case: Case, found: Match) -> str:
+def _instead(theirs: str, shape: tuple[int, ...], ours: str, case: Case, found_match: Match) -> str:
+    """Return in words what a parameter is in place of the one that it is mapped to."""
     wanted = case.model.parameter_shapes().get(ours, ())
-    if parts := found.fused.get(theirs):
+    if parts := found_match.fused.get(theirs):
         return f"{', '.join(parts[:-1])} and {parts[-1]} lie in it"
     if len(shape) == 2 and shape == wanted[::-1]:
         return "it is the transpose; no check covers transposed slices"
     if wanted and len(shape) == 1 < len(wanted):
         return "a part of it, flat: let weights be copied before FSDP1 wraps"
-    cut = [whole == has * case.dims.tp for has, whole in zip(shape, wanted, strict=False)]
-    if case.dims.tp > 1 and any(cut):
+    is_cut = [whole == own_size * case.dims.tp for own_size, whole in zip(shape, wanted, strict=False)]
+    if case.dims.tp > 1 and any(is_cut):
         return "the tp rank's part: give load_weights(.., cut=tensor_parallel(rank, degree))"
-    other = found.names.get(theirs, "")
-    nothing = "it is of another size" if wanted else "by shape and name it is no part of Llama 3"
-    return nothing if other in ("", ours) else f"by shape, order and name it is {other}"
+    matched_name = found_match.names.get(theirs, "")
+    unmatched_text = "it is of another size" if wanted else "by shape and name it is no part of Llama 3"
+    return unmatched_text if matched_name in ("", ours) else f"by shape, order and name it is {matched_name}"
 
 
 def remedies(shapes: Shapes, case: Case, adapter: Adapter, file: str) -> Iterator[tuple[str, str]]:
     """Yield what is wrong, and the lines to write, each with its label."""
-    found = match(shapes, case.model.n_heads, adapter.fqn, adapter.fused(case))
-    yield from (("names", text) for text in unfit(shapes, case, adapter, found))
-    names, fqn = table(found.names), adapter.fqn
-    after = [theirs for theirs, ours in found.names.items() if renamed(theirs, names) == ours]
-    before = [theirs for theirs, ours in found.names.items() if fqn(theirs) == ours]
-    if len(after) > len(before):
+    found_match = match(shapes, case.model.n_heads, adapter.fqn, adapter.fused(case))
+    for text in unfit(shapes, case, adapter, found_match):
+        yield "names", text
+    names = table(found_match.names)
+    fqn = adapter.fqn
+    matched_after = [theirs for theirs, ours in found_match.names.items() if renamed(theirs, names) == ours]
+    matched_before = [theirs for theirs, ours in found_match.names.items() if fqn(theirs) == ours]
+    if len(matched_after) > len(matched_before):
         pairs = " ".join(f"{theirs}={ours}" for theirs, ours in names.items())
         yield "write", f'NAMES = pairs("""{pairs}""")'
-        yield (
-            "",
-            f"by it {len(after)} of its {len(shapes)} parameters have a name of the reference's, now {len(before)}",
-        )
-    if in_one(case, *found.declarations).keys() - adapter.fused(case).keys():
-        told = ", ".join(f'"{one}"' for one in found.declarations)
-        yield "write", f"def fused(self, case): return in_one(case, {told})"
+        counts_text = f"{len(matched_after)} of its {len(shapes)} parameters have a name of the reference's"
+        yield "", f"by it {counts_text}, now {len(matched_before)}"
+    if in_one(case, *found_match.declarations).keys() - adapter.fused(case).keys():
+        declared_text = ", ".join(f'"{declaration}"' for declaration in found_match.declarations)
+        yield "write", f"def fused(self, case): return in_one(case, {declared_text})"
         yield "", "from harness.core.trainers.support.names import in_one"
-    if case.dims.world_size == 1 and (sizes := found.other_sizes(case.model)):
+    if case.dims.world_size == 1 and (sizes := found_match.other_sizes(case.model)):
         yield from _other_sizes(sizes, case, adapter, file)
 
 
-def _other_sizes(told: Mapping[str, object], case: Case, adapter: Adapter, file: str) -> Iterator[tuple[str, str]]:
-    has = " and ".join(f"{field} {size}, requested {getattr(case.model, field)}" for field, size in told.items())
-    yield "sizes", f"its model has {has}; if a flag of the script sets it, pass it on in `arguments`, else"
-    yield "", f"case: model: {{{', '.join(f'{field}: {str(size).lower()}' for field, size in told.items())}}}"
-    reason = adapter.unsupported(replace(case, model=replace(case.model, **told)))  # type: ignore[arg-type]
+def _other_sizes(sizes: Mapping[str, object], case: Case, adapter: Adapter, file: str) -> Iterator[tuple[str, str]]:
+    """Yield the lines for sizes of the model that are not the case's, each with its label."""
+    sizes_text = " and ".join(
+        f"{field} {size}, requested {getattr(case.model, field)}" for field, size in sizes.items()
+    )
+    yield "sizes", f"its model has {sizes_text}; if a flag of the script sets it, pass it on in `arguments`, else"
+    yield "", f"case: model: {{{', '.join(f'{field}: {str(size).lower()}' for field, size in sizes.items())}}}"
+    reason = adapter.unsupported(replace(case, model=replace(case.model, **sizes)))  # type: ignore[arg-type]
     if reason and NOT_PASSED_ON in reason:
-        yield "", to_known(told, file)
+        yield "", to_known(sizes, file)
 
 
 def to_known(values: Mapping[str, object], file: str) -> str:

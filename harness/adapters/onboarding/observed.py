@@ -31,6 +31,8 @@ OTHERS = {"LayerNorm": ("native_layer_norm", "RMSNorm"), "GELU": ("gelu", "SiLU"
 
 @dataclass(frozen=True)
 class Flag:
+    """A flag of the script's command line."""
+
     name: str
     default: str
     switch: bool = False
@@ -41,6 +43,8 @@ class Flag:
 
 @dataclass
 class Facts:
+    """Facts about a script, observed while it ran. They are stored as JSON between two processes."""
+
     flags: list[Flag] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     """Names used in the script and in what it imported from beside it."""
@@ -72,22 +76,23 @@ class Facts:
 
     @property
     def nothing(self) -> bool:
+        """Return whether neither a model nor samples were observed."""
         return not (self.shapes or self.data)
 
     @property
     def wrappers(self) -> dict[str, str]:
         """Return the first two-rank case of each wrapper that the script names."""
-        used = {one for one, names in WRAPPERS.items() if names & {*self.words}}
-        return {one: "ddp_2" if one == "ddp" else "fsdp_2" for one in WRAPPERS if one in used}
+        used = {wrapper for wrapper, names in WRAPPERS.items() if names & {*self.words}}
+        return {wrapper: "ddp_2" if wrapper == "ddp" else "fsdp_2" for wrapper in WRAPPERS if wrapper in used}
 
     def other_parts(self, unmatched: list[str]) -> Iterator[str]:
         """Yield a phrase for each part that Llama 3 does not have, if its counterpart was not observed either."""
-        seen = {part for part, names in LLAMAS.items() if names & self.operators.keys()}
-        for other, (operator, part) in OTHERS.items():
-            if operator in self.operators and part not in seen:
-                yield f"{other} ({self.operators[operator]}) and no {part}"
+        observed_parts = {part for part, names in LLAMAS.items() if names & self.operators.keys()}
+        for other_part, (operator, part) in OTHERS.items():
+            if operator in self.operators and part not in observed_parts:
+                yield f"{other_part} ({self.operators[operator]}) and no {part}"
         tables = [name for name in unmatched if len(self.shapes[name]) > 1 and layer_of(name) is None]
-        if tables and "rotary embedding" not in seen:
+        if tables and "rotary embedding" not in observed_parts:
             yield f"learned positions ({tables[0]}) and no rotary embedding"
 
 
@@ -95,17 +100,17 @@ def observe(script: Path) -> Facts:
     """Run the script in a new process. Raise OSError or SyntaxError if it cannot be read or is not Python."""
     compile(script.read_text(encoding="utf-8"), str(script), "exec")
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w") as log:
-        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "INIT_METHOD": f"file://{folder}/meet"}
-        place |= {"PYTHONPATH": python_path()}
+        environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "INIT_METHOD": f"file://{folder}/meet"}
+        environment |= {"PYTHONPATH": python_path()}
         command = module_command("harness.adapters.onboarding.observing", str(script.resolve()), f"{folder}/facts.json")
         try:
-            subprocess.run(command, env=os.environ | place, stdout=log, stderr=log, timeout=SECONDS + 30)
-            found = json.loads(Path(folder, "facts.json").read_text(encoding="utf-8"))
+            subprocess.run(command, env=os.environ | environment, stdout=log, stderr=log, timeout=SECONDS + 30)
+            facts = json.loads(Path(folder, "facts.json").read_text(encoding="utf-8"))
         except (subprocess.TimeoutExpired, OSError):
             lines = Path(folder, "log").read_text(encoding="utf-8", errors="replace").split("\n")
             return Facts(stopped=f"its process ended: {' '.join(lines[-3:]).strip()}")
-    found |= {key: found[key] and tuple(found[key]) for key in ("data", "sampler")}
-    found["shapes"] = {name: tuple(shape) for name, shape in found["shapes"].items()}
-    found["flags"] = [Flag(**{**flag, "choices": tuple(flag["choices"])}) for flag in found["flags"]]
-    return Facts(**found)
+    facts |= {key: facts[key] and tuple(facts[key]) for key in ("data", "sampler")}
+    facts["shapes"] = {name: tuple(shape) for name, shape in facts["shapes"].items()}
+    facts["flags"] = [Flag(**{**flag, "choices": tuple(flag["choices"])}) for flag in facts["flags"]]
+    return Facts(**facts)

@@ -6,6 +6,7 @@ import argparse
 import builtins
 import gc
 import inspect
+import itertools
 import json
 import os
 import signal
@@ -43,13 +44,17 @@ class Operators(TorchDispatchMode):
 
     def __init__(self, facts: Facts, folder: Path) -> None:
         super().__init__()
-        self.facts, self.folder, self.halved, self.added = facts, str(folder), set[int](), 0.0
+        self.facts = facts
+        self.folder = str(folder)
+        self.halved = set[int]()
+        self.added = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, first = func.overloadpacket.__name__, args[0] if args else None
+        name = func.overloadpacket.__name__
+        first = args[0] if args else None
         if name not in self.facts.operators:
             self.facts.operators[name] = self._place()
-        number = next((one for one in args[:2] if isinstance(one, float | int)), 0)
+        number = next((argument for argument in args[:2] if isinstance(argument, float | int)), 0)
         if name == "pow" and isinstance(first, float | int) and number > 1:
             self.facts.sizes["rope_theta"] = float(number)
         elif name in ("rsqrt", "sqrt") and self.added:
@@ -60,8 +65,9 @@ class Operators(TorchDispatchMode):
         if isinstance(first, Tensor) and first.dim() == 4:
             if "scaled_dot_product" in name or ("softmax" in name and first.shape[2] == first.shape[3]):
                 self.facts.heads = self.facts.heads or first.shape[1]
-            half, told = first.shape[3] // 2, str([one for one in args[1:] if isinstance(one, int | list)])
-            if told.replace("-1", "3") in (f"[3, 0, {half}]", f"[{half}, 3]", f"[[{half}, {half}], 3]"):
+            half = first.shape[3] // 2
+            cut_arguments = str([argument for argument in args[1:] if isinstance(argument, int | list)])
+            if cut_arguments.replace("-1", "3") in (f"[3, 0, {half}]", f"[{half}, 3]", f"[[{half}, {half}], 3]"):
                 self.halved.add(2 * half)
         return func(*args, **(kwargs or {}))
 
@@ -74,7 +80,8 @@ class Operators(TorchDispatchMode):
 
 class Observer(Script):
     def __init__(self, path: Path, facts: Facts) -> None:
-        self.facts, self.operators = facts, Operators(facts, path.parent)
+        self.facts = facts
+        self.operators = Operators(facts, path.parent)
         with self.operators:  # which the script's thread takes over
             super().__init__(path, CASE.training.dtype)
         self.root = repository(path)
@@ -83,9 +90,13 @@ class Observer(Script):
 
     def put_in(self) -> None:
         """Wrap what makes samples as soon as it is defined, and count the names used."""
-        for name, value in [pair for module in self.beside() for pair in vars(module).items()]:
+        pairs: list[tuple[str, Any]] = []
+        for module in self.beside():
+            pairs += vars(module).items()
+        for name, value in pairs:
             if inspect.isfunction(value) and Path(value.__code__.co_filename).is_relative_to(self.root):
-                self.facts.saves += [name] * ("save" in name and name not in self.facts.saves)
+                if "save" in name and name not in self.facts.saves:
+                    self.facts.saves.append(name)
                 if "batch" in name:
                     self.wrap(name, self._batches)
             elif inspect.isclass(value) and issubclass(value, TorchDataset) and self._makes_samples(value):
@@ -115,7 +126,8 @@ class Observer(Script):
         return made
 
     def _batches(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        recipe, generates = recipe_batches(CASE), inspect.isgeneratorfunction(function)
+        recipe = recipe_batches(CASE)
+        generates = inspect.isgeneratorfunction(function)
 
         def made(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -124,7 +136,9 @@ class Observer(Script):
             except Exception as error:
                 print(f"{function.__name__}: {error}", file=sys.stderr)
             else:
-                if form_of(own) != "pair" or not all(isinstance(one, Tensor) and one.dim() == 2 for one in own):
+                if form_of(own) != "pair" or not all(
+                    isinstance(tensor, Tensor) and tensor.dim() == 2 for tensor in own
+                ):
                     return function(*args, **kwargs)
             self.facts.data = self.facts.data or (function.__name__, "generator" if generates else "function", "pair")
             return recipe_batches(CASE) if generates else next(recipe)
@@ -135,19 +149,25 @@ class Observer(Script):
         """Keep the model and its shapes, in place of copying weights."""
         self.seen = model
         self.facts.model = type(getattr(model, "module", model)).__name__.removeprefix("FSDP")
-        self.facts.shapes = {plain(name): tuple(one.shape) for name, one in model.named_parameters()}
+        self.facts.shapes = {plain(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
     def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """End the script when the model's optimizer has stepped."""
         assert self.seen is not None
-        shapes = {id(one): self.facts.shapes.get(plain(name), ()) for name, one in self.seen.named_parameters()}
+        shapes = {}
+        for name, parameter in self.seen.named_parameters():
+            shapes[id(parameter)] = self.facts.shapes.get(plain(name), ())
         groups = optimizer.param_groups
-        if not any(id(one) in shapes for group in groups for one in group["params"]):
+        parameters = itertools.chain.from_iterable(group["params"] for group in groups)
+        if not any(id(parameter) in shapes for parameter in parameters):
             return
         self.facts.optimizer = type(optimizer).__name__
         decays = {group.get("weight_decay", 0) for group in groups}
-        spared = [one for group in groups if not group.get("weight_decay") for one in group["params"]]
-        if spared and len(decays) > 1 and all(len(shapes.get(id(one), (1,))) == 1 for one in spared):
+        spared = []
+        for group in groups:
+            if not group.get("weight_decay"):
+                spared += group["params"]
+        if spared and len(decays) > 1 and all(len(shapes.get(id(parameter), (1,))) == 1 for parameter in spared):
             self.facts.recipe["decay"] = "matrices"
         first = max(groups, key=lambda group: group.get("weight_decay", 0))
         betas = dict(zip(("beta1", "beta2"), first.get("betas", ()), strict=False))
@@ -198,7 +218,8 @@ def watch(facts: Facts, observer: Observer) -> None:
 
 
 def _watch_arguments(facts: Facts) -> None:
-    parse, execute = argparse.ArgumentParser.parse_known_args, builtins.exec
+    parse = argparse.ArgumentParser.parse_known_args
+    execute = builtins.exec
 
     def parsed(self: Any, args: Any = None, namespace: Any = None) -> Any:
         typed = args is None or [*args] == sys.argv[1:]
@@ -225,7 +246,7 @@ def _watch_arguments(facts: Facts) -> None:
 
 
 def _flag(action: argparse.Action) -> Flag | None:
-    name = next((one for one in action.option_strings if one.startswith("--")), "")
+    name = next((option for option in action.option_strings if option.startswith("--")), "")
     if not name or action.dest == "help":
         return None
     choices = tuple(map(str, action.choices or ()))
@@ -245,16 +266,17 @@ def main(path: Path, out: Path) -> None:
         facts.stopped = "" if facts.optimizer else "it ended before an optimizer of the model stepped"
     except BaseException as error:
         facts.stopped = error_in(path, error)
-        made = (one for one in gc.get_objects() if isinstance(one, nn.Module))
-        models = [one for one in made if is_beside(sys.modules[type(one).__module__], observer.root / path.name)]
+        modules = (value for value in gc.get_objects() if isinstance(value, nn.Module))
+        script = observer.root / path.name
+        models = [module for module in modules if is_beside(sys.modules[type(module).__module__], script)]
         if models and not facts.shapes:
-            observer.load(max(models, key=lambda one: sum(1 for _ in one.parameters())))
+            observer.load(max(models, key=lambda model: sum(1 for _ in model.parameters())))
     facts.data = facts.data or observer.defined
-    own = [module for module in list(sys.modules.values()) if is_beside(module, observer.root / path.name)]
-    files = dict.fromkeys([path, *(Path(module.__file__ or "") for module in own)])
+    own_modules = [module for module in list(sys.modules.values()) if is_beside(module, observer.root / path.name)]
+    files = dict.fromkeys([path, *(Path(module.__file__ or "") for module in own_modules)])
     facts.files = [str(file) for file in files if file.is_file()]
     codes = [compile(Path(file).read_text(encoding="utf-8"), file, "exec") for file in facts.files]
-    facts.words = sorted({word for code in codes for word in names_used(code)})
+    facts.words = sorted({*itertools.chain.from_iterable(names_used(code) for code in codes)})
     facts.halves = CASE.model.dim // (facts.heads or CASE.model.n_heads) in observer.operators.halved
     out.write_text(json.dumps(asdict(facts)))
     os._exit(0)  # threads of the script may wait for ever

@@ -1,9 +1,10 @@
-"""The order in which a trainer's sampler drew the recipe's samples in step 1: the seed, and shuffled or not, that gives it."""
+"""Order in which a trainer's sampler drew the recipe's samples in step 1: which seed gives it, shuffled or not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -24,34 +25,43 @@ MAKERS = ("RecipeSamples(", "RecipeStream(", "recipe_batches(")
 
 
 def drawn(trial: Trial) -> list[int | None]:
-    """Return the places in the whole data set of the samples received in step 1; None for a row of another origin."""
-    case, data = trial.case, build_dataset(trial.case.training, trial.case.model)
+    """Return the ids in the whole data set of the samples received in step 1; None for a row of another origin."""
+    case = trial.case
+    data = build_dataset(trial.case.training, trial.case.model)
     if case.dims.cp > 1 or len(data) > MOST_SAMPLES:
         return []
     received = rows_received(trial, 1)
-    rows = [row for rank in one_rank_per_share(trial) for row in received.get(rank, ())]
-    at = {data[index][0][: case.seq_len(1)].numpy().tobytes(): index for index in range(len(data))}
-    return [at.get(np.asarray(row, np.int64).tobytes()) for row in rows]
+    rows: list[Any] = []
+    for rank in one_rank_per_share(trial):
+        rows += received.get(rank, ())
+    id_by_row = {data[index][0][: case.seq_len(1)].numpy().tobytes(): index for index in range(len(data))}
+    return [id_by_row.get(np.asarray(row, np.int64).tobytes()) for row in rows]
 
 
 def order_of(ids: Sequence[int], case: Case, n_samples: int) -> tuple[int | None, bool] | None:
-    """Return the seed of torch's DistributedSampler, its epoch added (None: not shuffled), and whether the adapter says
-    `shuffled`. Return None if no seed that is tried gives these samples."""
-    recipe, wanted, own = sample_order(case.training, n_samples, epoch=0), sorted(ids), case.training.seed
+    """Return (seed of torch's DistributedSampler with its epoch added, whether the adapter says `shuffled`).
+
+    The seed is None if samples are not shuffled. None is returned if no seed that is tried gives these samples.
+    """
+    recipe = sample_order(case.training, n_samples, epoch=0)
+    wanted = sorted(ids)
+    own_seed = case.training.seed
     if wanted == list(range(len(ids))):
         return None, True
-    for seed in dict.fromkeys((own, *(own + epoch for epoch in FIRST_EPOCHS), *SEEDS)):
-        places = [int(place) for place in epoch_order(n_samples, seed)[: len(ids)]]
-        for order, says_so in ((sorted(recipe[place] for place in places), False), (sorted(places), True)):
-            if order == wanted:
-                return seed, says_so
+    for seed in dict.fromkeys((own_seed, *(own_seed + epoch for epoch in FIRST_EPOCHS), *SEEDS)):
+        positions = [int(position) for position in epoch_order(n_samples, seed)[: len(ids)]]
+        if sorted(recipe[position] for position in positions) == wanted:
+            return seed, False
+        if sorted(positions) == wanted:
+            return seed, True
     return None
 
 
 def advice(trial: Trial, adapter: Adapter, text: str, file: str) -> Iterator[str]:
     """Yield lines to write. text: the adapter's code, in `file`."""
-    ids, case = drawn(trial), trial.case
-    known = [one for one in ids if one is not None]
+    ids = drawn(trial)
+    case = trial.case
+    known = [id_ for id_ in ids if id_ is not None]
     code = "\n".join(line.partition("#")[0] for line in text.split("\n"))
     if not known:
         if any(maker in code for maker in MAKERS):
@@ -66,18 +76,18 @@ def advice(trial: Trial, adapter: Adapter, text: str, file: str) -> Iterator[str
     elif len(known) < len(ids):
         yield f"{len(ids) - len(known)} of {len(ids)} rows are no sample of the recipe's: what changes tokens on their way?"
     elif sorted(known) != sorted(trial.reference.samples[0]) and len(set(known)) == len(known):
-        refused = adapter.unsupported(replace(case, training=replace(case.training, seed=case.training.seed + 1)))
-        found = order_of(known, case, len(build_dataset(case.training, case.model)))
-        yield from _reordered(found, case, refused or "", file, passed_on=refused is None and "training.seed" in code)
+        refusal = adapter.unsupported(replace(case, training=replace(case.training, seed=case.training.seed + 1)))
+        order = order_of(known, case, len(build_dataset(case.training, case.model)))
+        yield from _reordered(order, case, refusal or "", file, passed_on=refusal is None and "training.seed" in code)
 
 
 def _reordered(
-    found: tuple[int | None, bool] | None, case: Case, refused: str, file: str, *, passed_on: bool
+    order: tuple[int | None, bool] | None, case: Case, refused: str, file: str, *, passed_on: bool
 ) -> Iterator[str]:
-    if found is None:
+    if order is None:
         yield "they are the recipe's, in an order that no seed tried of torch's DistributedSampler gives"
         return
-    seed, says_so = found
+    seed, says_so = order
     if seed is None:
         yield "they are the recipe's, and its sampler does not shuffle: adapter: leave shuffled=True out of RecipeSamples"
         return

@@ -78,19 +78,24 @@ DATA = {
 
 def adapter(path: Path, facts: Facts, file: Path) -> str:
     """Return the text of an adapter in this file."""
-    stem, found, data = path.stem, matched(facts), facts.data
-    declared = ", ".join(f'"{one}"' for one in found.declarations)
-    by = f"samples: {data[0]} by the recipe's, which the script brings to its ranks" if data else ""
+    stem = path.stem
+    match_of_shapes = matched(facts)
+    data = facts.data
+    declared = ", ".join(f'"{declaration}"' for declaration in match_of_shapes.declarations)
+    replaces_text = f"samples: {data[0]} by the recipe's, which the script brings to its ranks" if data else ""
     saves = facts.saves[0] if facts.saves else "TODO"
+    attributes = f'\n    replaces = ("{replaces_text}",)' if data else ""
+    if _resuming(facts):
+        attributes += f'\n    saves = "{saves}"'
     return ADAPTER.format(
         stem=stem,
         name="".join(part.capitalize() for part in re.split(r"\W|_", stem)) or "Mine",
         script=os.path.relpath(path, file.parent),
         seen="".join(f"\n\nUnlike the reference: {part}." for part in other_parts(facts)),
-        names=_folded([f"{theirs}={ours}" for theirs, ours in table(found.names).items()]),
+        names=_folded([f"{theirs}={ours}" for theirs, ours in table(match_of_shapes.names).items()]),
         known=_folded(list(dict.fromkeys([*ANY.split(), *_seed(facts), *_fields(facts), *_dims(facts)]))),
         written=", ".join(f'"{key}": {value!r}' for key, value in _written(facts).items()),
-        attributes=(f'\n    replaces = ("{by}",)' * bool(data)) + f'\n    saves = "{saves}"' * bool(_resuming(facts)),
+        attributes=attributes,
         arguments="\n".join(f"            {line}" for line in _arguments(facts)),
         data="\n".join(f"        {line}" for line in _data(facts)),
         methods=(ROWS if facts.halves else "") + (FUSED.format(declared=declared) if declared else ""),
@@ -104,31 +109,35 @@ def cases(facts: Facts) -> str:
     lines = [f"  training: {{{_yaml(_recipe(facts))}}}", f"  model: {{{_yaml(written)}}}", "", "cases:"]
     lines += [f"  single: {{why: {CASE.why}}}"]
 
-    def add(name: str, what: str, why: str) -> None:
-        lines.append(f"  {name}: {{dims: {what}, why: {why}}}")
+    def add(name: str, dims_text: str, why: str) -> None:
+        lines.append(f"  {name}: {{dims: {dims_text}, why: {why}}}")
 
     for wrapper, name in facts.wrappers.items():
-        own = ", features: {wrapper: fsdp1}" * (wrapper == "fsdp1")
-        two = ("{dp_replicate: 2}" if wrapper == "ddp" else "{dp_shard: 2}") + own
-        add(name, two, "Two ranks must do what one does.")
+        features_text = ", features: {wrapper: fsdp1}" if wrapper == "fsdp1" else ""
+        two_ranks = ("{dp_replicate: 2}" if wrapper == "ddp" else "{dp_shard: 2}") + features_text
+        add(name, two_ranks, "Two ranks must do what one does.")
         if name == "fsdp_2" and "dp_replicate" in _fields(facts):
-            add("hsdp_2x2", f"{{dp_replicate: 2, dp_shard: 2}}{own}", "Replicas of shards must do what one rank does.")
+            dims_text = f"{{dp_replicate: 2, dp_shard: 2}}{features_text}"
+            add("hsdp_2x2", dims_text, "Replicas of shards must do what one rank does.")
         if _resuming(facts):
-            then = f"{two}, resume: [{{after: 1, dims: {two}}}]"
-            add(f"{name}_resumes", then, "A run that resumes must do what one run does.")
+            resume_text = f"{two_ranks}, resume: [{{after: 1, dims: {two_ranks}}}]"
+            add(f"{name}_resumes", resume_text, "A run that resumes must do what one run does.")
     if "tp" in _dims(facts):
-        off = dict.fromkeys(_without(facts), False)
-        own = f", features: {{{_yaml(off)}}}" * bool(off)
-        add("tp_2", f"{{tp: 2}}{own}", "Two ranks that share each matrix must do what one does.")
+        left_out = dict.fromkeys(_without(facts), False)
+        features_text = f", features: {{{_yaml(left_out)}}}" if left_out else ""
+        add("tp_2", f"{{tp: 2}}{features_text}", "Two ranks that share each matrix must do what one does.")
     return "\n".join([CASES, *lines, ""])
 
 
 def matched(facts: Facts) -> Match:
+    """Return the script's parameters, matched to the reference's."""
     return match(facts.shapes, facts.heads or CASE.model.n_heads)
 
 
 def other_parts(facts: Facts) -> list[str]:
-    return list(facts.other_parts([name for name in facts.shapes if name not in matched(facts).names]))
+    """Return a phrase for each part of the model that Llama 3 does not have."""
+    unmatched = [name for name in facts.shapes if name not in matched(facts).names]
+    return list(facts.other_parts(unmatched))
 
 
 # ---- flags
@@ -136,13 +145,13 @@ def other_parts(facts: Facts) -> list[str]:
 
 def meanings(facts: Facts) -> dict[str, str]:
     """Return the expression of a case by flag. A hidden size is the feed-forward's if another flag is the model's."""
-    found = {flag.name: said for flag in facts.flags if (said := meaning(flag.name))}
-    sure = {said for name, said in found.items() if name not in AMBIGUOUS}
-    if "model.dim" in sure and "model.ffn_dim" not in sure:
-        found |= {name: "model.ffn_dim" for name in AMBIGUOUS if name in found}
-    if "resume" not in found.values() or "save_to" not in found.values():
-        found = {name: said for name, said in found.items() if said not in LAUNCHED}
-    return found
+    expressions = {flag.name: expression for flag in facts.flags if (expression := meaning(flag.name))}
+    unambiguous = {expression for name, expression in expressions.items() if name not in AMBIGUOUS}
+    if "model.dim" in unambiguous and "model.ffn_dim" not in unambiguous:
+        expressions |= {name: "model.ffn_dim" for name in AMBIGUOUS if name in expressions}
+    if "resume" not in expressions.values() or "save_to" not in expressions.values():
+        expressions = {name: expression for name, expression in expressions.items() if expression not in LAUNCHED}
+    return expressions
 
 
 def command_line(facts: Facts, case: Case) -> list[str]:
@@ -156,73 +165,97 @@ def passed_on(facts: Facts) -> list[str]:
 
 
 def _arguments(facts: Facts) -> Iterator[str]:
+    """Yield the line of `arguments` for each flag."""
     known = meanings(facts)
     for flag in facts.flags:
         yield _argument(flag, known.get(flag.name, ""))
 
 
-def _argument(flag: Flag, said: str) -> str:
-    name, part = flag.name, said.partition(".")[0]
-    sharded = next((one for one in flag.choices if "fsdp" in one), "")
-    if said in LAUNCHED:
-        value = "" if flag.switch else "={case.saved_step}" if said == "saved_step" else "={checkpoints.folder()}"
-        when = {"resume": "case.resume", "save_to": "case.saved_step or case.resume"}.get(said, "case.saved_step")
-        return f'*([f"{name}{value}"] if {when} else []),'
+def _argument(flag: Flag, expression: str) -> str:
+    """Return the line for a flag. expression: of a case, which the flag means; empty if none."""
+    name = flag.name
+    part = expression.partition(".")[0]
+    sharded = next((choice for choice in flag.choices if "fsdp" in choice), "")
+    if expression in LAUNCHED:
+        value = "" if flag.switch else "={case.saved_step}" if expression == "saved_step" else "={checkpoints.folder()}"
+        condition = {"resume": "case.resume", "save_to": "case.saved_step or case.resume"}.get(
+            expression, "case.saved_step"
+        )
+        return f'*([f"{name}{value}"] if {condition} else []),'
     if sharded and "ddp" in flag.choices:
         return f"f\"{name}={{'ddp' if case.wrapper == 'ddp' else '{sharded}'}}\","
-    if flag.switch and part in ("features", "dims") and said != "dims.tp":
-        wrapped = {"dims.dp_replicate": "case.wrapper == 'ddp'", "dims.dp_shard": "case.wrapper in ('fsdp1', 'fsdp2')"}
-        return f'*(["{name}"] if {wrapped.get(said, f"case.{said}")} else []),'
-    if flag.switch or not said:
-        return (
-            f"# {name}{' is a switch' * flag.switch}: left at {flag.default}{'; TODO it is required' * flag.required}"
-        )
-    said = "training.global_batch" if said == "local_batch" and "global" in flag.help else said
-    look = "  # of one rank and microbatch; TODO is it?" if said == "local_batch" else ""
-    if said == "training.dtype" and "float64" not in flag.choices:
-        told, look = "'float32' if case.training.dtype == 'float64' else case.training.dtype", "  # Script widens it"
-        return f'f"{name}={{{told}}}",{look}'
-    return f'f"{name}={{{said if said == "device" else f"case.{said}"}}}",{look}'
+    if flag.switch and part in ("features", "dims") and expression != "dims.tp":
+        switch_conditions = {
+            "dims.dp_replicate": "case.wrapper == 'ddp'",
+            "dims.dp_shard": "case.wrapper in ('fsdp1', 'fsdp2')",
+        }
+        return f'*(["{name}"] if {switch_conditions.get(expression, f"case.{expression}")} else []),'
+    if flag.switch or not expression:
+        switch_text = " is a switch" if flag.switch else ""
+        required_text = "; TODO it is required" if flag.required else ""
+        return f"# {name}{switch_text}: left at {flag.default}{required_text}"
+    if expression == "local_batch" and "global" in flag.help:
+        expression = "training.global_batch"
+    comment = "  # of one rank and microbatch; TODO is it?" if expression == "local_batch" else ""
+    if expression == "training.dtype" and "float64" not in flag.choices:
+        dtype_expression = "'float32' if case.training.dtype == 'float64' else case.training.dtype"
+        comment = "  # Script widens it"
+        return f'f"{name}={{{dtype_expression}}}",{comment}'
+    value_expression = expression if expression == "device" else f"case.{expression}"
+    return f'f"{name}={{{value_expression}}}",{comment}'
 
 
 def _resuming(facts: Facts) -> list[str]:
-    return [name for name, said in meanings(facts).items() if said == "resume"]
+    """Return the flags by which the script resumes."""
+    return [name for name, expression in meanings(facts).items() if expression == "resume"]
 
 
 # ---- what the adapter passes on, and what is written into the script
 
 
 def _fields(facts: Facts) -> list[str]:
-    switches, known = {flag.name for flag in facts.flags if flag.switch}, meanings(facts).items()
-    said = {said for name, said in known if not (name in switches and said.startswith("dims."))}
-    fields = {re.split(r"\W", one.partition(".")[2] or one)[0] for one in said}
+    """Return the fields of a case that flags pass on."""
+    switches = {flag.name for flag in facts.flags if flag.switch}
+    expressions = set()
+    for name, expression in meanings(facts).items():
+        if not (name in switches and expression.startswith("dims.")):
+            expressions.add(expression)
+    fields = {re.split(r"\W", expression.partition(".")[2] or expression)[0] for expression in expressions}
     return sorted(fields - {*LAUNCHED, "device", "local_batch"})
 
 
 def _dims(facts: Facts) -> list[str]:
-    """Return the axes that wrappers and flags speak of; degrees without a flag follow from the number of ranks."""
-    axes = {"ddp": "dp_replicate", "fsdp2": "dp_shard", "fsdp1": "dp_shard"}
-    tp = ["tp"] * ("parallelize_module" in facts.words)
-    return list(dict.fromkeys([*(axes[one] for one in facts.wrappers), *tp]))
+    """Return the axes of the script's wrappers and of tensor parallel, each once.
+
+    Degrees without a flag follow from the number of ranks.
+    """
+    axis_of_wrapper = {"ddp": "dp_replicate", "fsdp2": "dp_shard", "fsdp1": "dp_shard"}
+    axes = [axis_of_wrapper[wrapper] for wrapper in facts.wrappers]
+    if "parallelize_module" in facts.words:
+        axes.append("tp")
+    return list(dict.fromkeys(axes))
 
 
 def _without(facts: Facts) -> list[str]:
-    """Return what tensor parallel does only by a name that the script never uses."""
-    by = {"sequence_parallel": "SequenceParallel", "loss_parallel": "loss_parallel"}
-    return [key for key, word in by.items() if word not in facts.words] if "parallelize_module" in facts.words else []
+    """Return the options of tensor parallel whose names in torch the script never uses. Empty without tensor parallel."""
+    if "parallelize_module" not in facts.words:
+        return []
+    words_by_option = {"sequence_parallel": "SequenceParallel", "loss_parallel": "loss_parallel"}
+    return [option for option, word in words_by_option.items() if word not in facts.words]
 
 
 def _of_model(facts: Facts) -> dict[str, tuple[Any]]:
-    order = [key for key in vars(ModelConfig()) if key in (found := matched(facts).other_sizes(CASE.model))]
-    return {key: (found[key],) for key in order}
+    """Return the model's sizes that are not the smallest case's, in the order of ModelConfig."""
+    sizes = matched(facts).other_sizes(CASE.model)
+    return {key: (sizes[key],) for key in vars(ModelConfig()) if key in sizes}
 
 
 def _written(facts: Facts) -> dict[str, Any]:
     """Return the values of KNOWN that the script has and no flag passes on."""
     recipe = {key: value for key, value in _recipe(facts).items() if key in ("seed", "max_norm")}
     fixed = {key: (value,) for key, value in recipe.items() if key not in _fields(facts)}
-    off = {key: (False,) for key in _without(facts)}
-    return {"wrapper": tuple(facts.wrappers)} | _of_model(facts) | fixed | off
+    left_out = {key: (False,) for key in _without(facts)}
+    return {"wrapper": tuple(facts.wrappers)} | _of_model(facts) | fixed | left_out
 
 
 def _seed(facts: Facts) -> list[str]:
@@ -233,10 +266,10 @@ def _seed(facts: Facts) -> list[str]:
 def _recipe(facts: Facts) -> dict[str, Any]:
     """Return the constants of the optimizer and the sampler that are not a case's usual ones."""
     seed = {"seed": facts.sampler[1]} if facts.sampler and facts.sampler[0] and facts.sampler[1] is not None else {}
-    seen = facts.recipe | ({} if "max_norm" in facts.recipe or not facts.optimizer else {"max_norm": None})
-    seen = {"optimizer": "sgd" if facts.optimizer == "SGD" else "adamw"} | seen | seed
-    usual = vars(TrainingConfig())
-    return {"all_valid": True} | {key: value for key, value in seen.items() if value != usual[key]}
+    recipe = facts.recipe | ({} if "max_norm" in facts.recipe or not facts.optimizer else {"max_norm": None})
+    recipe = {"optimizer": "sgd" if facts.optimizer == "SGD" else "adamw"} | recipe | seed
+    defaults = vars(TrainingConfig())
+    return {"all_valid": True} | {key: value for key, value in recipe.items() if value != defaults[key]}
 
 
 def _yaml(values: dict[str, Any]) -> str:
@@ -258,13 +291,14 @@ def _data(facts: Facts) -> Iterator[str]:
         yield '# script.replace("ITS_NAME", lambda *_, **__: ..)'
         return
     name, kind, form = facts.data
-    keys, shuffled = form.split(), ", shuffled=True" if facts.sampler and facts.sampler[0] else ""
+    keys = form.split()
+    shuffled = ", shuffled=True" if facts.sampler and facts.sampler[0] else ""
     forms = {"pair": "", "joined": ", form=lambda tokens, labels: torch.cat([tokens, labels[-1:]])"}
-    other = f', form=lambda tokens, labels: {{"{keys[0]}": tokens, "{keys[-1]}": labels}}'
+    other_form = f', form=lambda tokens, labels: {{"{keys[0]}": tokens, "{keys[-1]}": labels}}'
     if kind == "function":
         yield "trained, evaluated = (recipe_batches(case, rank, case.dims.dp) for _ in range(2))"
-    made = DATA[kind].format(shuffled=shuffled, form=forms.get(form, other))
-    yield f'script.replace("{name}", lambda *_, **__: {made})'
+    replacement = DATA[kind].format(shuffled=shuffled, form=forms.get(form, other_form))
+    yield f'script.replace("{name}", lambda *_, **__: {replacement})'
 
 
 def _folded(words: list[str], width: int = 100) -> str:

@@ -66,14 +66,20 @@ AFFIXES = r"^(n|num|data_parallel)_|_(size|degree)$"
 
 
 def by_spelling(table: dict[str, str]) -> dict[str, str]:
-    """Return ours by theirs."""
-    return {theirs: ours for ours, spellings in table.items() for theirs in (*spellings.split(), ours)}
+    """Return our name by each of its spellings, itself included."""
+    ours_by_spelling = {}
+    for ours, spellings in table.items():
+        for theirs in (*spellings.split(), ours):
+            ours_by_spelling[theirs] = ours
+    return ours_by_spelling
 
 
-KNOWN, TOGETHER, OF_FLAGS = by_spelling(PARAMETERS), by_spelling(FUSED), by_spelling(FLAGS)
+KNOWN = by_spelling(PARAMETERS)
+TOGETHER = by_spelling(FUSED)
+OF_FLAGS = by_spelling(FLAGS)
 
 
 def meaning(flag: str) -> str:
-    """Return the expression of a case that a flag is spelled like; an empty text if there is none."""
+    """Return the expression of a case that a flag is spelled like. Empty if there is none."""
     word = flag.lstrip("-").replace("-", "_").lower()
     return OF_FLAGS.get(word) or OF_FLAGS.get(re.sub(AFFIXES, "", word), "")

@@ -55,62 +55,79 @@ class Supposed:
 
 
 def suppose(trial: Trial) -> list[Supposed]:
-    """Return the fewest that give the loss of step 1; none if no loss was seen."""
-    wanted, usual = global_loss(trial, 1), list(suppositions(trial))
-    sets = (itertools.combinations(usual, together) for together in range(MOST_TOGETHER + 1))
-    chosen = ([one for one in each if _fits(trial, one, wanted)] for each in sets) if wanted is not None else ()
-    return [_judged(trial, one) for one in next(filter(None, chosen), [])]
+    """Return the smallest sets of suppositions that give the loss of step 1, judged. Empty if none does."""
+    observed_loss = global_loss(trial, 1)
+    usual = list(suppositions(trial))
+    if observed_loss is None:
+        return []
+    for count in range(MOST_TOGETHER + 1):
+        choices = itertools.combinations(usual, count)
+        fitting = [chosen for chosen in choices if _fits(trial, chosen, observed_loss)]
+        if fitting:
+            return [_judged(trial, chosen) for chosen in fitting]
+    return []
 
 
 def suppositions(trial: Trial) -> Iterator[Supposition]:
-    from harness.reference import spellings as by
+    """Yield the usual mistakes of an adapter about its trainer's model."""
+    from harness.reference import spellings
 
     model = trial.case.model
     for eps in EPSILONS:
         if eps != model.norm_eps:
-            yield Supposition(f"case: model: {{norm_eps: {as_yaml(eps)}}}", "norm", by.with_eps(eps))
+            yield Supposition(f"case: model: {{norm_eps: {as_yaml(eps)}}}", "norm", spellings.with_eps(eps))
     for theta in THETAS:
         if theta != model.rope_theta:
-            yield Supposition(f"case: model: {{rope_theta: {theta}}}", "attention", by.setting(rope_theta=theta))
+            yield Supposition(f"case: model: {{rope_theta: {theta}}}", "attention", spellings.setting(rope_theta=theta))
     if "rows" in order_of_entries(trial):
         yield Supposition(
             "adapter: leave out `rows`; adjacent entries of a head turn together", "model", words={"rows": {}}
         )
     else:
         for heads, kv in _other_heads(model):
-            alter = by.setting(n_heads=heads, n_kv_heads=kv)
+            alter = spellings.setting(n_heads=heads, n_kv_heads=kv)
             yield Supposition(f"case: model: {{n_heads: {heads}, n_kv_heads: {kv}}}", "attention", alter)
-        yield Supposition("adapter: def rows(self, case): return halves(case)", "attention", by.turn_halves)
-    homes = {"w": "feed_forward.", "wq": "attention.", "wo": "attention.", "wk": "attention.", "wv": "attention."}
-    full = {name: homes.get(name, homes.get(name[:1], "")) + name for pair in SWAPPED for name in pair}
-    for one, other in SWAPPED:
-        ends = one == "tok_embeddings"
-        alter = by.ends_exchanged if ends else partial(by.exchange, one=full[one], other=full[other])
-        yield Supposition(f"adapter: exchange {one} and {other} in NAMES", "model" if ends else "block", alter)
+        yield Supposition("adapter: def rows(self, case): return halves(case)", "attention", spellings.turn_halves)
+    prefixes = {"w": "feed_forward.", "wq": "attention.", "wo": "attention.", "wk": "attention.", "wv": "attention."}
+    names_to_swap = itertools.chain.from_iterable(SWAPPED)
+    full_names = {name: prefixes.get(name, prefixes.get(name[:1], "")) + name for name in names_to_swap}
+    for first, second in SWAPPED:
+        are_ends = first == "tok_embeddings"
+        alter = spellings.ends_exchanged
+        if not are_ends:
+            alter = partial(spellings.exchange, one=full_names[first], other=full_names[second])
+        yield Supposition(f"adapter: exchange {first} and {second} in NAMES", "model" if are_ends else "block", alter)
     for names in (SQUARE[:1], SQUARE[1:], SQUARE):
         line = f"adapter: copy {' and '.join(names)} transposed, and judge with DDP only: no check covers transposed slices"
-        yield Supposition(line, "block", by.transposed(tuple(full[name] for name in names)))
+        yield Supposition(line, "block", spellings.transposed(tuple(full_names[name] for name in names)))
 
 
 def _other_heads(model: ModelConfig) -> Iterator[tuple[int, int]]:
     """Yield other numbers of heads that give weights of the same shapes. A head of two entries is too small."""
     kv_dim = model.n_kv_heads * model.head_dim  # which divides dim
     sizes = [size for size in range(kv_dim, 2, -2) if kv_dim % size == 0 and size != model.head_dim]
-    yield from ((model.dim // size, kv_dim // size) for size in sizes)
+    for size in sizes:
+        yield model.dim // size, kv_dim // size
 
 
 # ---- the reference, as if it were so
 
 
 def _assumed(chosen: Sequence[Supposition]) -> dict[str, Any]:
+    """Return how the reference is trained under these suppositions, in the words of reference.counterfactual."""
     from harness.reference.spellings import modules_of
 
     def alter(model: Any, step: int) -> None:
-        for each in chosen if step == 1 else ():
-            for name in modules_of(model, each.part):
-                each.alter(model.get_submodule(name))
+        if step != 1:
+            return
+        for supposition in chosen:
+            for name in modules_of(model, supposition.part):
+                supposition.alter(model.get_submodule(name))
 
-    return {"altered": alter} | {key: value for each in chosen for key, value in each.words.items()}
+    changes: dict[str, Any] = {"altered": alter}
+    for supposition in chosen:
+        changes |= supposition.words
+    return changes
 
 
 def _fits(trial: Trial, chosen: Sequence[Supposition], wanted: float) -> bool:
@@ -135,7 +152,8 @@ def _judged(trial: Trial, chosen: tuple[Supposition, ...]) -> Supposed:
 
 def with_own_rates(trial: Trial) -> TrainingConfig:
     """Return the recipe, with the rates that rank 0's optimizer took if these are others."""
-    training, steps = trial.case.training, trial.ranks[0].steps
+    training = trial.case.training
+    steps = trial.ranks[0].steps
     rates = tuple(step.lr for step in steps if step.lr is not None)
     wanted = [trial.reference_step(step.step).lr for step in steps]
     if len(rates) < training.steps or np.allclose(rates, wanted, rtol=1e-12, atol=0):

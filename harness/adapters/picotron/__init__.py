@@ -50,7 +50,7 @@ class Picotron(Adapter):
         return replace(self, where=source)
 
     def traits(self, case: Case) -> TrainerTraits:
-        """One rate for all steps. K/V are exchanged over cp by send and receive. Buckets are kept, as DDP's are."""
+        """Return one rate for all steps, and K/V exchanged over cp by send and receive. Buckets are kept, as DDP's are."""
         return TrainerTraits(own_model=True, cp_sends=True, rates=(case.training.lr,) * case.training.steps)
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
@@ -105,7 +105,8 @@ class Started(StartedTrainer):
 
 
 def _limits(case: Case) -> Iterator[str]:
-    dims, recipe = case.dims, case.training
+    dims = case.dims
+    recipe = case.training
     for key, value in WRITTEN.items():
         if getattr(recipe, key) != value:
             yield f"{key} {getattr(recipe, key)}: picotron has {value} written into its train.py"
@@ -121,9 +122,9 @@ def _limits(case: Case) -> Iterator[str]:
         yield "data ranks with pp: in picotron's grid of ranks dp is outside of pp"
     if dims.pp > 1 and case.features.accumulation > 1:
         yield "accumulation with pp: picotron's schedules accumulate over microbatches alone"
-    for what, degree in (("vocab_size", dims.tp), ("ffn_dim", dims.tp), ("n_layers", dims.pp)):
-        if getattr(case.model, what) % degree:
-            yield f"{what} {getattr(case.model, what)} is not divisible by {degree}"
+    for field, degree in (("vocab_size", dims.tp), ("ffn_dim", dims.tp), ("n_layers", dims.pp)):
+        if getattr(case.model, field) % degree:
+            yield f"{field} {getattr(case.model, field)} is not divisible by {degree}"
     if recipe.rates is not None and set(recipe.rates) != {recipe.lr}:
         yield "rates: picotron has one for all steps"
     yield from beyond(case, KNOWN, "picotron")

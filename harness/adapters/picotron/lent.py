@@ -39,9 +39,12 @@ SIZES = {
 
 
 def replaced(tables: str | None, device: str) -> tuple[str, ...]:
-    told = ["weights: its download by the seed's", "samples: text by the recipe's, behind its own sampler and loader"]
-    told += [f"rotary tables: {tables} by its variable DTYPE, which train.py never sets"] if tables else []
-    return (*told, *(["device: torch.cuda.synchronize does nothing"] if device == "cpu" else []))
+    texts = ["weights: its download by the seed's", "samples: text by the recipe's, behind its own sampler and loader"]
+    if tables:
+        texts.append(f"rotary tables: {tables} by its variable DTYPE, which train.py never sets")
+    if device == "cpu":
+        texts.append("device: torch.cuda.synchronize does nothing")
+    return tuple(texts)
 
 
 def lend(case: Case, tables: str | None, device: str) -> None:
@@ -62,7 +65,7 @@ def lend(case: Case, tables: str | None, device: str) -> None:
 
 
 class Text:
-    """What it has of its data set: the columns, and what becomes of it when it is cut into samples."""
+    """The part of a data set that picotron uses: the columns, and the samples that it is cut into."""
 
     column_names = ("text",)
 
@@ -79,17 +82,17 @@ def _sample(tokens: Tensor, labels: Tensor) -> dict[str, list[int]]:
 
 
 def hand_over(case: Case, script: Script, metrics: list[Metrics]) -> None:
-    """Into the script, before it is run."""
+    """Put the recipe's samples and the harness's hooks into the script, before it is run."""
 
-    def showing(average: Any) -> Any:
-        def shown(*args: Any) -> float:
+    def note_average(average: Any) -> Any:
+        def average_and_note(*args: Any) -> float:
             loss: float = average(*args)
             metrics.append(Metrics(len(metrics) + 1, loss if grid().pp_is_last_stage else None, None, None))
             return loss
 
-        return shown
+        return average_and_note
 
-    def counted(model: nn.Module) -> int:
+    def wait_and_count(model: nn.Module) -> int:
         if grid().cp_dp_world_size > 1:
             note_wrapper(model, "ddp", replicate_ranks=grid().cp_dp_group_ids)
         if case.dims.pp > 1:
@@ -99,8 +102,8 @@ def hand_over(case: Case, script: Script, metrics: list[Metrics]) -> None:
 
     script.replace("init_model_with_materialized_weights", lambda model, *_, **__: model.to_empty(device="cpu"))
     script.replace("download_model", lambda *_: None)
-    script.wrap("average_loss_across_dp_cp_ranks", showing)
-    script.replace("get_num_params", counted)
+    script.wrap("average_loss_across_dp_cp_ranks", note_average)
+    script.replace("get_num_params", wait_and_count)
     for name in ("train_step_pipeline_1f1b", "train_step_pipeline_afab"):
         script.wrap(name, _as_pass)
 
@@ -111,7 +114,8 @@ def grid() -> Any:
 
 
 def configuration(case: Case, device: str) -> str:
-    dims, recipe = case.dims, case.training
+    dims = case.dims
+    recipe = case.training
     degrees = {"tp_size": dims.tp, "cp_size": dims.cp, "pp_size": dims.pp, "dp_size": dims.dp}
     engine = {"pp_engine": "afab" if case.features.schedule == "GPipe" else "1f1b", "use_cpu": device == "cpu"}
     training = {"seed": recipe.seed, "learning_rate": recipe.lr, "total_train_steps": recipe.steps, "max_tokens": None}
@@ -137,31 +141,39 @@ def configuration(case: Case, device: str) -> str:
 
 
 def _as_pass(train_step: Any) -> Any:
-    def within(*args: Any) -> Any:
+    """Return the step, run as one pass of the schedule."""
+
+    def run_as_pass(*args: Any) -> Any:
         with pass_of_schedule():
             return train_step(*args)
 
-    return within
+    return run_as_pass
 
 
 def show_actions(model: Any, microbatches: int) -> None:
-    """Its schedules call the model's `forward`, past the hooks of a module: here that is a call of the module itself."""
-    forward, backward, done = model.forward, model.backward, {"F": 0, "B": 0}
+    """Note each forward and backward of a pipeline's schedule.
+
+    picotron's schedules call the model's `forward`, past the hooks of a module: here that is a call of the module itself.
+    """
+    forward = model.forward
+    backward = model.backward
+    done = {"F": 0, "B": 0}
 
     def note(kind: str) -> None:
         note_action(grid().pp_rank, kind, done[kind] % microbatches)
         done[kind] += 1
 
-    def called(**inputs: Any) -> Any:
+    def note_and_call(**inputs: Any) -> Any:
         note("F")
         model.forward = forward
         try:
             return model(**inputs)
         finally:
-            model.forward = called
+            model.forward = note_and_call
 
-    def noted(*args: Any) -> Any:
+    def note_and_go_back(*args: Any) -> Any:
         note("B")
         return backward(*args)
 
-    model.forward, model.backward = called, noted
+    model.forward = note_and_call
+    model.backward = note_and_go_back

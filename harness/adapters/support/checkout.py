@@ -13,7 +13,7 @@ def put_first(folder: str | None) -> None:
 
 
 def must_lie_in(module: str, folder: str | None) -> None:
-    """What was imported before `put_first` is another one than that of which the verdict would speak. Raises ImportError."""
+    """Raise ImportError if a module was imported from elsewhere, before `put_first`: a verdict would be of another version."""
     file = Path(sys.modules[module].__dict__["__file__"]).resolve()
     if folder and not file.is_relative_to(Path(folder).resolve()):
         raise ImportError(f"{module} was imported from {file.parent} before {folder} was to be found")

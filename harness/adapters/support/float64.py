@@ -37,8 +37,10 @@ def preserve(name: str, *modules: str) -> None:
 
 
 def widen(name: str, *modules: str) -> None:
-    """In a recipe of this dtype torch.float32 is as wide as float64 in these modules."""
-    for module in modules if name == "float64" else ():
+    """Make torch.float32 as wide as float64 in these modules, in a recipe of float64. name: the recipe's dtype."""
+    if name != "float64":
+        return
+    for module in modules:
         importlib.import_module(module).torch = _Wide("torch")  # type: ignore[attr-defined]
 
 

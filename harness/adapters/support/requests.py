@@ -20,7 +20,8 @@ def beyond(case: Case, known: Mapping[str, Any], who: str, *, saves: bool = Fals
     """
     for record in (case.dims, case.features, case.training, case.model):
         for field in dataclasses.fields(record):
-            value, values = getattr(record, field.name), known.get(field.name, ())
+            value = getattr(record, field.name)
+            values = known.get(field.name, ())
             if value not in (field.default, OBSERVED) and values is not ... and value not in values:
                 yield f"{field.name} {value}: {who} {NOT_PASSED_ON}"
     if (case.resume or case.last_step) and not saves:

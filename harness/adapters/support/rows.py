@@ -14,7 +14,8 @@ def halves(case: Case) -> dict[str, np.ndarray]:
     """`rows` of a trainer whose rotary embedding turns entry i of a head with entry i + head_dim / 2, not its neighbour."""
     import numpy as np
 
-    size, shapes = case.model.head_dim, case.model.parameter_shapes()
+    size = case.model.head_dim
+    shapes = case.model.parameter_shapes()
     head = np.concatenate([np.arange(0, size, 2), np.arange(1, size, 2)])
     turned = [fqn for fqn in shapes if fqn.endswith(("attention.wq.weight", "attention.wk.weight"))]
     return {fqn: (np.arange(0, shapes[fqn][0], size)[:, None] + head).reshape(-1) for fqn in turned}

@@ -40,7 +40,8 @@ class Script:
         process_group.redirect()
         _keep_process_group()
         float64.preserve(dtype)
-        self.path, self.dtype = path, dtype
+        self.path = path
+        self.dtype = dtype
         self._makes: dict[str, Callable[[Any], Any]] = {}
         self._given: dict[str, Any] = {}  # by name, once it was found
         self._beside: dict[str, bool] = {}  # by name of a module, whether it is the script or lies beside it
@@ -48,9 +49,9 @@ class Script:
         self._model: nn.Module | None = None
         self._called: Any = nn.Module.__call__
 
-    def replace(self, name: str, by: Any) -> None:
+    def replace(self, name: str, value: Any) -> None:
         """Replace a name in the script and in all beside it. If nothing has this name, `set_up` raises ValueError."""
-        self.wrap(name, lambda _: by)
+        self.wrap(name, lambda _: value)
 
     def wrap(self, name: str, make: Callable[[Any], Any]) -> None:
         """Replace a name as `replace` does, by what `make` returns for its value."""
@@ -64,9 +65,9 @@ class Script:
         loaded = _before_fsdp1(load)
         self._at_first_call()
         self._function.set_up()
-        if nobodys := [name for name in self._makes if name not in self._given]:
+        if missing_names := [name for name in self._makes if name not in self._given]:
             raise ValueError(
-                f"{self.path.name} and what lies beside it have no {nobodys[0]!r} before the first forward pass"
+                f"{self.path.name} and what lies beside it have no {missing_names[0]!r} before the first forward pass"
             )
         assert self._model is not None
         _cut_again(self._model)
@@ -85,7 +86,7 @@ class Script:
         """Stop the script where it calls the function of this name, and again behind the call. The call itself is run by `run`
         in between: what it moves, as a checkpoint does, belongs to no step."""
 
-        def held(original: Any) -> Any:
+        def pause_around(original: Any) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
                 self._function.pause()
                 answer = original(*args, **kwargs)
@@ -94,7 +95,7 @@ class Script:
 
             return call
 
-        self.wrap(name, held)
+        self.wrap(name, pause_around)
 
     def run(self) -> None:
         """Run on to where it is held, or to its end. Raises what the script raises."""
@@ -126,7 +127,7 @@ class Script:
         for name, module in list(sys.modules.items()):
             if name not in self._beside:
                 self._beside[name] = is_beside(module, self.path)
-        return [sys.modules[name] for name, own in self._beside.items() if own and name in sys.modules]
+        return [sys.modules[name] for name, is_own in self._beside.items() if is_own and name in sys.modules]
 
     def _at_first_call(self) -> None:
         """Trap: stopped before the module looks for its hooks, so that those that are put on it now see this very call."""
@@ -157,8 +158,10 @@ def _shards(handle: Any) -> bool:
 
 
 def program(path: Path) -> Iterator[tuple[bool, CodeType]]:
-    """Its statements as they are run, and whether each does what a program does: those under `if __name__ == "__main__"`,
-    or, without that, those that define nothing."""
+    """Yield (whether a statement acts as a program does, the statement compiled), in the order in which they run.
+
+    Statements under `if __name__ == "__main__"` act; without that, those that define nothing.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     futures = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
     guarded = any(_is_main(node) for node in tree.body)
@@ -166,8 +169,9 @@ def program(path: Path) -> Iterator[tuple[bool, CodeType]]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a text: compiled alone it would be the docstring
         acts = _is_main(node) if guarded else not isinstance(node, DEFINITIONS)
-        for line in node.body if isinstance(node, ast.If) and _is_main(node) else [node]:
-            yield acts, compile(ast.Module([*futures, line], []), str(path), "exec", dont_inherit=True)
+        statements = node.body if isinstance(node, ast.If) and _is_main(node) else [node]
+        for statement in statements:
+            yield acts, compile(ast.Module([*futures, statement], []), str(path), "exec", dont_inherit=True)
 
 
 def _is_main(node: ast.stmt) -> bool:
@@ -179,20 +183,21 @@ def _module(path: Path) -> ModuleType:
     """Empty, under its own name, and not as the program that is run: what it starts may import it again."""
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    found = importlib.util.spec_from_file_location(path.stem, path)
-    assert found is not None
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(found)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     module.__doc__ = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")), clean=False)
     return module
 
 
 def is_beside(module: ModuleType, path: Path) -> bool:
     """Return whether the module is the script's own, in its folder or below. What is installed there is not."""
-    file, folder = getattr(module, "__file__", None), path.resolve().parent
-    if not isinstance(file, str) or not (found := Path(file).resolve()).is_relative_to(folder):
+    file = getattr(module, "__file__", None)
+    folder = path.resolve().parent
+    if not isinstance(file, str) or not (resolved := Path(file).resolve()).is_relative_to(folder):
         return False
-    between = [folder / part for part in found.relative_to(folder).parents]
-    return not any(_is_installed(each) for each in between if each != folder)
+    folders_between = [folder / part for part in resolved.relative_to(folder).parents]
+    return not any(_is_installed(folder_between) for folder_between in folders_between if folder_between != folder)
 
 
 @functools.cache
@@ -205,7 +210,8 @@ def _is_installed(folder: Path) -> bool:
 
 def _before_fsdp1(load: Load) -> list[nn.Module]:
     """Load into what FSDP1 is about to wrap, the first time; whole, for it wraps parts from within. The list has it then."""
-    original, loaded = FullyShardedDataParallel.__init__, list[nn.Module]()
+    original = FullyShardedDataParallel.__init__
+    loaded = list[nn.Module]()
 
     def wrap(self: FullyShardedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if not loaded:

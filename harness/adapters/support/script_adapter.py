@@ -85,7 +85,8 @@ class StartedScript(StartedTrainer):
                 load_weights([model], case, weights, adapter.fqn, adapter.rows(case), fused=adapter.fused(case))
 
         import_from(repository(adapter.script))
-        self.script, self.metrics = Script(adapter.script, case.training.dtype), []
+        self.script = Script(adapter.script, case.training.dtype)
+        self.metrics = []
         adapter.samples(self.script, case, int(os.environ["RANK"]) // (case.dims.cp * case.dims.tp) % case.dims.dp)
         if case.saved_step and adapter.saves:
             self.script.hold(adapter.saves)
@@ -106,7 +107,10 @@ class StartedScript(StartedTrainer):
 def repository(script: Path) -> Path:
     """Return the nearest folder above that a repository begins with; without any, the script's own."""
     folders = script.resolve().parents
-    return next((one for one in folders if any((one / mark).exists() for mark in MARKS)), folders[0])
+    for folder in folders:
+        if any((folder / mark).exists() for mark in MARKS):
+            return folder
+    return folders[0]
 
 
 def import_from(root: Path) -> None:

@@ -15,9 +15,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 class TrainingFunction:
     def __init__(self, function: Callable[[TrainingFunction], None]) -> None:
-        self._ready, self._go = threading.Event(), threading.Event()
+        self._ready = threading.Event()
+        self._go = threading.Event()
         self._error: BaseException | None = None
-        self._waited, self._ended = False, False
+        self._waited = False
+        self._ended = False
         self._modes = _get_current_dispatch_mode_stack()  # a thread has its own
         self._thread = threading.Thread(target=self._run, args=(function,), name="trainer", daemon=True)
 

@@ -65,7 +65,7 @@ class Torchtitan(Adapter):
 
     @property
     def preload(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What its era imports in addition to torch; the installed one is itself imported."""
+        """Return the modules that this era imports in addition to torch; an installed torchtitan is itself imported."""
         try:
             era = self._found().era
         except source.NotThere:
@@ -91,9 +91,9 @@ class Torchtitan(Adapter):
 
     def unsupported(self, case: Case) -> str | None:
         try:
-            found = self._found()
-            types = source.by_types(case, found.era, self.spmd_backend)
-            return next(obstacles(case, found.era, found.traits(case), types=types), None)
+            installed = self._found()
+            types = source.by_types(case, installed.era, self.spmd_backend)
+            return next(obstacles(case, installed.era, installed.traits(case), types=types), None)
         except source.NotThere as error:
             return str(error)
 
@@ -119,9 +119,9 @@ class Torchtitan(Adapter):
         return source.by_types(case, self._found().era, self.spmd_backend)
 
     def importable(self) -> None:
-        found = self._found()
-        source.forget_another(found.package)
-        folder = str(found.folder)
+        installed = self._found()
+        source.forget_another(installed.package)
+        folder = str(installed.folder)
         if sys.path[0] != folder:
             sys.path.insert(0, folder)
 
@@ -138,19 +138,19 @@ class Torchtitan(Adapter):
         from harness.adapters.torchtitan import cpu, torch_names
         from harness.core.trainers.support import cpu_attention, process_group
 
-        found = self._found()
+        installed = self._found()
         self.importable()
         os.environ.setdefault("LOCAL_RANK", "0")
         if device == "cpu":
-            cpu.arrange(found)
+            cpu.arrange(installed)
             cpu_attention.support_ring(case)
         torch_names.bridge()
         float64.preserve(case.training.dtype)
         process_group.redirect()
         if not any(name.startswith("lr_scheduler.") for name in self.options):
             learning_rate.follow_recipe(case)
-        runs = importlib.import_module(f"{__name__}.{found.era.run_by}")
-        return runs.start(case, found, weights, device)
+        runs = importlib.import_module(f"{__name__}.{installed.era.run_by}")
+        return runs.start(case, installed, weights, device)
 
     def _found(self) -> source.Source:
         """Raises NotThere."""

@@ -45,24 +45,22 @@ def arrange(source: Source) -> None:
 
 
 def before_import() -> None:
-    """What a module of torchtitan asks as it is imported."""
+    """Answer for a CPU what a module of torchtitan asks as it is imported."""
     torch._utils._get_available_device_type = lambda: "cpu"
     keep_attention()
     sys.meta_path.append(Lend(("triton", *READERS)))
 
 
 def keep_attention() -> None:
-    """What selective checkpointing keeps is a list of operators, with those that attention is on GPUs: here it is another."""
+    """Let selective checkpointing keep the CPU's operator of attention. Its list of operators has the GPU's."""
     original = checkpoint.create_selective_checkpoint_contexts
     aten = torch.ops.aten
-    here, there = (
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention.default,
-    )
+    cpu_operator = aten._scaled_dot_product_flash_attention_for_cpu.default
+    gpu_operator = aten._scaled_dot_product_flash_attention.default
 
     def contexts(policy: Any, *args: Any, **kwargs: Any) -> Any:
         def policy_without_kernels(context: Any, operator: Any, *given: Any, **named: Any) -> Any:
-            return policy(context, there if operator is here else operator, *given, **named)
+            return policy(context, gpu_operator if operator is cpu_operator else operator, *given, **named)
 
         return original(policy_without_kernels if callable(policy) else policy, *args, **kwargs)
 
@@ -70,7 +68,7 @@ def keep_attention() -> None:
 
 
 def lend_memory_calls() -> None:
-    """What a memory monitor asks torch.cuda for."""
+    """Answer what a memory monitor asks of torch.cuda."""
     answers: dict[str, Any] = {
         "set_device": lambda *_: None,
         "get_device_name": lambda *_: "cpu",
@@ -87,7 +85,8 @@ def lend_memory_calls() -> None:
 
 def use_gloo() -> None:
     """Whatever backend is requested is gloo, whose barriers take no devices."""
-    init, barrier = dist.init_process_group, dist.barrier
+    init = dist.init_process_group
+    barrier = dist.barrier
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         init("gloo", *args, **kwargs)
@@ -95,7 +94,8 @@ def use_gloo() -> None:
     def barrier_without_devices(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
         return barrier(*args, **kwargs)
 
-    dist.init_process_group, dist.barrier = init_process_group, barrier_without_devices
+    dist.init_process_group = init_process_group
+    dist.barrier = barrier_without_devices
 
 
 def sum_and_divide() -> None:

@@ -18,9 +18,13 @@ class Samples:
     state is the last step that it gave samples of, the same on all ranks."""
 
     def __init__(self, case: Case, dp_degree: int, dp_rank: int, at_start: Callable[[], None]) -> None:
-        self.case, self.dp_degree, self.dp_rank, self.at_start = case, dp_degree, dp_rank, at_start
+        self.case = case
+        self.dp_degree = dp_degree
+        self.dp_rank = dp_rank
+        self.at_start = at_start
         self.dataset = dataset_of(case)
-        self.step, self.last = 0, case.training.steps
+        self.step = 0
+        self.last = case.training.steps
 
     def __iter__(self) -> Iterator[Any]:
         self.at_start()
@@ -83,7 +87,8 @@ class Ahead:
     make: samples from the first step on."""
 
     def __init__(self, make: Callable[[], Samples]) -> None:
-        self.make, self.finished = make, 0
+        self.make = make
+        self.finished = 0
 
     def __iter__(self) -> Iterator[Any]:
         self.finished += 1
@@ -110,5 +115,5 @@ class AheadOf:
 
 def anew(tokens: torch.Tensor) -> torch.Tensor:
     """Return each token's place in its own document, from 0. tokens int64 [b, s]; int64 [b, s]"""
-    of = documents(tokens)
-    return (of.unsqueeze(-1) == of.unsqueeze(-2)).tril(-1).sum(-1)
+    document_numbers = documents(tokens)
+    return (document_numbers.unsqueeze(-1) == document_numbers.unsqueeze(-2)).tril(-1).sum(-1)

@@ -39,20 +39,20 @@ OF_OLD = {"1F1B": "1f1b", "GPipe": "gpipe"}  # names until 2024-10-09; since the
 CHECKPOINTING = {"none": ("none", ""), "full": ("full", ""), "layer": ("selective", "2"), "op": ("selective", "op")}
 
 
-def configured(job: Any, case: Case, own: Mapping[str, Any] | None = None) -> Any:
+def configured(job: Any, case: Case, own_options: Mapping[str, Any] | None = None) -> Any:
     """torchtitan's own defaults, the case's values, and options of one's own in their place."""
-    own = own or {}
+    own_options = own_options or {}
     for name in CONFIG_MODULES:
         if name in sys.modules:
             sys.modules[name].TORCH_DTYPE_MAP["float64"] = torch.float64
     if hasattr(job, "parse_args"):
-        of_file(job, own)
+        of_file(job, own_options)
     for name, value in given(case).items():
         section, _, key = name.partition(".")
-        if name not in own:
+        if name not in own_options:
             put(getattr(job, section, SimpleNamespace()), key, value)
     if not hasattr(job, "parse_args"):
-        options.put_own(job, own)
+        options.put_own(job, own_options)
     return job
 
 
@@ -65,13 +65,13 @@ def of_file(job: Any, own: Mapping[str, Any]) -> None:
 
 
 def toml(own: Mapping[str, Any]) -> str:
-    """What is None is left out. Texts, numbers and lists are written as in JSON."""
-    given = [(*name.split("."), value) for name, value in own.items() if value is not None]
-    sections = dict.fromkeys(section for section, _, _ in given)
-    lines = {
-        one: [f"{key} = {json.dumps(value)}" for section, key, value in given if section == one] for one in sections
-    }
-    return "".join(f"[{one}]\n" + "\n".join(told) + "\n" for one, told in lines.items())
+    """Return options as TOML. Options that are None are left out. Texts, numbers and lists are written as in JSON."""
+    lines_by_section: dict[str, list[str]] = {}
+    for name, value in own.items():
+        if value is not None:
+            section, key = name.split(".")
+            lines_by_section.setdefault(section, []).append(f"{key} = {json.dumps(value)}")
+    return "".join(f"[{section}]\n" + "\n".join(lines) + "\n" for section, lines in lines_by_section.items())
 
 
 def put(section: Any, key: str, value: object) -> None:
@@ -82,7 +82,8 @@ def put(section: Any, key: str, value: object) -> None:
 
 def given(case: Case) -> dict[str, Any]:
     """Return options by `section.name`. Degrees were options of the section `training` before they had their own."""
-    features, degrees = case.features, options.parallelism(case) | _former_degrees(case)
+    features = case.features
+    degrees = options.parallelism(case) | _former_degrees(case)
     recompute, which = CHECKPOINTING[features.activation_checkpointing]
     return {
         "job.dump_folder": os.path.join(tempfile.gettempdir(), "torchtitan"),
@@ -123,8 +124,13 @@ def _former_degrees(case: Case) -> dict[str, Any]:
 
 
 def stages(case: Case) -> list[list[str]]:
-    """What each stage of a pipeline holds: torchtitan's own cut counts embedding and output as a layer each."""
-    parts = [[f"layers.{layer}" for layer in layers_of_stage(case, stage)] for stage in range(case.n_stages)]
+    """Return the modules that each stage of a pipeline holds.
+
+    torchtitan's own cut counts embedding and output as a layer each.
+    """
+    parts = []
+    for stage in range(case.n_stages):
+        parts.append([f"layers.{layer}" for layer in layers_of_stage(case, stage)])
     parts[0].insert(0, "tok_embeddings")
     parts[-1] += ["norm", "output"]
     return parts

@@ -30,7 +30,9 @@ class MainTrainer:
     ) -> None:
         self.model_parts: list[nn.Module] = []
         self.metrics: list[Metrics] = []
-        self._train, self._case, self._weights = train, case, weights
+        self._train = train
+        self._case = case
+        self._weights = weights
         self._job = job_config.configured(train.JobConfig(), case, own)
         self._main = TrainingFunction(self._run)
         self._substitute()
@@ -55,7 +57,8 @@ class MainTrainer:
 
     def _substitute(self) -> None:
         """At the names that `main` looks up in its own module, those that it has."""
-        train, case = self._train, self._case
+        train = self._train
+        case = self._case
 
         def loader(dp_world_size: int, dp_rank: int, **_: Any) -> Samples:
             return Samples(case, dp_world_size, dp_rank, at_start=self._main.wait)

@@ -11,7 +11,7 @@ from harness.core.trainers import Metrics
 
 
 def note_logger(logger: Any, metrics: list[Metrics], shows: Callable[[], bool]) -> Any:
-    """The same logger, whose values are noted: the loss averaged over ranks and the largest, the gradient norm if any.
+    """Return the logger, whose values are noted now: the loss averaged over ranks and the largest, the gradient norm if any.
 
     shows: as of note_processor.
     """
@@ -20,8 +20,8 @@ def note_logger(logger: Any, metrics: list[Metrics], shows: Callable[[], bool]) 
     def log(values: dict[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
         norm = values.get("grad_norm", values.get("optim/grad_norm"))
         mean, largest = (float(values[f"loss_metrics/global_{which}_loss"]) for which in ("avg", "max"))
-        loss, most = (mean, largest) if shows() else (None, None)
-        metrics.append(Metrics(step, loss, norm, values.get("lr"), most))
+        loss, largest_shown = (mean, largest) if shows() else (None, None)
+        metrics.append(Metrics(step, loss, norm, values.get("lr"), largest_shown))
         original(values, step, *args, **kwargs)
 
     logger.log = log
@@ -36,7 +36,7 @@ def note_processor(
     tells_largest: bool = True,
     separately: bool = False,
 ) -> Any:
-    """The same metrics processor, whose values are noted. Versions without a gradient norm log none.
+    """Return the metrics processor, whose values are noted now. Versions without a gradient norm log none.
 
     shows: whether this rank knows the loss, when it comes to it; ranks without the last stage of a pipeline show -1.
     tells_largest: False where the largest loss is known to be wrong.
@@ -47,10 +47,11 @@ def note_processor(
 
     def log(step: int, average: float, largest: float, *norm: Any, **extra: Any) -> None:
         rate = (extra.get("extra_metrics") or {}).get("lr")
-        loss, most = (float(average), float(largest)) if shows() else (None, None)
+        loss, largest_shown = (float(average), float(largest)) if shows() else (None, None)
         if loss is not None and step in validated:
-            loss, most = validated[step], None
-        metrics.append(Metrics(step, loss, norm[0] if norm else None, rate, most if tells_largest else None))
+            loss = validated[step]
+            largest_shown = None
+        metrics.append(Metrics(step, loss, norm[0] if norm else None, rate, largest_shown if tells_largest else None))
         original(step, average, largest, *norm, **extra)
 
     def note(loss: float, step: int) -> None:

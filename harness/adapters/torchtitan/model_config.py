@@ -16,7 +16,7 @@ from harness.reference.config import ModelConfig
 
 
 def known(make: Callable[..., Any], **given: Any) -> Any:
-    """What `make` makes of those that it takes."""
+    """Return make(..) with those of these arguments that it takes."""
     taken = inspect.signature(make).parameters
     return make(**{name: value for name, value in given.items() if name in taken})
 

@@ -41,7 +41,8 @@ def _of_layout(case: Case, era: Era, *, types: bool) -> Iterator[str]:
         yield f"pp {dims.pp}: {era.name} {why}"
     if dims.cp > 1 and era.cp_by_types and not types:
         yield f"cp {dims.cp}: {era.name} does that with spmd_types, whose parameters fully_shard of torch 2.13 refuses"
-    together, cut = case.local_batch if era.flat else 1, dims.cp > 1 and types and era.cp_by_types
+    together = case.local_batch if era.flat else 1
+    cut = dims.cp > 1 and types and era.cp_by_types
     rows = {case.seq_len(step) * together for step in case.steps} if cut else set()
     if odd := sorted(row for row in rows if row % (MASK_BLOCK * dims.cp)):
         yield f"cp {dims.cp}: torch cuts no mask of {odd[0]} tokens, for its blocks have {MASK_BLOCK}"
@@ -111,6 +112,6 @@ def _without_option(case: Case, era: Era) -> Iterator[str]:
 
 
 def _unusual(given: object, usual: object) -> Iterator[tuple[str, object]]:
-    for one in dataclasses.fields(given):  # type: ignore[arg-type]
-        if getattr(given, one.name) != getattr(usual, one.name):
-            yield one.name, getattr(given, one.name)
+    for field in dataclasses.fields(given):  # type: ignore[arg-type]
+        if getattr(given, field.name) != getattr(usual, field.name):
+            yield field.name, getattr(given, field.name)

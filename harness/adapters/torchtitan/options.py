@@ -11,7 +11,8 @@ from harness.core.case.case import Case
 
 def training(case: Case) -> dict[str, Any]:
     """Return the options of the section `training`."""
-    recipe, features = case.training, case.features
+    recipe = case.training
+    features = case.features
     param = recipe.compute_dtype or recipe.dtype
     return {
         "local_batch_size": case.local_batch * case.microbatches,
@@ -28,7 +29,8 @@ def training(case: Case) -> dict[str, Any]:
 
 def parallelism(case: Case) -> dict[str, Any]:
     """Return the options of the section `parallelism`, but for the cut of a pipeline."""
-    dims, features = case.dims, case.features
+    dims = case.dims
+    features = case.features
     return {
         "data_parallel_replicate_degree": dims.dp_replicate,
         "data_parallel_shard_degree": dims.dp_shard,

@@ -13,7 +13,7 @@ from harness.core.case.case import Case
 
 
 def replaced(case: Case, source: Source, device: str) -> Iterator[str]:
-    """Each as "part: what by what (why)"."""
+    """Yield what is replaced, each as "part: what by what (why)"."""
     era = source.era
     if era.chunks_loss and chunks_of(case, era) == 1:
         yield f"loss: chunked cross entropy by whole cross entropy ({why_whole(case, era)})"

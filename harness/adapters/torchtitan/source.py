@@ -169,7 +169,7 @@ class Source:
         return self.package.parent
 
     def traits(self, case: Case) -> TrainerTraits:
-        """Its era says how replicas alone are wrapped, and whether a model without data ranks is."""
+        """Return the traits of this era, with its wrapper of replicas alone and of a model without data ranks."""
         era = self.era
         alone = "fsdp2" if era.wraps_alone else None
         replicas = case.dims.dp_replicate > 1 and case.shards == 1
@@ -232,7 +232,7 @@ def why_whole(case: Case, era: Era) -> str:
 
 
 def find(where: str | None) -> Source:
-    """What lies there now. Raises NotThere."""
+    """Return the torchtitan that is there now. Raises NotThere."""
     package = _installed() if where is None else Path(where).resolve() / "torchtitan"
     return _found(package, tuple(_stamp(os.path.join(package, name)) for name in LOOKED_AT))
 
@@ -240,10 +240,10 @@ def find(where: str | None) -> Source:
 def _stamp(path: str) -> tuple[int, int, int] | None:
     """Another one for each state of a file: a bisect has another commit checked out in the same folder."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 @functools.lru_cache(maxsize=8)

@@ -23,7 +23,7 @@ def _parsed(text: str) -> ast.Module:
 
 
 def a_function(name: str, parameter: str) -> Fact:
-    """It defines a function of that name with that parameter."""
+    """Return whether a file defines a function of that name with that parameter."""
     return lambda tree: any(each.name == name and parameter in _parameters(each) for each in _all(tree, *FUNCTIONS))
 
 
@@ -36,21 +36,19 @@ def a_class(name: str) -> Fact:
 
 
 def a_field(name: str) -> Fact:
-    """A class has an annotated attribute of that name."""
+    """Return whether a class has an annotated attribute of that name."""
     return lambda tree: any(
-        isinstance(each, ast.AnnAssign) and _dotted(each.target) == name
-        for owner in _all(tree, ast.ClassDef)
-        for each in owner.body
+        isinstance(node, ast.AnnAssign) and _dotted(node.target) == name for node in _bodies(tree, ast.ClassDef)
     )
 
 
 def a_name(name: str) -> Fact:
-    """It uses a variable of that name."""
+    """Return whether a file uses a variable of that name."""
     return lambda tree: any(each.id == name for each in _all(tree, ast.Name))
 
 
 def an_attribute(name: str) -> Fact:
-    """It looks up an attribute of that name."""
+    """Return whether a file looks up an attribute of that name."""
     return lambda tree: any(each.attr == name for each in _all(tree, ast.Attribute))
 
 
@@ -59,27 +57,25 @@ def an_import(name: str) -> Fact:
 
 
 def a_call(name: str) -> Fact:
-    """It calls something by that name, dots included."""
+    """Return whether a file calls something by that name, dots included."""
     return lambda tree: any(_dotted(each.func) == name for each in _all(tree, ast.Call))
 
 
 def a_keyword(name: str) -> Fact:
-    """It passes an argument by that name."""
+    """Return whether a file passes an argument by that name."""
     return lambda tree: any(each.arg == name for each in _all(tree, ast.keyword))
 
 
 def an_option(name: str) -> Fact:
-    """It adds an option of that name to a parser of command lines."""
+    """Return whether a file adds an option of that name to a parser of command lines."""
     return lambda tree: any(
         _dotted(each.func).endswith(".add_argument") and _first(each) == name for each in _all(tree, ast.Call)
     )
 
 
 def a_key(name: str) -> Fact:
-    """It writes a dict with that key."""
-    return lambda tree: any(
-        isinstance(key, ast.Constant) and key.value == name for each in _all(tree, ast.Dict) for key in each.keys
-    )
+    """Return whether a file writes a dict with that key."""
+    return lambda tree: any(isinstance(key, ast.Constant) and key.value == name for key in _keys_of_dicts(tree))
 
 
 def a_list(*items: str) -> Fact:
@@ -87,21 +83,20 @@ def a_list(*items: str) -> Fact:
 
 
 def called_always(*names: str) -> Fact:
-    """A function calls one of these in its body itself, below no condition."""
+    """Return whether a function calls one of these in its body itself, below no condition."""
     return lambda tree: any(
-        isinstance(each, ast.Expr) and isinstance(each.value, ast.Call) and _dotted(each.value.func) in names
-        for function in _all(tree, *FUNCTIONS)
-        for each in function.body
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _dotted(node.value.func) in names
+        for node in _bodies(tree, *FUNCTIONS)
     )
 
 
 def _first(call: ast.Call) -> object:
-    """A call's first argument, if it is a constant."""
+    """Return a call's first argument if it is a constant, else None."""
     return call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
 
 
 def _dotted(node: ast.AST) -> str:
-    """`a.b.c` of a name or of attributes of one; empty for anything else."""
+    """Return `a.b.c` of a name or of attributes of one. Empty for anything else."""
     if isinstance(node, ast.Attribute):
         return f"{_dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
@@ -113,7 +108,20 @@ def _parameters(function: Any) -> set[str]:
 
 
 def _all(tree: ast.Module, *kinds: type[ast.AST]) -> Iterator[Any]:
+    """Return all nodes of these kinds."""
     return (node for node in _nodes(tree) if isinstance(node, kinds))
+
+
+def _bodies(tree: ast.Module, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
+    """Yield the statements in the bodies of all nodes of these kinds."""
+    for owner in _all(tree, *kinds):
+        yield from owner.body
+
+
+def _keys_of_dicts(tree: ast.Module) -> Iterator[ast.AST | None]:
+    """Yield the keys of all dicts that are written out; None for an unpacked one."""
+    for node in _all(tree, ast.Dict):
+        yield from node.keys
 
 
 @functools.lru_cache(maxsize=64)

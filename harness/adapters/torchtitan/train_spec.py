@@ -26,7 +26,7 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Tita
 
 
 def validate(case: Case, source: Source) -> None:
-    """Where validation is requested by an option, its data loader has the samples of the step that comes next."""
+    """Give the data loader of a validation the samples of the step that comes next, if an option requests validation."""
     if not source.options.get("validation.enable"):
         return
     module = importlib.import_module("torchtitan.components.validate")

@@ -34,7 +34,7 @@ class TitanTrainer:
         )
 
     def train(self, last_step: int) -> None:
-        """Its loop ends after the last step that it was configured for, and goes on from there where it is entered again."""
+        """Train to this step. torchtitan's loop ends after the last step configured, and goes on when it is entered again."""
         configuration = getattr(self._trainer, "config", None) or self._trainer.job_config
         configuration.training.steps = last_step
         self._trainer.train()
@@ -43,15 +43,19 @@ class TitanTrainer:
         """Save as its loop does after a step. What goes on then saves no other step."""
         checkpointer = self._trainer.checkpointer
         usual = checkpointer.folder
-        checkpointer.folder, checkpointer.load_only, checkpointer.interval = str(folder), False, 1
+        checkpointer.folder = str(folder)
+        checkpointer.load_only = False
+        checkpointer.interval = 1
         checkpointer.save(self._trainer.step)
-        checkpointer.folder, checkpointer.load_only = usual, True
+        checkpointer.folder = usual
+        checkpointer.load_only = True
         return getattr(checkpointer, "save_future", None)
 
     def export(self, folder: Path) -> None:
         """Save as its loop does after the last step, under Hugging Face's names, and keep what it put together."""
         checkpointer = self._trainer.checkpointer
-        checkpointer.folder, checkpointer.load_only = str(folder), False
+        checkpointer.folder = str(folder)
+        checkpointer.load_only = False
         checkpointer.last_save_in_hf = checkpointer.last_save_model_only = True
         checkpointer.save(self._trainer.step, last_step=True)
         dist.barrier()
@@ -62,7 +66,8 @@ class TitanTrainer:
     def resume(self, folder: Path) -> None:
         """Load as `train` does it, which then finds nothing in the folder that it is left with."""
         checkpointer = self._trainer.checkpointer
-        usual, checkpointer.folder = checkpointer.folder, str(folder)
+        usual = checkpointer.folder
+        checkpointer.folder = str(folder)
         if not checkpointer.load():
             raise ValueError(f"{folder}: no complete checkpoint there")
         checkpointer.folder = usual
@@ -70,5 +75,5 @@ class TitanTrainer:
 
 def no_sleep(module: str) -> None:
     """torchtitan's rank 0 sleeps two seconds at the end, for the others."""
-    found = importlib.import_module(module)
-    found.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)  # type: ignore[attr-defined]
+    imported = importlib.import_module(module)
+    imported.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)  # type: ignore[attr-defined]

@@ -162,7 +162,7 @@ def checkpointing(kind: str) -> Any:
 
 
 def stages(case: Case) -> list[list[str]] | None:
-    """What each stage holds, cut by torchtitan's own function. None: it counts one or two stages a rank itself.
+    """Return the modules of each stage, cut by torchtitan's own function. None if it counts one or two stages a rank itself.
 
     From a number of layers a stage it could not make six stages of seven layers.
     """

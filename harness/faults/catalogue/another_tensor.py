@@ -18,40 +18,43 @@ Gradients = dict[str, Any]
 
 def _local_gradients(trainer: Any) -> Gradients:
     """Return what this rank holds of each gradient, by the name of its parameter."""
-    found = {
-        name.removeprefix("module."): parameter.grad
-        for part in trainer.model_parts
-        for name, parameter in part.named_parameters()
-    }
-    return {name: getattr(gradient, "_local_tensor", gradient) for name, gradient in found.items()}
+    gradients = {}
+    for part in trainer.model_parts:
+        for name, parameter in part.named_parameters():
+            gradients[name.removeprefix("module.")] = parameter.grad
+    return {name: getattr(gradient, "_local_tensor", gradient) for name, gradient in gradients.items()}
 
 
 def _behind_backward(change: Callable[[Gradients], None]) -> op.Operator:
-    def changed(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the operator that changes this rank's gradients after backward."""
+
+    def backward_and_change(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         loss = original(trainer, *args, **kwargs)
         change(_local_gradients(trainer))
         return loss
 
-    return op.instead(BACKWARD, changed)
+    return op.instead(BACKWARD, backward_and_change)
 
 
 def _late() -> Callable[[Gradients], None]:
-    kept: Gradients = {}
+    """Return a change that replaces one gradient by that of the step before."""
+    last_gradients: Gradients = {}
 
-    def late(gradients: Gradients) -> None:
-        held = gradients["layers.1.ffn_norm.weight"]
-        now = held.clone()
-        held.copy_(kept.get("last", now))
-        kept["last"] = now
+    def use_last(gradients: Gradients) -> None:
+        gradient = gradients["layers.1.ffn_norm.weight"]
+        current = gradient.clone()
+        gradient.copy_(last_gradients.get("last", current))
+        last_gradients["last"] = current
 
-    return late
+    return use_last
 
 
 def _swapped(gradients: Gradients) -> None:
-    keys, values = (gradients[f"layers.0.attention.{name}.weight"] for name in ("wk", "wv"))
-    kept = keys.clone()
+    keys = gradients["layers.0.attention.wk.weight"]
+    values = gradients["layers.0.attention.wv.weight"]
+    old_keys = keys.clone()
     keys.copy_(values)
-    values.copy_(kept)
+    values.copy_(old_keys)
 
 
 def _rounded(gradients: Gradients) -> None:
@@ -60,8 +63,8 @@ def _rounded(gradients: Gradients) -> None:
 
 
 def _moved(gradients: Gradients) -> None:
-    held = gradients["tok_embeddings.weight"]
-    held.copy_(held.roll(1, 0))
+    gradient = gradients["tok_embeddings.weight"]
+    gradient.copy_(gradient.roll(1, 0))
 
 
 gradient_of_the_step_before = fault(

@@ -10,19 +10,20 @@ from harness.faults import fault
 from harness.faults import operators as op
 
 State = dict[str, Any]
-LOAD, SAVE = "torch.distributed.checkpoint:load", "torch.distributed.checkpoint:save"
+LOAD = "torch.distributed.checkpoint:load"
+SAVE = "torch.distributed.checkpoint:save"
 
 # ---- what is read: torch.distributed.checkpoint.load fills a state dict in place
 
 
 def _not_loaded(take: Callable[[State], tuple[State, str]]) -> op.Operator:
-    """An item of the state is taken out, and put back as it was."""
+    """Return the operator that takes an item out of the state, and puts it back as it was before loading."""
 
     def load(original: Any, state: State, *args: Any, **kwargs: Any) -> None:
         holder, key = take(state)
-        kept = holder.pop(key)
+        value = holder.pop(key)
         original(state, *args, **kwargs)
-        holder[key] = kept
+        holder[key] = value
 
     return op.instead(LOAD, load)
 
@@ -63,10 +64,11 @@ data_position_starts_anew = fault(
 @partial(op.after_call, LOAD)
 def moments_of_two_parameters_exchanged(state: State, **_: Any) -> None:
     for moment in ("exp_avg", "exp_avg_sq"):
-        one, other = (state["optimizer"][f"state.layers.0.attention.{name}.weight.{moment}"] for name in ("wq", "wo"))
-        kept = one.clone()
-        one.copy_(other)
-        other.copy_(kept)
+        first = state["optimizer"][f"state.layers.0.attention.wq.weight.{moment}"]
+        second = state["optimizer"][f"state.layers.0.attention.wo.weight.{moment}"]
+        old_first = first.clone()
+        first.copy_(second)
+        second.copy_(old_first)
 
 
 @fault(
@@ -122,17 +124,19 @@ class _Later:
 
 
 def _write_after_the_next_step(shared: Callable[[str], bool]) -> op.Operator:
-    """What `shared` picks of the state is not copied, so that it holds what the step makes of it."""
+    """Return the operator that saves after the next step. What `shared` picks of the state is not copied.
+
+    So these parts have the values of the next step.
+    """
 
     def begin(original: Any, state: State, *, checkpoint_id: Any, **_: Any) -> _Later:
         import copy
 
         from torch.distributed.checkpoint import save
 
-        parts = {
-            kind: {key: value if shared(key) else copy.deepcopy(value) for key, value in state[kind].items()}
-            for kind in ("model", "optimizer")
-        }
+        parts = {}
+        for kind in ("model", "optimizer"):
+            parts[kind] = {key: value if shared(key) else copy.deepcopy(value) for key, value in state[kind].items()}
         _Later.unwritten.append(lambda: save(state | parts, checkpoint_id=checkpoint_id))
         return _Later()
 
@@ -226,9 +230,12 @@ initial_parameters_saved = fault(
 )
 @partial(op.instead, ".checkpoint:state_of")
 def gradients_saved_besides(original: Any, parts: Any, counters: Any) -> State:
-    parameters = (named for part in parts for named in part.model.named_parameters())
-    named = {fqn: parameter.grad for fqn, parameter in parameters if parameter.grad is not None}
-    return original(parts, counters) | ({"gradients": named} if named else {})
+    gradients = {}
+    for part in parts:
+        for fqn, parameter in part.model.named_parameters():
+            if parameter.grad is not None:
+                gradients[fqn] = parameter.grad
+    return original(parts, counters) | ({"gradients": gradients} if gradients else {})
 
 
 @fault(

@@ -16,7 +16,7 @@ CLIP = "torch.nn.utils:clip_grads_with_norm_"
 
 
 def _summed_again_over(axis: str) -> Any:
-    """The sum of squares is also summed over an axis along which ranks hold the same."""
+    """Return the operator that also sums the squares over an axis along which ranks hold the same."""
 
     def replicated(family: Any, mesh: Any = None, placements: Any = ()) -> bool:
         names = mesh.mesh_dim_names if mesh is not None else ()

@@ -151,10 +151,10 @@ ring_merges_in_float32 = fault(
 MASK = ".context:document_mask"
 
 
-def _seen_as(documents: Any, queries: Any, keys: Any, *, causal: Any, of: Any) -> Any:
-    """The mask with queries at `causal` where order counts, and at `of` where documents count."""
-    same = documents[:, of].unsqueeze(-1) == documents[:, keys].unsqueeze(-2)
-    return same & (causal.unsqueeze(-1) >= keys)
+def _seen_as(documents: Any, queries: Any, keys: Any, *, causal: Any, positions: Any) -> Any:
+    """Return the mask with queries at `causal` where order counts, and at `positions` where documents count."""
+    same_document = documents[:, positions].unsqueeze(-1) == documents[:, keys].unsqueeze(-2)
+    return same_document & (causal.unsqueeze(-1) >= keys)
 
 
 def _from_zero(positions: Any) -> Any:
@@ -169,7 +169,7 @@ mask_from_local_positions = fault(
     case="cp_2_documents_contiguous",
     caught_by="loss gradients grad_norm",
     named="not explained",
-    does=op.instead(MASK, lambda _, rows, at, keys: _seen_as(rows, at, keys, causal=_from_zero(at), of=at)),
+    does=op.instead(MASK, lambda _, rows, at, keys: _seen_as(rows, at, keys, causal=_from_zero(at), positions=at)),
 )
 borders_of_the_whole_row_on_each_rank = fault(
     breaks="each cp rank takes its queries' documents from the beginning of the row, whatever part it holds",
@@ -177,7 +177,7 @@ borders_of_the_whole_row_on_each_rank = fault(
     case="cp_2_documents_contiguous",
     caught_by="loss gradients grad_norm",
     named="not explained",
-    does=op.instead(MASK, lambda _, rows, at, keys: _seen_as(rows, at, keys, causal=at, of=_from_zero(at))),
+    does=op.instead(MASK, lambda _, rows, at, keys: _seen_as(rows, at, keys, causal=at, positions=_from_zero(at))),
 )
 
 

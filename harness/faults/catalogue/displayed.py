@@ -75,7 +75,7 @@ validation_loss_averaged_over_ranks = fault(
 
 
 def _shown_as(change: Any) -> Any:
-    """What display returns, with some of it replaced. change: (trainer, what is shown) -> what is shown instead."""
+    """Return the operator that replaces some of the displayed numbers. change: (trainer, displayed) -> replaced numbers."""
 
     def display(original: Any, trainer: Any, metrics: Any, seconds: float) -> Any:
         shown = original(trainer, metrics, seconds)
@@ -128,7 +128,9 @@ displayed_mean_of_the_means_of_ranks = fault(
 def _norm_of_own_shards(trainer: Any, shown: Any) -> dict[str, float]:
     if "parameter norm" not in shown:
         return {}
-    return {"parameter norm": sum(float(one.to_local().square().sum()) for one in trainer.parameters()) ** 0.5}
+    return {
+        "parameter norm": sum(float(parameter.to_local().square().sum()) for parameter in trainer.parameters()) ** 0.5
+    }
 
 
 displayed_parameter_norm_of_own_shards = fault(
@@ -146,11 +148,13 @@ def _first_of_the_epoch(original: Any, batches: Any) -> Any:
 
     from harness.reference.data import sample_order
 
-    case, dataset = batches.case, batches.dataset
+    case = batches.case
+    dataset = batches.dataset
     ids = sample_order(case.training, len(dataset), 0)[: case.training.global_batch]
-    tokens, labels = zip(*(dataset[one] for one in ids[batches.loader.sampler.rank :: case.dims.dp]), strict=True)
-    parts = (torch.stack(of).split(case.local_batch) for of in (tokens, labels))
-    return list(zip(*parts, strict=True))
+    tokens, labels = zip(*(dataset[id_] for id_ in ids[batches.loader.sampler.rank :: case.dims.dp]), strict=True)
+    tokens_of_parts = torch.stack(tokens).split(case.local_batch)
+    labels_of_parts = torch.stack(labels).split(case.local_batch)
+    return list(zip(tokens_of_parts, labels_of_parts, strict=True))
 
 
 validated_on_training_data = fault(

@@ -81,11 +81,11 @@ def graph_break_in_attention(fired: Fired) -> None:
     from harness.reference.model import CausalAttention
 
     def make(original: Any) -> Any:
-        def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def break_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
             torch._dynamo.graph_break()
             return original(self, *args, **kwargs)
 
-        return broken
+        return break_and_call
 
     replace(CausalAttention, "forward", make)
     op.instead("harness.reference.model:TransformerBlock.compile", _compiled_in_pieces)(fired)

@@ -14,7 +14,11 @@ LAST = "layers.1."
 
 
 def _frozen(trainer: Any) -> list[Any]:
-    return [p for part in trainer.model_parts for p in part.parameters() if not p.requires_grad]
+    """Return the parameters that are not trained."""
+    parameters = []
+    for part in trainer.model_parts:
+        parameters += [parameter for parameter in part.parameters() if not parameter.requires_grad]
+    return parameters
 
 
 # ---- adapters
@@ -31,9 +35,11 @@ def _frozen(trainer: Any) -> list[Any]:
 def adapters_not_reduced_over_tp(parameters: list[Any]) -> None:
     from torch.distributed.tensor import DTensor
 
-    for p in parameters:
-        if p.grad is not None and p.grad.placements != p.placements:
-            p.grad = DTensor.from_local(p.grad.to_local(), p.device_mesh, p.placements, run_check=False)
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.placements != parameter.placements:
+            parameter.grad = DTensor.from_local(
+                parameter.grad.to_local(), parameter.device_mesh, parameter.placements, run_check=False
+            )
 
 
 @fault(

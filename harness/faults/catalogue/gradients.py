@@ -94,7 +94,7 @@ only_the_all_reduce_deferred = fault(
 
 
 def exchanged(due: op.Condition) -> op.Act:
-    """Makes each reduction that is due wait for the next one."""
+    """Return an act in which each reduction that is due waits for the next one."""
     waiting: list[Any] = []
 
     def reduce(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:

@@ -15,12 +15,12 @@ STEP = ".trainer:Trainer.optimizer_step"
 
 
 def own_tokens(microbatches: Any) -> int:
-    """This rank's valid tokens."""
+    """Return the number of this rank's valid tokens."""
     return sum(int((part.labels >= 0).sum()) for part in microbatches)
 
 
 def per_rank(original: Any, microbatches: Any, mesh: Any, device: Any) -> int:
-    """What makes a loss that is scaled as a share of the global mean the mean of the rank's own tokens."""
+    """Return the number by which a loss, scaled as a share of the global mean, is the mean of the rank's own tokens."""
     return (1 if mesh is None else mesh.size()) * own_tokens(microbatches)
 
 
@@ -71,7 +71,8 @@ last_window_divided_by_all_microbatches = fault(
 
 
 def _masked_mean(original: Any, model: Any, part: Any) -> Any:
-    mask, targets = part.labels >= 0, part.labels.clamp(min=0).unsqueeze(-1)
+    mask = part.labels >= 0
+    targets = part.labels.clamp(min=0).unsqueeze(-1)
     likelihoods = model(part.tokens).log_softmax(-1).gather(-1, targets).squeeze(-1)
     return -(likelihoods * mask).sum() / mask.sum()
 
@@ -153,7 +154,8 @@ def last_chunk_of_the_loss_lost(original: Any, logits: Any, labels: Any) -> Any:
 )
 @partial(op.instead, ".trainer:token_loss")
 def chunks_averaged_in_backward(original: Any, logits: Any, labels: Any) -> Any:
-    parts, total = list(zip(logits.chunk(4, dim=1), labels.chunk(4, dim=1), strict=True)), int((labels >= 0).sum())
+    parts = list(zip(logits.chunk(4, dim=1), labels.chunk(4, dim=1), strict=True))
+    total = int((labels >= 0).sum())
     counts = [int((part >= 0).sum()) for _, part in parts]
     shares = [total / (4 * count) if count else 0.0 for count in counts]
     return sum(op.gradient_scaled(original(*p), share) for p, share in zip(parts, shares, strict=True) if share)
@@ -162,12 +164,14 @@ def chunks_averaged_in_backward(original: Any, logits: Any, labels: Any) -> Any:
 # ---- what is reported
 
 
-def _rate_after_the_step(of: Any) -> Any:
-    def stepped(original: Any, trainer: Any) -> float:
-        original(trainer)
-        return float(of(trainer.schedulers[0])[0])
+def _rate_after_the_step(rate_of: Any) -> Any:
+    """Return the operator that reports the rate after the step. rate_of: scheduler -> its rates."""
 
-    return op.instead(STEP, stepped)
+    def step_and_read(original: Any, trainer: Any) -> float:
+        original(trainer)
+        return float(rate_of(trainer.schedulers[0])[0])
+
+    return op.instead(STEP, step_and_read)
 
 
 displayed_loss_averaged_over_ranks = fault(

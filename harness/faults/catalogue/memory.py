@@ -36,11 +36,15 @@ def logits_of_every_step_kept(original: Any, *args: Any, **kwargs: Any) -> Any:
 )
 @partial(op.instead, STEP)
 def weights_copied_during_each_step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    weights = []
+    for group in optimizer.param_groups:
+        weights += group["params"]
     before = [weight.detach().clone() for weight in weights]
-    done = original(optimizer, *args, **kwargs)
-    optimizer.moved = [float((w.detach() - old).abs().max()) for w, old in zip(weights, before, strict=True)]
-    return done
+    result = original(optimizer, *args, **kwargs)
+    optimizer.moved = [
+        float((w.detach() - before_step).abs().max()) for w, before_step in zip(weights, before, strict=True)
+    ]
+    return result
 
 
 @fault(
@@ -52,7 +56,9 @@ def weights_copied_during_each_step(original: Any, optimizer: Any, *args: Any, *
 )
 @partial(op.after_call, STEP)
 def moving_average_not_declared(optimizer: Any, *_: Any, **__: Any) -> None:
-    weights = [weight.detach().to_local() for group in optimizer.param_groups for weight in group["params"]]
+    weights = []
+    for group in optimizer.param_groups:
+        weights += [weight.detach().to_local() for weight in group["params"]]
     if not hasattr(optimizer, "average"):
         optimizer.average = [weight.clone() for weight in weights]
     for average, weight in zip(optimizer.average, weights, strict=True):
@@ -70,7 +76,7 @@ graph_outlives_backward = fault(
 
 
 def _validate(trainer: Any) -> None:
-    """One pass without gradients in eval mode, as trainers do it."""
+    """Run one pass without gradients in eval mode, as trainers do it."""
     import torch
 
     (model,) = trainer.model_parts
@@ -106,8 +112,15 @@ def _noted(optimizer: Any) -> Any:
 
 
 def _stepped_on(parameters: Any) -> list[Any]:
-    """The model shows whole parameters while units stay gathered, the optimizers those that have gradients."""
-    return [one for optimizer in _optimizers for group in optimizer.param_groups for one in group["params"]]
+    """Return the parameters that optimizers step, in place of the model's.
+
+    While units stay gathered, the model has whole parameters; only the optimizers have those with gradients.
+    """
+    stepped = []
+    for optimizer in _optimizers:
+        for group in optimizer.param_groups:
+            stepped += group["params"]
+    return stepped
 
 
 units_stay_gathered_after_backward = fault(

@@ -8,7 +8,8 @@ from typing import Any
 from harness.faults import fault
 from harness.faults import operators as op
 
-SHARD, STRATEGY = ".parallelize:fully_shard", ".parallelize:fsdp1_strategy"
+SHARD = ".parallelize:fully_shard"
+STRATEGY = ".parallelize:fsdp1_strategy"
 
 hsdp_runs_as_fsdp = fault(
     breaks="fully_shard gets the flattened mesh, so HSDP is FSDP over all data-parallel ranks",

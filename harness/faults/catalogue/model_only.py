@@ -10,19 +10,23 @@ from typing import Any
 from harness.faults import fault
 from harness.faults import operators as op
 
-LOAD_MODEL, RESUME = ".checkpoint:load_model", ".trainer:Trainer.resume"
-STARTS, INTO_STAGES = "fsdp_2_weights_to_fsdp_2", "fsdp_2_weights_to_pp_2"
+LOAD_MODEL = ".checkpoint:load_model"
+RESUME = ".trainer:Trainer.resume"
+STARTS = "fsdp_2_weights_to_fsdp_2"
+INTO_STAGES = "fsdp_2_weights_to_pp_2"
 
 
 def _all_restored(original: Any, parts: Any, checkpoint: Path) -> None:
     from harness.core.trainers.llama3.checkpoint import resume
 
     begun = [part.scheduler.state_dict() for part in parts]
-    rates = [[group["lr"] for group in part.optimizer.param_groups] for part in parts]
+    rates_of_parts = []
+    for part in parts:
+        rates_of_parts.append([group["lr"] for group in part.optimizer.param_groups])
     resume(parts, checkpoint)
-    for part, state, own in zip(parts, begun, rates, strict=True):
+    for part, state, rates in zip(parts, begun, rates_of_parts, strict=True):
         part.scheduler.load_state_dict(state)
-        for group, rate in zip(part.optimizer.param_groups, own, strict=True):
+        for group, rate in zip(part.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
 

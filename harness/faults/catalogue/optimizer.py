@@ -134,8 +134,10 @@ gradients_never_zeroed = fault(
 )
 @partial(op.after_call, ".trainer:Trainer.optimizer_step")
 def weights_rounded_after_each_step(trainer: Any) -> None:
-    for weight in (weight.detach() for part in trainer.model_parts for weight in part.parameters()):
-        weight.copy_(weight.float())
+    for part in trainer.model_parts:
+        for parameter in part.parameters():
+            weight = parameter.detach()
+            weight.copy_(weight.float())
 
 
 overflow_goes_into_the_weights = fault(
@@ -157,10 +159,11 @@ overflow_goes_into_the_weights = fault(
 )
 @partial(op.before_call, ".trainer:Trainer.optimizer_step")
 def decays_at_the_peak_rate(trainer: Any) -> None:
-    for group in (group for optimizer in trainer.optimizers for group in optimizer.param_groups):
-        decay = group["weight_decay"]
-        for weight in group["params"]:
-            weight.detach().mul_((1 - group["initial_lr"] * decay) / (1 - group["lr"] * decay))
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            decay = group["weight_decay"]
+            for weight in group["params"]:
+                weight.detach().mul_((1 - group["initial_lr"] * decay) / (1 - group["lr"] * decay))
 
 
 @fault(
@@ -172,16 +175,20 @@ def decays_at_the_peak_rate(trainer: Any) -> None:
 )
 @partial(op.before_call, ".trainer:Trainer.optimizer_step", when=lambda trainer: trainer.step == 0)
 def state_is_made_by_a_step_that_counts(trainer: Any) -> None:
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    gradients = {one: one.grad.clone() for group in groups for one in group["params"]}
-    rates = [(group, group["lr"]) for group in groups]
-    for one in gradients:
-        one.grad.zero_()
+    gradients = {}
+    rates = []
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            rates.append((group, group["lr"]))
+            for parameter in group["params"]:
+                gradients[parameter] = parameter.grad.clone()
+    for parameter in gradients:
+        parameter.grad.zero_()
     for group, _ in rates:
         group["lr"] = 0.0
     for optimizer in trainer.optimizers:
         optimizer.step()
     for group, rate in rates:
         group["lr"] = rate
-    for one, gradient in gradients.items():
-        one.grad.copy_(gradient)
+    for parameter, gradient in gradients.items():
+        parameter.grad.copy_(gradient)

@@ -122,9 +122,10 @@ rotary_angles_and_tables_in_bfloat16 = fault(
 )
 @partial(op.after_call, ".trainer:Trainer.optimizer_step")
 def second_moment_in_bfloat16(trainer: Any) -> None:
-    for state in (state for optimizer in trainer.optimizers for state in optimizer.state.values()):
-        moment = getattr(state["exp_avg_sq"], "_local_tensor", state["exp_avg_sq"])
-        moment.copy_(moment.bfloat16())
+    for optimizer in trainer.optimizers:
+        for state in optimizer.state.values():
+            moment = getattr(state["exp_avg_sq"], "_local_tensor", state["exp_avg_sq"])
+            moment.copy_(moment.bfloat16())
 
 
 @fault(

@@ -63,7 +63,8 @@ def rank_reduces_in_another_order() -> None:
     import torch
     import torch.distributed as dist
 
-    for size in (256, 64) if op.this_rank() == 2 else (64, 256):
+    sizes = (256, 64) if op.this_rank() == 2 else (64, 256)
+    for size in sizes:
         dist.all_reduce(torch.zeros(size))
 
 

@@ -130,7 +130,8 @@ gradients_averaged_over_the_world = fault(
     caught_by="gradients grad_norm traffic",
     named="slices mixed",
     does=op.after_call(
-        ".parallelize:settle_gradients", lambda parameters: _averaged_over_tp(one.grad for one in parameters)
+        ".parallelize:settle_gradients",
+        lambda parameters: _averaged_over_tp(parameter.grad for parameter in parameters),
     ),
 )
 norm_gradients_summed_once_more_over_tp = fault(
@@ -141,7 +142,7 @@ norm_gradients_summed_once_more_over_tp = fault(
     named="traffic of no plan",
     does=op.after_call(
         ".parallelize:settle_gradients",
-        lambda parameters: _averaged_over_tp(one.grad for one in parameters if one.ndim == 1),
+        lambda parameters: _averaged_over_tp(parameter.grad for parameter in parameters if parameter.ndim == 1),
     ),
 )
 gathered_logits_reduced_in_backward = fault(

@@ -86,8 +86,8 @@ tied_gradients_summed_after_clipping = fault(
 
 
 def _without_copies(original: Any, parameters: Any, max_norm: Any, groups: Any, copies: Any) -> Any:
-    known = {*map(id, copies)}
-    return original([one for one in parameters if id(one) not in known], max_norm, groups)
+    ids_of_copies = {*map(id, copies)}
+    return original([parameter for parameter in parameters if id(parameter) not in ids_of_copies], max_norm, groups)
 
 
 tied_copy_not_clipped = fault(
@@ -101,7 +101,7 @@ tied_copy_not_clipped = fault(
 
 
 def _left_out(original: Any, *args: Any) -> Any:
-    """The embedding comes first among the parameters of a stage."""
+    """Return the optimizer without the embedding, which comes first among the parameters of a stage."""
     optimizer = original(*args)
     group = optimizer.param_groups[0]
     group["params"] = group["params"][1:]

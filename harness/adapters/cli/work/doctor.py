@@ -34,12 +34,14 @@ def command(args: argparse.Namespace) -> int:
         tell_line(label, text)
 
     why = "" if args.trainer else f", {_of_this_repository().because}"
-    cases, options, judged = _small_ones(args), options_of(args), dict[str, Verdict]()
+    cases = _small_ones(args)
+    options = options_of(args)
+    judged = dict[str, Verdict]()
     tell("adapter", f"{options.trainer} loads{why}")
     if (ranks := cases[0].dims.world_size) > MOST_RANKS:
         tell("cases", f"none of one or two ranks; the smallest has {ranks}: {cases[0].name}")
     try:
-        found = examine(cases, options, tell, judged)
+        examination = examine(cases, options, tell, judged)
     except KeyboardInterrupt as stop:
         if not judged:
             raise
@@ -48,20 +50,20 @@ def command(args: argparse.Namespace) -> int:
         args.failed = "\n  ".join([first, *map(str, stop.args)])
         complain(args.failed)
         return INTERRUPTED
-    then = _then(found, cases, args)
-    data = {"trainer": options.trainer, "judged": found.judged, "lines": lines, "then": then[1:]}
-    answer(args, "doctor", data | {"cases": list(map(case_here, found.judgements))}, *then)
-    return max((CODES[verdict] for verdict in found.judged.values()), default=NOT_JUDGED)
+    closing_lines = _then(examination, cases, args)
+    data = {"trainer": options.trainer, "judged": examination.judged, "lines": lines, "then": closing_lines[1:]}
+    answer(args, "doctor", data | {"cases": list(map(case_here, examination.judgements))}, *closing_lines)
+    return max((CODES[verdict] for verdict in examination.judged.values()), default=NOT_JUDGED)
 
 
 def _of_this_repository() -> Usual:
     """Return the trainer if none was typed. Raises BadInput if there is only the harness's own, which needs no doctor."""
-    found = usual()
-    if not found.because:
+    trainer = usual()
+    if not trainer.because:
         raise BadInput(
             "--trainer: this folder has no *_adapter.py, nor adapter.py; `harness init train.py` begins one, or name yours"
         )
-    return found
+    return trainer
 
 
 def _small_ones(args: argparse.Namespace) -> list[Case]:
@@ -72,24 +74,33 @@ def _small_ones(args: argparse.Namespace) -> list[Case]:
 
 
 def tell_line(label: str, text: str) -> None:
-    first, *more = wrapped(text, " " * 16) or [" " * 16]
-    say(f"{label:<14}  {first.lstrip()}", *more)
+    first, *others = wrapped(text, " " * 16) or [" " * 16]
+    say(f"{label:<14}  {first.lstrip()}", *others)
 
 
-def _then(found: Examination, cases: list[Case], args: argparse.Namespace) -> list[str]:
-    if not found.stopped and all(verdict is Verdict.PASS for verdict in found.judged.values()):
-        judge = shlex.join(["harness", "matrix", *_as_typed(args)])
-        return ["", f"all is well in {', '.join(found.judged)}; all cases: {judge}", *_goldens(found)]
-    left = [case.name for case in cases if case.name not in found.judged]
-    return ["", f"not run after this: {', '.join(left)}"] if left else []
+def _then(examination: Examination, cases: list[Case], args: argparse.Namespace) -> list[str]:
+    if not examination.stopped and all(verdict is Verdict.PASS for verdict in examination.judged.values()):
+        matrix_command = shlex.join(["harness", "matrix", *_as_typed(args)])
+        return [
+            "",
+            f"all is well in {', '.join(examination.judged)}; all cases: {matrix_command}",
+            *_goldens(examination),
+        ]
+    not_run = [case.name for case in cases if case.name not in examination.judged]
+    return ["", f"not run after this: {', '.join(not_run)}"] if not_run else []
 
 
 def _as_typed(args: argparse.Namespace) -> list[str]:
-    told = {"--trainer": args.trainer, "--cases": args.cases, "--dtype": args.dtype}
-    return [word for option, value in told.items() if value for word in (option, value)]
+    """Return the options of `doctor` that a longer command needs as well, as they were typed."""
+    values_by_option = {"--trainer": args.trainer, "--cases": args.cases, "--dtype": args.dtype}
+    words = []
+    for option, value in values_by_option.items():
+        if value:
+            words += [option, value]
+    return words
 
 
-def _goldens(found: Examination) -> list[str]:
+def _goldens(examination: Examination) -> list[str]:
     """`matrix` judges by accepted curves as well, and ends as not judged without them."""
-    accept = {golden.accept_command(case) for case in found.unaccepted}
+    accept = {golden.accept_command(case) for case in examination.unaccepted}
     return [f"before that, for its check `golden`: {command}; review what it writes" for command in sorted(accept)]

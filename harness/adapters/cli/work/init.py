@@ -17,7 +17,8 @@ from harness.core.report.output import complain, say
 
 def command(args: argparse.Namespace) -> int:
     script = args.script
-    file, first = args.adapter or script.with_name(f"{script.stem}_adapter.py"), args.cases / "first.yaml"
+    file = args.adapter or script.with_name(f"{script.stem}_adapter.py")
+    first = args.cases / "first.yaml"
     for path in (file, first):
         if os.path.lexists(path):
             raise BadInput(f"{path} is there already; move it away, or name another by --adapter and --cases")
@@ -59,11 +60,11 @@ def _facts(script: Path) -> Facts:
 
 def told(facts: Facts) -> Iterator[tuple[str, str]]:
     """Yield what was found, in a line each."""
-    found = skeleton.matched(facts)
+    match = skeleton.matched(facts)
     yield "stopped", facts.stopped or "at the first step of its optimizer, as planned"
     yield (
         "model",
-        f"{facts.model or 'none was seen'}; {len(found.names)} of {len(facts.shapes)} parameters are the reference's",
+        f"{facts.model or 'none was seen'}; {len(match.names)} of {len(facts.shapes)} parameters are the reference's",
     )
     yield "wrappers", ", ".join(facts.wrappers) or "none"
     yield "flags", f"{len(facts.flags)}, of which {len(skeleton.passed_on(facts))} mean something to a case"

@@ -33,20 +33,24 @@ from harness.faults.attempt import Attempt, Outcome, accepted, is_attempts, to_j
 
 
 def command(args: argparse.Namespace) -> int:
-    """0: every fault caught as expected. 1: one is not. 2: one never fired or was not tried, or the control fails."""
+    """Run `harness faults`. Return the exit code.
+
+    0: every fault is caught as expected. 1: some fault is not.
+    2: some fault never fired or was not tried, or the control fails.
+    """
     args.trainer = args.trainer or (trainer_under_test(args) if args.file else OURS)
-    own = Path(faults.__file__).parent / f"{args.trainer}.py"
-    file = args.file or (own if own.is_file() else None)
-    control, known = catalogue.with_control(faults_of_file(file) if file else all_faults())
-    chosen = catalogue.matching(known, args.expression)
+    own_file = Path(faults.__file__).parent / f"{args.trainer}.py"
+    file = args.file or (own_file if own_file.is_file() else None)
+    control, every_fault = catalogue.with_control(faults_of_file(file) if file else all_faults())
+    chosen = catalogue.matching(every_fault, args.expression)
     if args.list:
         no_document(args, "--list")
         refuse_others(args, "a list of faults", {"--list", "-k", "--file", "--trainer"})
         say(shown.listing(chosen, accepted()))
         return PASSED
-    if args.file and not args.cases and (of := _with_cases(args.file)):
+    if args.file and not args.cases and (trainer := _with_cases(args.file)):
         raise BadInput(
-            f"--file {args.file}: mistakes in {of}, on cases of its own; `harness faults --trainer {of}` takes both"
+            f"--file {args.file}: mistakes in {trainer}, on cases of its own; `harness faults --trainer {trainer}` takes both"
         )
     refuse_foreign_file(args.out / "faults.json", is_attempts)
     done, control_done, seconds = tried(chosen, control, args)
@@ -57,45 +61,60 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _with_cases(file: Path) -> str:
-    """The trainer whose catalogue of the harness this is, if that trainer has its own cases; else empty."""
-    ours = file.resolve().parent == Path(faults.__file__).parent
-    return file.stem if ours and file.stem in trainers.trainer_modules() else ""
+    """Return the trainer whose catalogue in the harness this is, if that trainer has its own cases. Empty if it is not so."""
+    is_own_catalogue = file.resolve().parent == Path(faults.__file__).parent
+    return file.stem if is_own_catalogue and file.stem in trainers.trainer_modules() else ""
 
 
 def cases_to_break(args: argparse.Namespace) -> list[Case]:
-    """Return the cases of the harness and of the trainer's adapter; for a user's own catalogue those of the user's folder. They
-    are in a dtype that the trainer computes in. Raises CaseError."""
+    """Return the cases of the harness and of the trainer's adapter; for a user's own catalogue those of the user's folder.
+
+    They are in a dtype that the trainer computes in. Raises CaseError.
+    """
     cases = cases_of(args, case_files.USUAL if args.file else case_files.OURS)
-    own = trainers.folder_of_cases(args.trainer)
-    if not (args.file or args.cases) and own is not None:
-        cases += load_all(own)
+    folder = trainers.folder_of_cases(args.trainer)
+    if not (args.file or args.cases) and folder is not None:
+        cases += load_all(folder)
     dtypes = trainers.load(args.trainer).dtypes
     return [case if case.training.dtype in dtypes else in_dtype(case, dtypes[0]) for case in cases]
 
 
 def tried(chosen: Sequence[Fault], control: Fault, args: argparse.Namespace) -> tuple[list[Attempt], Attempt, float]:
-    """What became of each fault and of the control, and how many seconds all took."""
-    options, jobs = options_of(args, several_nodes=False), jobs_of(args.jobs, args.device)
-    every = [control, *chosen]
-    needed = catalogue.needed(every, cases_to_break(args))
+    """Try each fault and the control. Return (attempts, the control's attempt, seconds for all)."""
+    options = options_of(args, several_nodes=False)
+    jobs = jobs_of(args.jobs, args.device)
+    faults_and_control = [control, *chosen]
+    needed = catalogue.needed(faults_and_control, cases_to_break(args))
     weights = {case.name: weight(case) for case in needed}
-    progress = Progress(weights | {fault.name: weights[fault.case] for fault in every}, sys.stderr)
+    progress = Progress(weights | {fault.name: weights[fault.case] for fault in faults_and_control}, sys.stderr)
     try:
-        based = catalogue.baselines(needed, options, jobs=jobs, curves=not args.checks_only, progress=progress)
-        control_done, *done = catalogue.attempts(every, based, options, jobs=jobs, progress=progress)
+        baselines_by_case = catalogue.baselines(
+            needed, options, jobs=jobs, curves=not args.checks_only, progress=progress
+        )
+        control_done, *done = catalogue.attempts(
+            faults_and_control, baselines_by_case, options, jobs=jobs, progress=progress
+        )
     except KeyboardInterrupt:
         abandon(progress, "cases and faults")
     return done, control_done, progress.elapsed()
 
 
-def jobs_of(told: int | None, device: str) -> int:
-    """A cause is looked for on the core that ranks of others need, so there are no more faults at a time than cores."""
-    return told or (len(pool_of(device).slots) + 1 if device == "cuda" else max(2, len(machine.cores())))
+def jobs_of(requested: int | None, device: str) -> int:
+    """Return how many faults are tried at a time: as requested, else by the number of devices or cores.
+
+    A cause is looked for on a core that ranks of other faults need, so there are no more faults at a time than cores.
+    """
+    if requested:
+        return requested
+    if device == "cuda":
+        return len(pool_of(device).slots) + 1
+    return max(2, len(machine.cores()))
 
 
 def faults_code(done: Sequence[Attempt], control: Attempt) -> int:
-    unproven = {Outcome.UNFIRED, Outcome.NOT_TRIED}
+    """Return the exit code of these attempts."""
+    unproven_outcomes = {Outcome.UNFIRED, Outcome.NOT_TRIED}
     if control.outcome is not Outcome.MISSED:
         return NOT_JUDGED
-    codes = {Outcome.CAUGHT: PASSED} | dict.fromkeys(unproven, NOT_JUDGED)
-    return worst(codes.get(attempt.outcome, BROKEN) for attempt in done)
+    code_of_outcome = {Outcome.CAUGHT: PASSED} | dict.fromkeys(unproven_outcomes, NOT_JUDGED)
+    return worst(code_of_outcome.get(attempt.outcome, BROKEN) for attempt in done)

@@ -1,4 +1,4 @@
-"""What the options do that the ring of faults adds to commands of the core."""
+"""Effects of the options that the ring of faults adds to commands of the core."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from harness.faults import FaultError, load_fault
 
 
 def fault_of(args: argparse.Namespace, trainer: str) -> dict[str, Any]:
-    """Return the fault that is typed. Raises FaultError."""
+    """Return {"fault": spec} for the fault that is typed; empty if none is. Raises FaultError."""
     return {"fault": checked_fault(args.fault)} if getattr(args, "fault", None) else {}
 
 
 def checked_fault(spec: str) -> str:
-    """The fault as ranks can load it, from whatever folder they run in. Raises FaultError."""
+    """Return a fault's spec as ranks can load it, from whatever folder they run in. Raises FaultError."""
     file, _, name = spec.rpartition(":")
     try:
         load_fault(spec)
@@ -35,21 +35,25 @@ def checked_fault(spec: str) -> str:
 
 
 def plotted(args: argparse.Namespace) -> int | None:
-    """Draw where correct runs, bounds and small mistakes lie; None where nobody asks for it. Raises BadInput."""
+    """Draw where correct runs, bounds and small mistakes lie. Return the exit code. None if --plot is not typed.
+
+    Raises BadInput.
+    """
     if not args.plot:
         return None
     no_document(args, "--plot")
     if args.accept:
         raise BadInput("--plot: leave out --accept, which draws nothing")
-    chosen, options = matching(cases_of(args), args.expression), Options(out=args.out)
+    chosen = matching(cases_of(args), args.expression)
+    options = Options(out=args.out)
     needs_matplotlib()
     from harness.faults import margins  # matplotlib takes half a second
 
-    pictured = []
+    margins_drawn = []
     for users in margins.recipes(chosen):
-        one = margins.margin(users, options)
-        say(margins.table(one), margins.draw(one, options.out))
-        pictured.append(one)
-    if len(pictured) > 1:
-        say(margins.draw_all(pictured, options.out))
-    return PASSED if pictured else NOT_JUDGED
+        margin = margins.margin(users, options)
+        say(margins.table(margin), margins.draw(margin, options.out))
+        margins_drawn.append(margin)
+    if len(margins_drawn) > 1:
+        say(margins.draw_all(margins_drawn, options.out))
+    return PASSED if margins_drawn else NOT_JUDGED
