@@ -6,11 +6,10 @@ import dataclasses
 import itertools
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import TypeVar
 
-from harness.core.causes.differences import OF_GRADIENTS
 from harness.core.causes.hypothesis import Broken, Fact, Facts, Hypothesis, Proof, Suspects, tested
+from harness.core.causes.undercut import is_undercut
 from harness.core.judge.result import Cause, Result, Verdict
 from harness.core.judge.tolerance import NoBound
 from harness.core.judge.trial import Trial
@@ -23,29 +22,25 @@ PASSES = 4000  # forward passes of a step that are computed to find a cause
 JUDGED = 500  # hypotheses that are judged for it
 ONCE = frozenset({"gradients scaled"})
 """Kinds of which there are not two at once: a factor fits what another one has left."""
-FITTED = frozenset({"unequal contributions"})
-"""Kinds that are weights of samples: any sums of samples have such."""
-OF_GROUPS = frozenset({"traffic", "placements", "process_groups", "shard_contents"})
-"""Checks of which ranks sum with which."""
-REPORTED = frozenset({"grad_norm", "reported_loss", "reported_numbers", "reported_rate"})
 PASSES_ENDED = f"the reference was computed for {PASSES} forward passes"
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """proofs: those that explain most, equally simple ones side by side. facts: of checks that no proof explains.
-
-    left: failing checks that neither explains. tried: how many hypotheses were put to the test.
-    raised: errors meanwhile.
-    ended: where the search met a bound.
-    """
+    """What a search found."""
 
     proofs: tuple[Proof, ...] = ()
+    """Those that explain most, equally simple ones side by side."""
     facts: tuple[Fact, ...] = ()
+    """Of checks that no proof explains."""
     left: tuple[str, ...] = ()
+    """Failing checks that neither explains."""
     tried: int = 0
+    """How many hypotheses were put to the test."""
     raised: tuple[str, ...] = ()
+    """Errors meanwhile."""
     ended: str = ""
+    """Where the search met a bound."""
 
 
 def explain(
@@ -55,117 +50,137 @@ def explain(
     facts: Sequence[Facts],
     costly: Sequence[Suspects] = (),
 ) -> Explanation:
-    """Never raises: what a suspect raises is on record. What is computed and judged is bounded."""
+    """Return what proofs and facts explain. Never raises: what a suspect raises is on record.
+
+    The forward passes that are computed and the hypotheses that are judged are bounded.
+    """
     training = trial.case.training
     with budget.at_most(PASSES * training.global_batch * training.seq_len * trial.case.model.vocab_size):
-        return _explained(Search(tuple(suspects), tuple(costly)), trial, results, facts)
+        return _explain(Search(tuple(suspects), tuple(costly)), trial, results, facts)
 
 
-def _explained(search: Search, trial: Trial, results: Sequence[Result], facts: Sequence[Facts]) -> Explanation:
-    proofs = search.proofs(trial, results)
-    stated = list(search.guarded(facts, trial, failing_checks(results)))
-    seen = any("gradients" in fact.checks for fact in stated)
-    if proofs and "gradients" in proofs[0].left and {one.cause.kind for one in proofs[0].hypotheses} <= ONCE:
-        proofs = []  # a factor of gradients that leaves them wrong: anything has a best fit
-    if proofs and seen and "gradients" in proofs[0].left and OF_GRADIENTS.issuperset(proofs[0].explained):
-        proofs = []  # what was seen of gradients goes before what explains only what follows of them
-    if proofs and FITTED & {one.cause.kind for one in proofs[0].hypotheses} and OF_GROUPS & {*proofs[0].left}:
-        proofs = []  # weights fit whatever groups have summed: who sums with whom goes first
-    unfinished = any("completed" in fact.checks for fact in stated)
-    if proofs and unfinished and "gradients" in proofs[0].left and REPORTED.issuperset(proofs[0].explained):
-        proofs = []  # what ranks lack, or hold too much, goes before what is reported of it
-    moved = proofs and "gradients" in proofs[0].left and "traffic" not in proofs[0].left
-    if moved and proofs[0].explained == ("replica_agreement",):
-        proofs = []  # all moved as planned, and replicas differ whatever it is that is not the sum
-    left = list(proofs[0].left) if proofs else [r.check for r in results if r.verdict is Verdict.FAIL]
-    found = []
-    known = list(search.guarded(facts, trial, {r.check: r for r in results if r.check in left and r.findings}))
-    while known:  # what is the whole content of most checks goes first
-        most = max(known, key=lambda fact: (len({*fact.checks} & {*left}), not fact.symptom))
-        known.remove(most)
-        if {*most.checks} & {*left}:
-            found.append(most)
-            left = [name for name in left if name not in most.checks]
-    return Explanation(tuple(proofs), tuple(found), tuple(left), search.tried, tuple(search.raised), search.ended)
+def _explain(search: Search, trial: Trial, results: Sequence[Result], facts: Sequence[Facts]) -> Explanation:
+    proofs = [proof for proof in search.proofs(trial, results) if not is_undercut(proof, results)]
+    unexplained = proofs[0].left if proofs else _failing_names(results)
+    broken = {result.check: result for result in results if result.check in unexplained and result.findings}
+    stated = list(search.ask(facts, trial, broken))
+    chosen, left = choose_facts(stated, unexplained)
+    raised = tuple(search.raised)
+    return Explanation(tuple(proofs), chosen, left, search.tried, raised, search.ended)
+
+
+def choose_facts(facts: Sequence[Fact], unexplained: Sequence[str]) -> tuple[tuple[Fact, ...], tuple[str, ...]]:
+    """Return the facts that cover unexplained checks, and the checks that none of them covers.
+
+    The fact that covers most of what is left goes first; of those that cover as much, a mistake before a symptom.
+    """
+
+    def coverage(fact: Fact) -> tuple[int, bool]:
+        return len({*fact.checks} & {*left}), not fact.symptom
+
+    chosen: list[Fact] = []
+    left = tuple(unexplained)
+    remaining = list(facts)
+    while remaining:
+        widest = max(remaining, key=coverage)
+        remaining.remove(widest)
+        if {*widest.checks} & {*left}:
+            chosen.append(widest)
+            left = tuple(check for check in left if check not in widest.checks)
+    return tuple(chosen), left
 
 
 @dataclasses.dataclass
 class Search:
-    """costly: suspects that compute models to propose something, asked where the others leave a check unexplained."""
+    """A search for the proofs of one trial."""
 
     suspects: tuple[Suspects, ...]
+    """Functions that propose hypotheses."""
     costly: tuple[Suspects, ...] = ()
+    """Those that compute models to do so. They are asked where the others leave a check unexplained."""
     tried: int = 0
+    """How many hypotheses were judged."""
     raised: list[str] = dataclasses.field(default_factory=list)
+    """What suspects, facts and assumptions raised, each once."""
     ended: str = ""
+    """Which bound the search met; empty if none."""
     asked: Trial | None = None
+    """The trial as it is recorded, while others are assumed."""
 
     def proofs(self, trial: Trial, results: Sequence[Result]) -> list[Proof]:
-        """All of the simplest that explain everything; else two together; else the one that explains most."""
+        """Return all of the simplest that explain everything; else two together; else the one that explains most."""
         self.asked = trial
-        complete, partial = self._single(trial, results)
+        complete, partial = self._single_proofs(trial, results)
         if complete:
             return complete
-        best = [proof for proof in partial if proof.explained]
-        for first in (proof for proof in partial[:FIRSTS] if not proof.renumbers):
-            whole, parts = self._single(first.assumed, rejudged(first, results))
-            kinds = ONCE & {one.cause.kind for one in first.hypotheses}
-            whole, parts = ([p for p in found if p.hypotheses[0].cause.kind not in kinds] for found in (whole, parts))
-            both = [self._together(trial, results, first, second) for second in whole or parts[:1] if second.explained]
-            if whole:
-                return both
-            best += both
-        # of two that explain as much, what a check has seen goes first
-        best.sort(key=lambda proof: (-len(proof.explained), proof.fitted, -proof.seen))
-        said: dict[frozenset[Cause], Proof] = {}
-        for proof in best:
-            if (proof.explained, proof.fitted, proof.seen) == (best[0].explained, best[0].fitted, best[0].seen):
-                said.setdefault(frozenset(one.cause for one in proof.hypotheses), proof)
-        return [*said.values()]
+        candidates = [proof for proof in partial if proof.explained]
+        firsts = [proof for proof in partial[:FIRSTS] if not proof.renumbers]
+        for first in firsts:
+            pairs = self._pairs(trial, results, first)
+            if pairs and pairs[0].complete:
+                return pairs
+            candidates += pairs
+        return _best(candidates)
 
-    def _single(self, trial: Trial, results: Sequence[Result]) -> tuple[list[Proof], list[Proof]]:
-        """Equally simple ones that explain everything; and the others, those that explain most first."""
+    def _single_proofs(self, trial: Trial, results: Sequence[Result]) -> tuple[list[Proof], list[Proof]]:
+        """Return the equally simple proofs that explain everything, or else the others, those that explain most first."""
         partial: list[Proof] = []
         for suspects in (self.suspects, self.costly):
-            some = itertools.islice(self.guarded(suspects, trial, failing_checks(results)), JUDGED + 1)
-            proposed = sorted(some, key=lambda one: one.fitted)
-            for _, alike in itertools.groupby(filter(lambda one: one.assume, proposed), key=lambda one: one.fitted):
-                chosen = self._allowed(alike)
-                found = [proof for hypothesis in chosen if (proof := self._tested(trial, results, hypothesis))]
-                if complete := [proof for proof in found if proof.complete]:
+            proposals = self.ask(suspects, trial, failing_checks(results))
+            bounded = itertools.islice(proposals, JUDGED + 1)
+            testable = [hypothesis for hypothesis in bounded if hypothesis.assume]
+            testable.sort(key=_complexity)
+            for _, equally_simple in itertools.groupby(testable, key=_complexity):
+                proofs = self._test_all(trial, results, list(equally_simple))
+                complete = [proof for proof in proofs if proof.complete]
+                if complete:
                     return complete, []
-                partial += found
-        return [], sorted(partial, key=lambda proof: (-len(proof.explained), proof.fitted))
+                partial += proofs
+        partial.sort(key=lambda proof: (-len(proof.explained), proof.fitted))
+        return [], partial
 
-    def _allowed(self, alike: Iterator[Hypothesis]) -> list[Hypothesis]:
-        """Return as many as may still be judged."""
-        allowed = list(itertools.islice(alike, JUDGED - self.tried))
-        if next(alike, None) is not None:
+    def _pairs(self, trial: Trial, results: Sequence[Result], first: Proof) -> list[Proof]:
+        """Return this proof together with each second one that explains all the rest, else with the best of the others."""
+        complete, partial = self._single_proofs(first.assumed, rejudged(first, results))
+        taken = ONCE & {hypothesis.cause.kind for hypothesis in first.hypotheses}
+        seconds = [proof for proof in complete if proof.hypotheses[0].cause.kind not in taken]
+        if not seconds:
+            seconds = [proof for proof in partial if proof.hypotheses[0].cause.kind not in taken][:1]
+        return [self._combine(trial, results, first, second) for second in seconds if second.explained]
+
+    def _combine(self, trial: Trial, results: Sequence[Result], first: Proof, second: Proof) -> Proof:
+        """Return both as one proof, or the second alone where that explains as much: what adds nothing is no mistake."""
+        both = _join(first, second, results)
+        alone = self._test(trial, results, second.hypotheses[0])
+        if alone and {*both.explained} <= {*alone.explained}:
+            return alone
+        return both
+
+    def _test_all(self, trial: Trial, results: Sequence[Result], hypotheses: Sequence[Hypothesis]) -> list[Proof]:
+        """Return the proofs of those hypotheses that hold, of as many as may still be judged."""
+        allowed = hypotheses[: JUDGED - self.tried]
+        if len(allowed) < len(hypotheses):
             self.ended = f"{JUDGED} hypotheses were judged"
         self.tried += len(allowed)
-        return allowed
+        proofs = [self._test(trial, results, hypothesis) for hypothesis in allowed]
+        return [proof for proof in proofs if proof]
 
-    def _together(self, trial: Trial, results: Sequence[Result], first: Proof, second: Proof) -> Proof:
-        """Both; the second alone, where that explains as much: what adds nothing is no mistake."""
-        both, alone = _joined(first, second, results), self._tested(trial, results, second.hypotheses[0])
-        return alone if alone and {*both.explained} <= {*alone.explained} else both
-
-    def _tested(self, trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
+    def _test(self, trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
+        """Return what a hypothesis explains. None if it does not hold, raises, or would cost too much."""
         try:
             return tested(trial, results, hypothesis)
         except budget.Spent:
             self.ended = PASSES_ENDED
-            return None
         except NoBound:  # no noise was measured for this assumption
-            return None
+            pass
         except Exception as error:
             self._note(hypothesis.cause.kind, error)
-            return None
+        return None
 
-    def guarded(
+    def ask(
         self, makers: Iterable[Callable[[Trial, Broken], Iterator[T]]], trial: Trial, broken: Broken
     ) -> Iterator[T]:
-        """What they propose, up to where one raises."""
+        """Yield what these functions propose, of each up to where it raises."""
         for make in makers:
             try:
                 yield from make(trial, broken)
@@ -176,28 +191,61 @@ class Search:
                     self._note(make.__name__, error)
 
     def _note(self, who: str, error: Exception) -> None:
-        """Each once, though most are asked again under each assumption. What no bound was measured for says so itself."""
+        """Put an error on record, once, though most functions are asked again under each assumption.
+
+        An error about a bound that was never measured is a sentence already.
+        """
         text = str(error)
         if not isinstance(error, NoBound):
-            where, first = traceback.extract_tb(error.__traceback__)[-1], text.partition("\n")[0][:LONGEST]
-            text = f"{who} raised {type(error).__name__}: {first} at {where.name}:{where.lineno}"
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            first_line = text.partition("\n")[0]
+            text = f"{who} raised {type(error).__name__}: {first_line[:LONGEST]} at {where.name}:{where.lineno}"
         if text not in self.raised:
             self.raised.append(text)
 
 
 def failing_checks(results: Sequence[Result]) -> dict[str, Result]:
+    """Return the failing results that say where, by check."""
     return {result.check: result for result in results if result.verdict is Verdict.FAIL and result.findings}
 
 
 def rejudged(proof: Proof, results: Sequence[Result]) -> list[Result]:
-    """The results under what a proof assumes. Findings of a check that still fails are those of before."""
-    holds = partial(dataclasses.replace, verdict=Verdict.PASS)
-    return [holds(result) if result.check in proof.explained else result for result in results]
+    """Return the results under what a proof assumes. Findings of a check that still fails are those of before."""
+    after: list[Result] = []
+    for result in results:
+        passes = result.check in proof.explained
+        after.append(dataclasses.replace(result, verdict=Verdict.PASS) if passes else result)
+    return after
 
 
-def _joined(first: Proof, second: Proof, results: Sequence[Result]) -> Proof:
-    explained = {*first.explained, *second.explained}
-    broken = [result.check for result in results if result.verdict is Verdict.FAIL]
-    both = (*first.hypotheses, *second.hypotheses)
-    explains, aside = tuple(name for name in broken if name in explained), (*first.aside, *second.aside)
-    return Proof(both, explains, second.left, second.assumed, tuple(dict.fromkeys(aside)))
+def _failing_names(results: Sequence[Result]) -> tuple[str, ...]:
+    return tuple(result.check for result in results if result.verdict is Verdict.FAIL)
+
+
+def _complexity(hypothesis: Hypothesis) -> int:
+    return hypothesis.fitted
+
+
+def _best(candidates: Sequence[Proof]) -> list[Proof]:
+    """Return those that explain most, then of these the simplest, then those that failing checks have seen. Equal ones go side
+    by side, of the same causes the first."""
+    ordered = sorted(candidates, key=lambda proof: (-len(proof.explained), proof.fitted, -proof.seen))
+    best: dict[frozenset[Cause], Proof] = {}
+    for proof in ordered:
+        if _merit(proof) == _merit(ordered[0]):
+            causes = frozenset(hypothesis.cause for hypothesis in proof.hypotheses)
+            best.setdefault(causes, proof)
+    return list(best.values())
+
+
+def _merit(proof: Proof) -> tuple[tuple[str, ...], int, int]:
+    return proof.explained, proof.fitted, proof.seen
+
+
+def _join(first: Proof, second: Proof, results: Sequence[Result]) -> Proof:
+    """Return both as one proof. The second was found where the first is assumed."""
+    hypotheses = (*first.hypotheses, *second.hypotheses)
+    either = {*first.explained, *second.explained}
+    explained = tuple(check for check in _failing_names(results) if check in either)
+    aside = tuple(dict.fromkeys((*first.aside, *second.aside)))
+    return Proof(hypotheses, explained, second.left, second.assumed, aside)

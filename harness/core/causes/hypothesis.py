@@ -6,7 +6,6 @@ names (a degree, a factor, samples, a module) is fitted on part of the evidence;
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,32 +20,41 @@ class Hypothesis:
     """What may be wrong, how to assume it, and what was seen of it."""
 
     cause: Cause
+    """What is named if it is proven."""
     assume: Callable[[Trial], Trial] | None
     """The same evidence with another request, plan, reference or optimizer; None if no reference shows what follows."""
-    fitted: int = 1  # how many numbers or choices were fitted; simpler hypotheses are tried first
-    lines: Lines = ()  # what was seen of it
-    seen: tuple[str, ...] = ()  # checks that saw it directly: for these it is stated even if it is not proven
-    renumbers: bool = False  # ranks have other numbers in the assumed trial: its findings do not fit this one's
-    given: tuple[str, ...] = ()  # checks of what the trainer received: assumed, so they are no part of the proof
+    fitted: int = 1
+    """How many numbers or choices were fitted; simpler hypotheses are tried first."""
+    lines: Lines = ()
+    """What was seen of it."""
+    seen: tuple[str, ...] = ()
+    """Checks that saw it directly: for these it is stated even if it is not proven."""
+    renumbers: bool = False
+    """Whether ranks have other numbers in the assumed trial: its findings do not fit this one's."""
+    given: tuple[str, ...] = ()
+    """Checks of what the trainer received: assumed, so they are no part of the proof."""
 
     def __post_init__(self) -> None:
         assert all_checks().keys() >= set(self.seen), self.seen
 
     def and_then(self, change: Callable[[Trial], Trial]) -> Hypothesis:
-        """The same, and a change to the trial that is assumed."""
+        """Return this hypothesis with a further change to the trial that is assumed."""
         first = self.assume
         return self if first is None else replace(self, assume=lambda trial: change(first(trial)))
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What a check saw itself, nothing is assumed. checks: those that it is the whole content of. symptom: no mistake
-    is named by it, so it is a cause only where there is no other."""
+    """What a check saw itself; nothing is assumed."""
 
     cause: Cause
+    """What it is named."""
     checks: tuple[str, ...]
+    """Those that it is the whole content of."""
     lines: Lines = ()
+    """What was seen of it."""
     symptom: bool = False
+    """Whether it names no mistake, and so is a cause only where there is no other."""
 
     def __post_init__(self) -> None:
         assert all_checks().keys() >= set(self.checks), self.checks
@@ -60,7 +68,7 @@ def no_reference(why: str) -> Line:
 
 
 def stated(broken: Broken, check: str, kind: str, text: str, *checks: str, more: Iterable[Line] = ()) -> Fact:
-    """What a check saw, with its first finding. checks: others that this is the whole content of."""
+    """Return what a check saw as a fact, with its first finding. checks: others that this is the whole content of."""
     return Fact(Cause(kind, text), (check, *checks), (finding_line(broken[check]), *more))
 
 
@@ -75,11 +83,13 @@ Facts = Callable[[Trial, Broken], Iterator[Fact]]
 
 
 def as_seen(suspects: Suspects) -> Facts:
-    """What checks have seen of hypotheses that are not proven."""
+    """Return a function that states the first hypothesis of these suspects that a check has seen."""
 
     def facts(trial: Trial, broken: Broken) -> Iterator[Fact]:
-        for one in itertools.islice((one for one in suspects(trial, broken) if one.seen), 1):
-            yield Fact(one.cause, one.seen, one.lines)
+        for hypothesis in suspects(trial, broken):
+            if hypothesis.seen:
+                yield Fact(hypothesis.cause, hypothesis.seen, hypothesis.lines)
+                return
 
     facts.__name__ = suspects.__name__
     return facts
@@ -90,14 +100,19 @@ class Proof:
     """Hypotheses that hold together."""
 
     hypotheses: tuple[Hypothesis, ...]
-    explained: tuple[str, ...]  # failing checks that hold under them
-    left: tuple[str, ...]  # failing checks that do not
+    """One, or two independent mistakes."""
+    explained: tuple[str, ...]
+    """Failing checks that pass under them."""
+    left: tuple[str, ...]
+    """Failing checks that do not."""
     assumed: Trial
-    aside: tuple[str, ...] = ()  # passing checks that do not hold under them, and need not
+    """The trial under all of them."""
+    aside: tuple[str, ...] = ()
+    """Passing checks that fail under them, and need not pass."""
 
     @property
     def renumbers(self) -> bool:
-        return any(one.renumbers for one in self.hypotheses)
+        return any(hypothesis.renumbers for hypothesis in self.hypotheses)
 
     @property
     def complete(self) -> bool:
@@ -109,37 +124,57 @@ class Proof:
 
     @property
     def seen(self) -> int:
-        """How many of the checks that are left have seen it themselves."""
-        return len({check for hypothesis in self.hypotheses for check in hypothesis.seen} & {*self.left})
+        """How many of the checks that are left have seen a hypothesis themselves."""
+        direct: set[str] = set()
+        for hypothesis in self.hypotheses:
+            direct.update(hypothesis.seen)
+        return len(direct & {*self.left})
 
 
 def tested(trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
-    """None if a check that passed fails under the assumption. One that explains nothing may still be half of what does."""
+    """Return what a hypothesis explains if it is assumed. None if a check that passed fails then.
+
+    A proof that explains nothing may still be half of what does.
+    """
     assert hypothesis.assume is not None
     assumed = hypothesis.assume(trial)
-    broken = [result.check for result in results if result.verdict is Verdict.FAIL]
-    explained = [name for name in broken if _holds(assumed, name)]
-    explained = [] if explained == ["golden"] else explained  # which holds under every assumption
+    failing = [result.check for result in results if result.verdict is Verdict.FAIL]
+    explained = tuple(name for name in failing if _holds(assumed, name))
+    if explained == ("golden",):  # which passes under every assumption
+        explained = ()
     # of other samples than requested, what is reported may count those that were requested
-    need_not, aside = {"reported_numbers"} if hypothesis.given else set(), list[str]()
-    for name in (result.check for result in results if result.verdict is Verdict.PASS):
-        if verdict_of(assumed, name) not in (Verdict.PASS, Verdict.NOT_APPLICABLE):
-            if name not in need_not:
-                return None
-            aside.append(name)
-    left = tuple(name for name in broken if name not in explained)
-    return Proof((hypothesis,), tuple(explained), left, assumed, tuple(aside))
+    need_not_pass = {"reported_numbers"} if hypothesis.given else set()
+    aside: list[str] = []
+    for result in results:
+        if result.verdict is not Verdict.PASS:
+            continue
+        if verdict_of(assumed, result.check) in (Verdict.PASS, Verdict.NOT_APPLICABLE):
+            continue
+        if result.check not in need_not_pass:
+            return None
+        aside.append(result.check)
+    left = tuple(name for name in failing if name not in explained)
+    return Proof((hypothesis,), explained, left, assumed, tuple(aside))
 
 
 def _holds(assumed: Trial, name: str) -> bool:
-    """Some checks have nothing to compare under an assumption: `replica_agreement` if ranks train separate copies, `reshard` if
-    nothing is sharded, `exchange` without its axes."""
+    """Return whether a check passes under an assumption, or has nothing to compare because of it.
+
+    `replica_agreement` has nothing if ranks train separate copies, `reshard` if nothing is sharded, `exchange` without its
+    axes.
+    """
     dissolved = name in ("reshard", "exchange") or (name == "replica_agreement" and assumed.assumption.references)
-    return verdict_of(assumed, name) in ((Verdict.PASS, Verdict.NOT_APPLICABLE) if dissolved else (Verdict.PASS,))
+    holding = (Verdict.PASS, Verdict.NOT_APPLICABLE) if dissolved else (Verdict.PASS,)
+    return verdict_of(assumed, name) in holding
 
 
 def verdict_of(trial: Trial, name: str) -> Verdict:
     """Return the verdict of this launch alone. `golden` is about the reference, which is itself assumed."""
     if name == "golden":
         return Verdict.PASS
-    return run_check(name, all_checks()[name].check, trial).verdict
+    return judge_check(trial, name).verdict
+
+
+def judge_check(trial: Trial, name: str) -> Result:
+    """Return the result of a check for this launch alone."""
+    return run_check(name, all_checks()[name].check, trial)

@@ -11,7 +11,7 @@ from diagnosed import here
 from literal import tiny_case
 
 from harness.core.case.case import Case
-from harness.core.causes import engine, hypothesis
+from harness.core.causes import engine, hypothesis, undercut
 from harness.core.causes.engine import Explanation, explain
 from harness.core.causes.hypothesis import Broken, Fact, Hypothesis
 from harness.core.judge.result import Cause, Result, Verdict
@@ -29,22 +29,37 @@ class Run:
 
     holding: frozenset[str] = frozenset({"memory"})
     case: Case = CASE
+    gradients_from: int = 1
+    """The first step in which gradients are wrong, as far as they are."""
 
 
 @pytest.fixture(autouse=True)
 def _declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        hypothesis, "verdict_of", lambda run, check: Verdict.PASS if check in run.holding else Verdict.FAIL
-    )
+    for module in (hypothesis, undercut):
+        monkeypatch.setattr(module, "judge_check", declared_result)
+
+
+def declared_result(run: Run, check: str) -> Result:
+    if check in run.holding:
+        return Result(check, Verdict.PASS)
+    return failing(check, run.gradients_from if check == "gradients" else 1)
+
+
+def failing(check: str, step: int = 1) -> Result:
+    finding = here(check)[1]
+    return Result(check, Verdict.FAIL, 1, (replace(finding, step=step),))
 
 
 def results(*broken: str) -> list[Result]:
-    return [Result(check, Verdict.FAIL, 1, (here(check)[1],)) for check in broken] + [Result("memory", Verdict.PASS)]
+    return [*map(failing, broken), Result("memory", Verdict.PASS)]
 
 
-def one(name: str, *mends: str, fitted: int = 1, breaks: str = "", **told: Any) -> Hypothesis:
+def one(name: str, *mends: str, fitted: int = 1, breaks: str = "", gradients_from: int = 1, **told: Any) -> Hypothesis:
+    """gradients_from: the first step in which gradients are still wrong if this is assumed."""
+
     def assume(run: Run) -> Run:
-        return replace(run, holding=(run.holding | set(mends)) - {breaks})
+        holding = (run.holding | set(mends)) - {breaks}
+        return replace(run, holding=holding, gradients_from=gradients_from)
 
     return Hypothesis(Cause(name, name), assume, fitted, **told)  # type: ignore[arg-type]
 
@@ -134,7 +149,6 @@ def test_a_second_of_a_kind_of_which_there_are_not_two_is_not_looked_for() -> No
     first, again, other = one("first", G), one("again", T, S), one("other", T, S, fitted=5)
     scaled = [replace(of, cause=Cause("gradients scaled", cause_line(of.cause))) for of in (first, again)]
     assert told(explained(*scaled, other)) == [("other + first", ALL, ())]
-    assert told(explained(*scaled)) == []  # a factor that leaves gradients wrong
     assert told(explained(first, again)) == [("again + first", ALL, ())]
     fitted = replace(again, cause=Cause("gradients scaled", "again"))
     assert told(explained(first, fitted)) == [("again + first", ALL, ())]
@@ -211,10 +225,11 @@ FIVE = (*ALL, "update", "grad_norm")
         ([], [fact("f", "loss")], [], [], FIVE),
         ([one("a", T)], [fact("f", T), fact("g", S)], ["a"], ["g"], (G, "update", "grad_norm")),
         ([one("a", T, "update")], [fact("f", G)], ["a"], ["f"], (S, "grad_norm")),
-        # what was seen of gradients goes before what explains only what follows of them
+        # what explains only what follows of wrong gradients, and leaves these unexplained, is no proof
         ([one("a", "update", "grad_norm")], [fact("f", G)], [], ["f"], FIVE[1:]),
         ([one("a", "update")], [fact("e", T), fact("f", "loss", G)], [], ["e", "f"], FIVE[2:]),
-        ([one("a", "update")], [fact("f", T)], ["a"], ["f"], (G, S, "grad_norm")),
+        ([one("a", "update")], [fact("f", T)], [], ["f"], (G, S, "update", "grad_norm")),
+        ([one("a", "update", gradients_from=2)], [fact("f", T)], ["a"], ["f"], (G, S, "grad_norm")),
         ([one("a", G, "update")], [fact("f", G)], ["a"], [], (T, S, "grad_norm")),
     ],
 )
