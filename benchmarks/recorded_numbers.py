@@ -68,7 +68,7 @@ def recorded(folder: Path, case: Case, fault: str = "", same_as: Path | None = N
 
 
 def compared(one: Path, other: Path) -> dict[str, Any]:
-    words = [sys.executable, "-m", "harness", "compare", "--json", str(one), str(other)]
+    words = [sys.executable, "-m", "harness", "compare", "--numbers", "--json", str(one), str(other)]
     return json.loads(subprocess.run(words, capture_output=True, text=True, check=False).stdout)
 
 

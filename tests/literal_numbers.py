@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from harness.core.judge.result import Cause
 from harness.recording.judged.judge_same_training import compared
 from harness.recording.judged.judge_sketched import Numbers, added_up
-from harness.recording.judged.sketched import cause_of
+from harness.recording.judged.sketched import diagnose
 from harness.recording.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches, Sketch
 
 SHAPES = {"layers.0.norm": (4,), "layers.0.up": (8, 4), "output": (16, 4), "layers.1.up": (8, 4)}
@@ -59,8 +60,17 @@ def numbers(change: Change = lambda step, kind, fqn, sums: sums, **more: Any) ->
 RIGHT = numbers()
 
 
+def first_cause(baseline: Numbers, candidate: Numbers) -> Cause | None:
+    """Return the first cause of what differs. None if nothing does."""
+    diagnosis = diagnose(baseline, candidate, compared(baseline, candidate))
+    if diagnosis is None:
+        return None
+    assert "not tried" not in [label for label, _ in diagnosis.evidence], diagnosis.evidence
+    return diagnosis.causes[0]
+
+
 def told(other: Numbers) -> tuple[str, dict[str, Any]]:
-    cause = cause_of(RIGHT, other, compared(RIGHT, other))
+    cause = first_cause(RIGHT, other)
     assert cause is not None
     return cause.kind, {"check": cause.explains[0], **dict(cause.details)}
 

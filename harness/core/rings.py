@@ -44,6 +44,8 @@ class Ring:
     """The same, of those that compute models to propose something."""
     facts: Sequence[str] = ()
     """Functions that say what a check saw directly (causes.hypothesis.Facts)."""
+    comparing: Sequence[str] = ()
+    """Names of the checks with which the ring compares, as causes refer to them."""
     called: Mapping[str, str] = field(default_factory=dict)
     """Name by which the core asks for one function -> that function."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from harness.core.causes.hypothesis import Broken, Fact, Facts, Hypothesis, Proof, Suspects, tested
+from harness.core.causes.hypothesis import Broken, Evidence, Fact, FactsOf, Hypothesis, Proof, SuspectsOf, tested
 from harness.core.causes.undercut import is_undercut
 from harness.core.judge.result import Cause, Result, Verdict
 from harness.core.judge.tolerance import NoBound
@@ -44,22 +45,29 @@ class Explanation:
 
 
 def explain(
-    trial: Trial,
+    evidence: Evidence,
     results: Sequence[Result],
-    suspects: Sequence[Suspects],
-    facts: Sequence[Facts],
-    costly: Sequence[Suspects] = (),
+    suspects: Sequence[SuspectsOf[Evidence]],
+    facts: Sequence[FactsOf[Evidence]],
+    costly: Sequence[SuspectsOf[Evidence]] = (),
 ) -> Explanation:
     """Return what proofs and facts explain. Never raises: what a suspect raises is on record.
 
     The forward passes that are computed and the hypotheses that are judged are bounded.
     """
-    training = trial.case.training
-    with budget.at_most(PASSES * training.global_batch * training.seq_len * trial.case.model.vocab_size):
-        return _explain(Search(tuple(suspects), tuple(costly)), trial, results, facts)
+    with _bounded_passes(evidence):
+        return _explain(Search(tuple(suspects), tuple(costly)), evidence, results, facts)
 
 
-def _explain(search: Search, trial: Trial, results: Sequence[Result], facts: Sequence[Facts]) -> Explanation:
+def _bounded_passes(evidence: object) -> contextlib.AbstractContextManager[None]:
+    """Return a bound of what is computed with the reference of a trial. Other evidence has no reference to train again."""
+    if not isinstance(evidence, Trial):
+        return contextlib.nullcontext()
+    training = evidence.case.training
+    return budget.at_most(PASSES * training.global_batch * training.seq_len * evidence.case.model.vocab_size)
+
+
+def _explain(search: Search, trial: Any, results: Sequence[Result], facts: Sequence[FactsOf[Any]]) -> Explanation:
     proofs = [proof for proof in search.proofs(trial, results) if not is_undercut(proof, results)]
     unexplained = proofs[0].left if proofs else _failing_names(results)
     broken = {result.check: result for result in results if result.check in unexplained and result.findings}
@@ -94,9 +102,9 @@ def choose_facts(facts: Sequence[Fact], unexplained: Sequence[str]) -> tuple[tup
 class Search:
     """A search for the proofs of one trial."""
 
-    suspects: tuple[Suspects, ...]
+    suspects: tuple[SuspectsOf[Any], ...]
     """Functions that propose hypotheses."""
-    costly: tuple[Suspects, ...] = ()
+    costly: tuple[SuspectsOf[Any], ...] = ()
     """Those that compute models to do so. They are asked where the others leave a check unexplained."""
     tried: int = 0
     """How many hypotheses were judged."""
@@ -104,10 +112,10 @@ class Search:
     """What suspects, facts and assumptions raised, each once."""
     ended: str = ""
     """Which bound the search met; empty if none."""
-    asked: Trial | None = None
+    asked: object = None
     """The trial as it is recorded, while others are assumed."""
 
-    def proofs(self, trial: Trial, results: Sequence[Result]) -> list[Proof]:
+    def proofs(self, trial: Any, results: Sequence[Result]) -> list[Proof]:
         """Return all of the simplest that explain everything; else two together; else the one that explains most."""
         self.asked = trial
         complete, partial = self._single_proofs(trial, results)
@@ -122,7 +130,7 @@ class Search:
             candidates += pairs
         return _best(candidates)
 
-    def _single_proofs(self, trial: Trial, results: Sequence[Result]) -> tuple[list[Proof], list[Proof]]:
+    def _single_proofs(self, trial: Any, results: Sequence[Result]) -> tuple[list[Proof], list[Proof]]:
         """Return the equally simple proofs that explain everything, or else the others, those that explain most first."""
         partial: list[Proof] = []
         for suspects in (self.suspects, self.costly):
@@ -139,7 +147,7 @@ class Search:
         partial.sort(key=lambda proof: (-len(proof.explained), proof.fitted))
         return [], partial
 
-    def _pairs(self, trial: Trial, results: Sequence[Result], first: Proof) -> list[Proof]:
+    def _pairs(self, trial: Any, results: Sequence[Result], first: Proof) -> list[Proof]:
         """Return this proof together with each second one that explains all the rest, else with the best of the others."""
         complete, partial = self._single_proofs(first.assumed, rejudged(first, results))
         taken = ONCE & {hypothesis.cause.kind for hypothesis in first.hypotheses}
@@ -148,7 +156,7 @@ class Search:
             seconds = [proof for proof in partial if proof.hypotheses[0].cause.kind not in taken][:1]
         return [self._combine(trial, results, first, second) for second in seconds if second.explained]
 
-    def _combine(self, trial: Trial, results: Sequence[Result], first: Proof, second: Proof) -> Proof:
+    def _combine(self, trial: Any, results: Sequence[Result], first: Proof, second: Proof) -> Proof:
         """Return both as one proof, or the second alone where that explains as much: what adds nothing is no mistake."""
         both = _join(first, second, results)
         alone = self._test(trial, results, second.hypotheses[0])
@@ -156,7 +164,7 @@ class Search:
             return alone
         return both
 
-    def _test_all(self, trial: Trial, results: Sequence[Result], hypotheses: Sequence[Hypothesis]) -> list[Proof]:
+    def _test_all(self, trial: Any, results: Sequence[Result], hypotheses: Sequence[Hypothesis]) -> list[Proof]:
         """Return the proofs of those hypotheses that hold, of as many as may still be judged."""
         allowed = hypotheses[: JUDGED - self.tried]
         if len(allowed) < len(hypotheses):
@@ -165,7 +173,7 @@ class Search:
         proofs = [self._test(trial, results, hypothesis) for hypothesis in allowed]
         return [proof for proof in proofs if proof]
 
-    def _test(self, trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
+    def _test(self, trial: Any, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
         """Return what a hypothesis explains. None if it does not hold, raises, or would cost too much."""
         try:
             return tested(trial, results, hypothesis)
@@ -177,9 +185,7 @@ class Search:
             self._note(hypothesis.cause.kind, error)
         return None
 
-    def ask(
-        self, makers: Iterable[Callable[[Trial, Broken], Iterator[T]]], trial: Trial, broken: Broken
-    ) -> Iterator[T]:
+    def ask(self, makers: Iterable[Callable[[Any, Broken], Iterator[T]]], trial: Any, broken: Broken) -> Iterator[T]:
         """Yield what these functions propose, of each up to where it raises."""
         for make in makers:
             try:

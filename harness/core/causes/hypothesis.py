@@ -1,4 +1,4 @@
-"""A hypothesis: what may be wrong, and the trial as it would have to be judged if that were so.
+"""A hypothesis: what may be wrong, and the evidence as it would have to be judged if that were so.
 
 It is confirmed by the checks alone. Under the assumption those that fail pass, and no passing check fails. What a hypothesis
 names (a degree, a factor, samples, a module) is fitted on part of the evidence; the checks judge all of it.
@@ -8,20 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
+from harness.core import rings
 from harness.core.causes.words import Broken, elsewhere, finding_line, first_finding
 from harness.core.checks import all_checks, run_check
 from harness.core.judge.result import Cause, Line, Lines, Result, Verdict
 from harness.core.judge.trial import Trial
 
 
+class Comparable(Protocol):
+    """Evidence that is no trial: what a ring compares, such as two recordings."""
+
+    def verdict_of(self, check: str) -> Verdict:
+        """Return the verdict of a check on this evidence, as it is or as it is assumed."""
+
+
+Evidence = TypeVar("Evidence", bound=Trial | Comparable)
+"""What an assumption changes, and what is judged again."""
+
+
 @dataclass(frozen=True)
-class Hypothesis:
+class Hypothesis(Generic[Evidence]):
     """What may be wrong, how to assume it, and what was seen of it."""
 
     cause: Cause
     """What is named if it is proven."""
-    assume: Callable[[Trial], Trial] | None
+    assume: Callable[[Evidence], Evidence] | None
     """The same evidence with another request, plan, reference or optimizer; None if no reference shows what follows."""
     fitted: int = 1
     """How many numbers or choices were fitted; simpler hypotheses are tried first."""
@@ -35,12 +48,12 @@ class Hypothesis:
     """Checks of what the trainer received: assumed, so they are no part of the proof."""
 
     def __post_init__(self) -> None:
-        assert all_checks().keys() >= set(self.seen), self.seen
+        assert known_checks() >= {*self.seen}, self.seen
 
-    def and_then(self, change: Callable[[Trial], Trial]) -> Hypothesis:
-        """Return this hypothesis with a further change to the trial that is assumed."""
+    def and_then(self, change: Callable[[Evidence], Evidence]) -> Hypothesis[Evidence]:
+        """Return this hypothesis with a further change to the evidence that is assumed."""
         first = self.assume
-        return self if first is None else replace(self, assume=lambda trial: change(first(trial)))
+        return self if first is None else replace(self, assume=lambda evidence: change(first(evidence)))
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,15 @@ class Fact:
     """Whether it names no mistake, and so is a cause only where there is no other."""
 
     def __post_init__(self) -> None:
-        assert all_checks().keys() >= set(self.checks), self.checks
+        assert known_checks() >= {*self.checks}, self.checks
+
+
+def known_checks() -> frozenset[str]:
+    """Return the names of all checks: those of trials, and those with which rings compare."""
+    names = {*all_checks()}
+    for ring in rings.rings().values():
+        names.update(ring.comparing)
+    return frozenset(names)
 
 
 NOT_TESTED: Lines = (("not tested", "whether all wrong numbers follow from this"),)
@@ -78,15 +99,17 @@ def seen(broken: Broken, check: str, kind: str, text: str, *, more: Lines = ()) 
     return Fact(Cause(kind, text, hint=elsewhere(findings), finding=first_finding(findings)), (check,), more)
 
 
-Suspects = Callable[[Trial, Broken], Iterator[Hypothesis]]
-Facts = Callable[[Trial, Broken], Iterator[Fact]]
+SuspectsOf = Callable[[Evidence, Broken], Iterator[Hypothesis[Evidence]]]
+FactsOf = Callable[[Evidence, Broken], Iterator[Fact]]
+Suspects = SuspectsOf[Trial]
+Facts = FactsOf[Trial]
 
 
-def as_seen(suspects: Suspects) -> Facts:
+def as_seen(suspects: SuspectsOf[Evidence]) -> FactsOf[Evidence]:
     """Return a function that states the first hypothesis of these suspects that a check has seen."""
 
-    def facts(trial: Trial, broken: Broken) -> Iterator[Fact]:
-        for hypothesis in suspects(trial, broken):
+    def facts(evidence: Evidence, broken: Broken) -> Iterator[Fact]:
+        for hypothesis in suspects(evidence, broken):
             if hypothesis.seen:
                 yield Fact(hypothesis.cause, hypothesis.seen, hypothesis.lines)
                 return
@@ -96,17 +119,17 @@ def as_seen(suspects: Suspects) -> Facts:
 
 
 @dataclass(frozen=True)
-class Proof:
+class Proof(Generic[Evidence]):
     """Hypotheses that hold together."""
 
-    hypotheses: tuple[Hypothesis, ...]
+    hypotheses: tuple[Hypothesis[Evidence], ...]
     """One, or two independent mistakes."""
     explained: tuple[str, ...]
     """Failing checks that pass under them."""
     left: tuple[str, ...]
     """Failing checks that do not."""
-    assumed: Trial
-    """The trial under all of them."""
+    assumed: Evidence
+    """The evidence under all of them."""
     aside: tuple[str, ...] = ()
     """Passing checks that fail under them, and need not pass."""
 
@@ -131,13 +154,13 @@ class Proof:
         return len(direct & {*self.left})
 
 
-def tested(trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
+def tested(evidence: Evidence, results: Sequence[Result], hypothesis: Hypothesis[Evidence]) -> Proof[Evidence] | None:
     """Return what a hypothesis explains if it is assumed. None if a check that passed fails then.
 
     A proof that explains nothing may still be half of what does.
     """
     assert hypothesis.assume is not None
-    assumed = hypothesis.assume(trial)
+    assumed = hypothesis.assume(evidence)
     failing = [result.check for result in results if result.verdict is Verdict.FAIL]
     explained = tuple(name for name in failing if _holds(assumed, name))
     if explained == ("golden",):  # which passes under every assumption
@@ -157,22 +180,25 @@ def tested(trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> P
     return Proof((hypothesis,), explained, left, assumed, tuple(aside))
 
 
-def _holds(assumed: Trial, name: str) -> bool:
+def _holds(assumed: Trial | Comparable, name: str) -> bool:
     """Return whether a check passes under an assumption, or has nothing to compare because of it.
 
     `replica_agreement` has nothing if ranks train separate copies, `reshard` if nothing is sharded, `exchange` without its
     axes.
     """
-    dissolved = name in ("reshard", "exchange") or (name == "replica_agreement" and assumed.assumption.references)
+    copies = isinstance(assumed, Trial) and assumed.assumption.references
+    dissolved = name in ("reshard", "exchange") or (name == "replica_agreement" and copies)
     holding = (Verdict.PASS, Verdict.NOT_APPLICABLE) if dissolved else (Verdict.PASS,)
     return verdict_of(assumed, name) in holding
 
 
-def verdict_of(trial: Trial, name: str) -> Verdict:
+def verdict_of(evidence: Trial | Comparable, name: str) -> Verdict:
     """Return the verdict of this launch alone. `golden` is about the reference, which is itself assumed."""
+    if not isinstance(evidence, Trial):
+        return evidence.verdict_of(name)
     if name == "golden":
         return Verdict.PASS
-    return judge_check(trial, name).verdict
+    return judge_check(evidence, name).verdict
 
 
 def judge_check(trial: Trial, name: str) -> Result:

@@ -15,7 +15,7 @@ from harness.core.evidence.store import EvidenceError
 from harness.recording.judged.judge_same_training import SameTraining, compared, why_no_common, why_no_noise
 from harness.recording.judged.judge_sketched import Numbers, added_up
 from harness.recording.judged.sketch_distances import Bounds, apart
-from harness.recording.judged.sketched import cause_of
+from harness.recording.judged.sketched import diagnose
 from harness.recording.judged.stored_recording import load_recording, recorder_failed, started
 from harness.recording.sketches import GRADIENT, WEIGHTS, RankSketches, load_sketches
 
@@ -169,9 +169,10 @@ def judged_by(one: Path, other: Path, noise: Path | None = None, after: int = 0)
     mine, theirs = going_on(mine, theirs, after)
     theirs = unclipped(mine, theirs, of_noise)
     found = compared(mine, theirs, of_noise)
-    cause, why = cause_of(mine, theirs, found), why_no_common(mine, theirs) or _unproven(one, other)
+    diagnosis = diagnose(mine, theirs, found)
+    why = why_no_common(mine, theirs) or _unproven(one, other)
     common = len(mine.shapes.keys() & theirs.shapes.keys())
-    return SameTraining(one, other, found, cause, len(mine.shapes), common, len(mine.steps), why)
+    return SameTraining(one, other, found, diagnosis, len(mine.shapes), common, len(mine.steps), why)
 
 
 def _unproven(one: Path, other: Path) -> str:

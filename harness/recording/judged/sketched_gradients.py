@@ -1,284 +1,398 @@
-"""What wrong gradients of a recording are, where sketches show it.
+"""What wrong gradients of a recording may be: sums of right ones, of which sketches are the same sums.
 
-Sketches are linear, so many wrong gradients are found without the tensors. Such a gradient is a multiple of the right one, or
-that of another step or parameter. It is a sum of these, each rank's own part, or a sum in which passes count unequally. Its
-sketch is then the same sum of sketches, for all parameters alike.
+A wrong gradient may be a multiple of the right one, or that of another step or parameter. It may be a sum of these, each rank's
+own part, or a sum in which passes count unequally. Each is assumed, and the recordings are judged again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 
 import numpy as np
 
-from harness.core.causes.words import some
+from harness.core.causes.hypothesis import Broken, Fact, Hypothesis
 from harness.core.evidence.text import names_text, number_text, ranks_text
-from harness.core.judge.result import Cause, Result
-from harness.recording.judged.judge_same_training import Comparison
-from harness.recording.judged.judge_sketched import Numbers
+from harness.core.judge.result import Cause
+from harness.recording.judged.judge_sketched import Key
 from harness.recording.judged.sketch_distances import TensorDistance, apart, wrong_rows
-from harness.recording.judged.sketched_passes import counted_otherwise
+from harness.recording.judged.sketched_passes import weights_of_passes
+from harness.recording.judged.two_recordings import FEW, TwoRecordings
 from harness.recording.sketches import GRADIENT, WEIGHTS
 
+CHECK = "gradients"
 FLOAT32 = 1e-6
 """What arithmetic in float32 rounds of a float64 gradient at most, relative to its norm."""
 CLEAR = 4.0
 """Times its bound that a distance is no noise."""
-FEW = 3
-Sums = Callable[[TensorDistance], "np.ndarray | None"]
-"""What the second recording's sketch would be."""
-Way = tuple[Cause, Sums]
+Proposals = Iterator[Hypothesis[TwoRecordings]]
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """Gradients of the first step in which any is wrong."""
-
-    one: Numbers
-    """The recording that is trusted."""
-    other: Numbers
-    """The one that is judged."""
-    step: int
-    """That step."""
-    differences: tuple[TensorDistance, ...]
-    """Those of wrong gradients."""
-
-    @property
-    def bound(self) -> float:
-        """The largest distance that is no mistake, of any of them."""
-        return max(d.bound for d in self.differences)
-
-    def right(self, d: TensorDistance) -> np.ndarray:
-        return self.one.whole[d.key].sums
-
-    def seen(self, d: TensorDistance) -> np.ndarray:
-        return self.other.whole[d.key].sums
-
-    def is_so(self, sums: Sums) -> bool:
-        """Whether this is what the second recording has in all of them, within their bounds."""
-
-        def one_is(d: TensorDistance) -> bool:
-            wanted = sums(d)
-            return wanted is not None and apart(wanted, self.seen(d))[0] <= d.bound
-
-        return all(map(one_is, self.differences))
+def wrong_gradients(evidence: TwoRecordings, broken: Broken) -> list[TensorDistance]:
+    """Return the distances of wrong gradients of the first wrong step. Empty if gradients are not what is first wrong."""
+    return evidence.wrong if CHECK in broken else []
 
 
-def gradients_cause(one: Numbers, other: Numbers, found: Comparison, result: Result) -> Cause:
-    """Return what they are in the first step in which any is wrong; where they are wrong, if that is all that is known."""
-    step = min(finding.step or 0 for finding in result.findings)
-    of_step = [finding for finding in result.findings if finding.step == step]
-    names = list(dict.fromkeys(finding.name for finding in of_step if finding.kind == "parameter"))
-    ranks = sorted({rank for finding in of_step for rank in finding.ranks})
-    differences = [d for d in found.differences if d.key[:2] == (step, GRADIENT) and (d.is_wrong or d.key[2] in names)]
-    where, details = in_words(names, one), (("step", step), ("parameters", tuple(names)))
-    if cause := _plain_to_see(one, other, step, [f.name for f in of_step if f.observed == "none"], names):
-        return replace(cause, details=(*cause.details, *details))
-    if differences:
-        wrong = Wrong(one, other, step, tuple(differences))
-        for cause, sums in _not_reduced(wrong, ranks) if ranks else _ways(wrong):
-            if wrong.is_so(sums):
-                return replace(cause, where=cause.where or where, details=(*cause.details, *details))
-        if not ranks and (rounded := _rounded(wrong)):
-            return replace(rounded, where=where, details=(*rounded.details, *details))
-    both_looked = any((at, kind) == (step - 1, WEIGHTS) for at, kind, _ in one.whole)
-    if both_looked and (changed := other.changed.get(step)) and not one.changed.get(step):
-        text = f"weights are others as step {step} begins than they were after step {step - 1}"
-        told = (("step", step), ("parameters", changed))
-        return Cause("weights changed between steps", text, in_words(changed, one), details=told)
-    if len(differences) == 1 == len(names) and (rows := wrong_rows(one, other, differences[0])):
-        where += f", {rows}"
-    text = f"gradients, or weights before them, are wrong from step {step} on" if step > 1 else "gradients are wrong"
-    hint = ""
-    if step > 1 and not any(at and kind == WEIGHTS for at, kind, _ in other.whole):
-        hint = "no optimizer was seen to step on any of them"
-    if ranks:
-        unequal = list(dict.fromkeys(finding.name for finding in of_step if finding.ranks))
-        hint = f"ranks {ranks_text(ranks)} have different ones of the same slice {in_words(unequal, one)}"
-    drawn, why = _drawn_otherwise(one, other, step)
-    kind = "random state not restored" if drawn and one.after else "not explained"
-    details = (("place", "gradients"), *details, *((("ranks", drawn),) if drawn else ()))
-    return Cause(kind, text, where, hint=hint or why, details=details)
-
-
-def _drawn_otherwise(one: Numbers, other: Numbers, step: int) -> tuple[tuple[int, ...], str]:
-    """Return ranks whose pass drew other random numbers than the same rank of the first recording, and a hint. None and empty
-    where passes draw none."""
-    mine, theirs = one.drawn.get(step, {}), other.drawn.get(step, {})
-    drawing = [rank for rank, (begin, end) in theirs.items() if begin != end]
-    if not drawing or all(begin == end for begin, end in mine.values()):
-        return (), ""
-    hint = "forward passes draw random numbers, as dropout does"
-    if mine.keys() != theirs.keys():
-        return (), f"{hint}, and other ranks draw others: leave it out of both"
-    odd = tuple(sorted(rank for rank in drawing if theirs[rank][0] != mine[rank][0]))
-    return odd, f"{hint}, and generators stand elsewhere on ranks {ranks_text(odd)}" if odd else ""
-
-
-def in_words(names: Sequence[str], numbers: Numbers) -> str:
-    """Return in how many parameters it is. numbers: the first recording's; names may be in the second alone."""
-    every = {*names, *numbers.shapes}
-    if {*names} == every:
-        return "in every parameter"
-    return f"in {len(names)} of {len(every)} parameters ({some(names, FEW)})"
-
-
-def _plain_to_see(one: Numbers, other: Numbers, step: int, none: Sequence[str], names: Sequence[str]) -> Cause | None:
-    """Gradients that are not there, and numbers that are not finite."""
-    odd = [
-        fqn for fqn in names if (whole := other.whole.get((step, GRADIENT, fqn))) and not math.isfinite(whole.length)
-    ]
-    if odd:
-        return Cause("not finite", f"gradients of step {step} are NaN or infinite", in_words(odd, one))
-    if none and {*none} == {*names}:
-        return Cause("incomplete", f"no gradient comes in step {step}", in_words(names, one))
-    return None
+def bound_of(wrong: list[TensorDistance]) -> float:
+    """Return the largest distance that is no mistake, of any of them."""
+    return max(distance.bound for distance in wrong)
 
 
 # ---- what gradients may be
 
 
-def _not_reduced(wrong: Wrong, ranks: Sequence[int]) -> Iterator[Way]:
-    """What ranks have of the same slice differs, and the mean of it is the right one, or a plain multiple."""
-    for factor in (1.0, 1.0 / len(ranks), float(len(ranks))):
-        if all(_mean_is(wrong.other, d, factor * wrong.right(d)) for d in wrong.differences):
-            text = f"gradients are not reduced over ranks {ranks_text([*ranks])}: "
-            alike = _alike(wrong)
-            text += f"{' '.join(map(ranks_text, alike))} have the same ones" if alike else "each keeps its own"
-            hint = f"their {'mean' if factor == 1 else 'sum'} is the first recording's" if factor <= 1 else ""
-            details = (("ranks", tuple(ranks)), ("alike", tuple(alike)))
-            if 0 < factor < 1 and all("norm" in d.key[2] for d in wrong.differences):
-                text = f"gradients of norm weights are not summed over ranks {ranks_text([*ranks])}"
-                yield Cause("norms not summed", text, details=details), wrong.seen
-            yield Cause("gradients not reduced", text, hint=hint, details=details), wrong.seen
-
-
-def _alike(wrong: Wrong) -> list[tuple[int, ...]]:
-    """Return ranks that hold the same slices and the same numbers of them; none if each has its own."""
-    alike: dict[int, set[int]] = {}
-    for held in (held for d in wrong.differences for held in wrong.other.whole[d.key].replicas.values()):
-        for rank, sums in held:
-            same = {one for one, theirs in held if apart(sums, theirs)[0] <= FLOAT32}
-            alike[rank] = alike.get(rank, same) & same
-    return sorted({tuple(sorted(of)) for of in alike.values() if len(of) > 1})
-
-
-def _mean_is(other: Numbers, difference: TensorDistance, wanted: np.ndarray) -> bool:
-    """Whether the mean of what holders of each slice have is this."""
-    whole = other.whole[difference.key]
-    total = whole.sums.copy()
-    for held in whole.replicas.values():
-        total += np.mean([sums for _, sums in held], axis=0) - held[0][1]
-    return apart(wanted, total)[0] <= difference.bound
-
-
-def _ways(wrong: Wrong) -> Iterator[Way]:
-    for way in (_scaled, _of_the_step_before, _of_passes, _scaled_apart, _of_other_parameters):
-        yield from way(wrong)
-
-
-def _scaled(wrong: Wrong) -> Iterator[Way]:
-    """One factor."""
-    fits = [d.fit for d in wrong.differences if math.isfinite(d.fit)]
-    if fits and np.ptp(fits) <= 2 * wrong.bound:
-        factor = _plain(float(np.median(fits)), wrong.bound)
-        text = f"gradients are {number_text(factor, 4)} times what they should be" if factor else "gradients are zero"
-        cause = Cause("gradients scaled", text, hint=_numbers_text(wrong, factor), details=(("factor", factor),))
-        yield cause, lambda d: factor * wrong.right(d)
-
-
-def _scaled_apart(wrong: Wrong) -> Iterator[Way]:
-    """A factor for each parameter, where that says far more than noise does."""
-    if not all(math.isfinite(d.fit) and d.distance > CLEAR * d.bound for d in wrong.differences):
+def own_gradients(evidence: TwoRecordings, broken: Broken) -> Proposals:
+    """Ranks have different copies of a slice, and the mean of them is the right one times one factor."""
+    wrong = wrong_gradients(evidence, broken)
+    ranks = _ranks_with_own(evidence)
+    if not wrong or not ranks:
         return
-    factors = {d.key: _plain(d.fit, d.bound) for d in wrong.differences}
-    of: dict[str, list[str]] = {}
+    keys = [distance.key for distance in wrong]
+    if not any(_copies_differ(evidence, distance) for distance in wrong):
+        return
+    means = {key: _mean_of_copies(evidence, key) for key in keys}
+    fits = [apart(evidence.expected(key), mean)[1] for key, mean in means.items()]
+    if not all(map(math.isfinite, fits)) or np.ptp(fits) > 2 * bound_of(wrong):
+        return
+    factor = plain_number(float(np.median(fits)), bound_of(wrong))
+    if not factor:
+        return
+    alike = _ranks_alike(evidence, keys)
+    keep = f"{' '.join(map(ranks_text, alike))} have the same ones" if alike else "each keeps its own"
+    text = f"gradients are not reduced over ranks {ranks_text(ranks)}: {keep}"
+    details = (("ranks", tuple(ranks)), ("alike", tuple(alike)))
+    cause = Cause("gradients not reduced", text, hint=_mean_text(factor, len(ranks)), details=details)
+    if _is_near(factor * len(ranks), 1) and all("norm" in fqn for _, _, fqn in keys):
+        text = f"gradients of norm weights are not summed over ranks {ranks_text(ranks)}"
+        cause = Cause("norms not summed", text, details=details)
+    reduced = {key: mean / factor for key, mean in means.items()}
+    yield evidence.hypothesis(cause, lambda assumed: assumed.if_second_had(reduced), names=[key[2] for key in keys])
+
+
+def _mean_text(factor: float, ranks: int) -> str:
+    """Return what the mean of ranks' own gradients is, or their sum."""
+    if _is_near(factor, 1):
+        return "their mean is the first recording's"
+    if _is_near(factor * ranks, 1):
+        return "their sum is the first recording's"
+    return f"their mean is {number_text(factor, 4)} times the first recording's"
+
+
+def _is_near(factor: float, wanted: float) -> bool:
+    return math.isclose(factor, wanted, rel_tol=1e-9)
+
+
+def scaled_gradients(evidence: TwoRecordings, broken: Broken) -> Proposals:
+    """All that are wrong are the right ones times one factor."""
+    wrong = wrong_gradients(evidence, broken)
+    fits = [distance.fit for distance in wrong if math.isfinite(distance.fit)]
+    if not fits or np.ptp(fits) > 2 * bound_of(wrong):
+        return
+    factor = plain_number(float(np.median(fits)), bound_of(wrong))
+    text = f"gradients are {number_text(factor, 4)} times what they should be" if factor else "gradients are zero"
+    cause = Cause("gradients scaled", text, hint=_factor_hint(evidence, factor), details=(("factor", factor),))
+    sketches = {distance.key: factor * evidence.expected(distance.key) for distance in wrong}
+    yield evidence.hypothesis(cause, lambda assumed: assumed.if_first_had(sketches), names=_names(wrong))
+
+
+def separate_factors(evidence: TwoRecordings, broken: Broken) -> Proposals:
+    """All that are wrong have factors of their own, which say far more than noise does."""
+    wrong = wrong_gradients(evidence, broken)
+    clear = [distance for distance in wrong if distance.distance > CLEAR * distance.bound]
+    if not wrong or len(clear) < len(wrong) or not all(math.isfinite(distance.fit) for distance in wrong):
+        return
+    factors = {distance.key: plain_number(distance.fit, distance.bound) for distance in wrong}
+    parameters: dict[str, list[str]] = {}
     for (_, _, fqn), factor in factors.items():
-        of.setdefault(number_text(factor, 4), []).append(fqn)
-    each = [f"{factor} ({names_text(tuple(fqns))})" for factor, fqns in sorted(of.items())]
-    text = f"gradients are scaled by different factors: {', '.join(each[:FEW])}" + ", .." * (len(each) > FEW)
+        parameters.setdefault(number_text(factor, 4), []).append(fqn)
+    listed = [f"{factor} ({names_text(tuple(fqns))})" for factor, fqns in sorted(parameters.items())]
+    text = f"gradients are scaled by different factors: {', '.join(listed[:FEW])}"
+    if len(listed) > FEW:
+        text += ", .."
     details = (("factors", tuple(sorted({*factors.values()}))),)
-    yield Cause("gradients scaled", text, details=details), lambda d: factors[d.key] * wrong.right(d)
-
-
-def _of_the_step_before(wrong: Wrong) -> Iterator[Way]:
-    """This step's gradients and those of the step before, each so many times in all that are wrong, by best fit."""
-    step, keys = wrong.step, [(wrong.step - 1, GRADIENT, d.key[2]) for d in wrong.differences]
-    if step == 1 or not all(key in wrong.one.whole for key in keys):
-        return
-    before = dict(zip([d.key for d in wrong.differences], (wrong.one.whole[key].sums for key in keys), strict=True))
-    columns = np.stack([np.concatenate([*map(wrong.right, wrong.differences)]), np.concatenate([*before.values()])])
-    target = np.concatenate([*map(wrong.seen, wrong.differences)])
-    now, earlier = map(float, np.linalg.lstsq(columns.T, target, rcond=None)[0])
-    text = (
-        f"gradients are not zeroed: those of step {step} hold {number_text(earlier, 4)} times step {step - 1}'s as well"
+    sketches = {key: factor * evidence.expected(key) for key, factor in factors.items()}
+    yield evidence.hypothesis(
+        Cause("gradients scaled", text, details=details),
+        lambda assumed: assumed.if_first_had(sketches),
+        names=_names(wrong),
+        fitted=1 + len(parameters),
     )
-    cause = Cause("gradients not zeroed", text, details=(("factor", earlier),))
-    if abs(now) <= wrong.bound:
-        text = f"gradients of step {step} are {number_text(earlier, 4)} times those of step {step - 1}"
-        cause = Cause("another tensor", text, details=(("of", "gradient"), ("back", 1), ("factor", earlier)))
-    yield cause, lambda d: now * wrong.right(d) + earlier * before[d.key]
 
 
-def _of_passes(wrong: Wrong) -> Iterator[Way]:
+def of_the_step_before(evidence: TwoRecordings, broken: Broken) -> Proposals:
+    """Gradients of this step and of the step before, each so many times in all that are wrong, by best fit."""
+    wrong = wrong_gradients(evidence, broken)
+    step = evidence.step
+    keys = [distance.key for distance in wrong]
+    earlier_keys = [(step - 1, GRADIENT, fqn) for _, _, fqn in keys]
+    if not wrong or step == 1 or not all(key in evidence.baseline.whole for key in earlier_keys):
+        return
+    own = np.concatenate([evidence.expected(key) for key in keys])
+    before = np.concatenate([evidence.expected(key) for key in earlier_keys])
+    target = np.concatenate([evidence.observed(key) for key in keys])
+    if not np.isfinite(target).all():
+        return
+    times_own, times_before = map(float, np.linalg.lstsq(np.stack([own, before]).T, target, rcond=None)[0])
+    if abs(times_before) <= bound_of(wrong):
+        return
+    sketches = {}
+    for key, earlier in zip(keys, earlier_keys, strict=True):
+        sketches[key] = times_own * evidence.expected(key) + times_before * evidence.expected(earlier)
+    much = number_text(times_before, 4)
+    details: tuple[tuple[str, object], ...] = (("factor", times_before),)
+    kind = "gradients not zeroed"
+    fitted = 2
+    text = f"gradients are not zeroed: those of step {step} hold {much} times step {step - 1}'s as well"
+    if abs(times_own) <= bound_of(wrong):
+        kind = "another tensor"
+        fitted = 1
+        text = f"gradients of step {step} are {much} times those of step {step - 1}"
+        details = (("of", "gradient"), ("back", 1), *details)
+    elif abs(times_own - 1) > bound_of(wrong):
+        text = f"gradients are not zeroed: those of step {step} are {number_text(times_own, 4)} times the right ones"
+        text += f" and {much} times step {step - 1}'s"
+    cause = Cause(kind, text, details=details)
+    yield evidence.hypothesis(cause, lambda assumed: assumed.if_first_had(sketches), names=_names(wrong), fitted=fitted)
+
+
+def of_passes(evidence: TwoRecordings, broken: Broken) -> Proposals:
     """Passes of the first recording, each so many times."""
-    if counted := counted_otherwise(wrong.one, wrong.other, wrong.step, wrong.bound):
-        cause, sums = counted
-        yield cause, lambda d: sums[d.key[2]]
+    wrong = wrong_gradients(evidence, broken)
+    if not wrong:
+        return
+    counted = weights_of_passes(evidence.baseline, evidence.candidate, evidence.step, bound_of(wrong))
+    if counted is None:
+        return
+    cause, sums = counted
+    sketches = {(evidence.step, GRADIENT, fqn): sketch for fqn, sketch in sums.items()}
+    passes = len(evidence.baseline.passes[evidence.step][0])
+    yield evidence.hypothesis(cause, lambda assumed: assumed.if_first_had(sketches), names=_names(wrong), fitted=passes)
 
 
-def _of_other_parameters(wrong: Wrong) -> Iterator[Way]:
+def of_other_parameters(evidence: TwoRecordings, broken: Broken) -> Proposals:
     """The gradient of one other parameter each, of the same shape, in this step or the one before."""
-    whole, shapes, found = wrong.one.whole, wrong.one.shapes, dict[str, tuple[int, str]]()
-    for d in wrong.differences:
-        alike = [
-            (step, fqn)
-            for step, kind, fqn in whole
-            if kind == GRADIENT and 0 <= wrong.step - step <= 1 and shapes[fqn] == shapes[d.key[2]]
-            if apart(whole[step, kind, fqn].sums, wrong.seen(d))[0] <= d.bound
-        ]
+    sources: dict[Key, Key] = {}
+    for distance in wrong_gradients(evidence, broken):
+        alike = [key for key in _candidates(evidence, distance.key) if _is_equal(evidence, key, distance)]
         if len(alike) != 1:
             return
-        found[d.key[2]] = alike[0]
-    first, (step, fqn) = next(iter(found.items()))
-    text = f"gradients are those of other parameters: {first} has that of {fqn}"
-    text += f" in step {step}" * (step != wrong.step) + f", and so {len(found) - 1} more" * (len(found) > 1)
-    details = (("of", tuple((fqn, *source) for fqn, source in found.items())),)
-    cause = Cause("another tensor", text, details=details)
-    yield cause, lambda d: whole[(found[d.key[2]][0], GRADIENT, found[d.key[2]][1])].sums
+        sources[distance.key] = alike[0]
+    if not sources:
+        return
+    (_, _, fqn), (step, _, source) = next(iter(sources.items()))
+    text = f"gradients are those of other parameters: {fqn} has that of {source}"
+    if step != evidence.step:
+        text += f" in step {step}"
+    if len(sources) > 1:
+        text += f", and so {len(sources) - 1} more"
+    details = (("of", tuple((key[2], of_step, name) for key, (of_step, _, name) in sources.items())),)
+    sketches = {key: evidence.expected(other) for key, other in sources.items()}
+    yield evidence.hypothesis(
+        Cause("another tensor", text, details=details),
+        lambda assumed: assumed.if_first_had(sketches),
+        names=[key[2] for key in sources],
+    )
 
 
-def _rounded(wrong: Wrong) -> Cause | None:
-    """In a float64 job all are off by less than float32 rounds."""
-    exact = {*wrong.one.dtypes.values()} == {"float64"} and wrong.one.computes_in in ("", "float64")
-    off = max(d.distance for d in wrong.differences)
-    if not exact or wrong.step > 1 or not off < FLOAT32:
-        return None
-    hint = "no more than arithmetic in float32 rounds, and the first recording is in float64"
-    return Cause("rounded", f"gradients are off by {off:.0e}", hint=hint, details=(("off", off),))
+def _candidates(evidence: TwoRecordings, wanted: Key) -> Iterator[Key]:
+    """Yield other parameters' gradients of the same shape in the first recording, of the same step or the one before."""
+    shapes = evidence.baseline.shapes
+    for key in evidence.baseline.whole:
+        step, kind, fqn = key
+        alike = fqn != wanted[2] and shapes[fqn] == shapes[wanted[2]]
+        if kind == GRADIENT and step in (wanted[0], wanted[0] - 1) and alike:
+            yield key
+
+
+def _is_equal(evidence: TwoRecordings, key: Key, distance: TensorDistance) -> bool:
+    return apart(evidence.expected(key), evidence.observed(distance.key))[0] <= distance.bound
+
+
+def _ranks_with_own(evidence: TwoRecordings) -> list[int]:
+    """Return the ranks that have different copies of a slice, as the findings name them."""
+    of_step = [finding for finding in evidence.first.findings if finding.step == evidence.step]
+    return sorted({rank for finding in of_step for rank in finding.ranks})
+
+
+def _copies_differ(evidence: TwoRecordings, distance: TensorDistance) -> bool:
+    """Say whether copies of a slice differ by more than rounding does."""
+    for copies in evidence.copies(distance.key).values():
+        if any(not apart(copies[0][1], sums)[0] <= distance.bound for _, sums in copies):
+            return True
+    return False
+
+
+def _mean_of_copies(evidence: TwoRecordings, key: Key) -> np.ndarray:
+    """Return the sketch of a tensor whose slices are the means of what ranks have of them."""
+    total = evidence.observed(key).copy()
+    for copies in evidence.copies(key).values():
+        total += np.mean([sums for _, sums in copies], axis=0) - copies[0][1]
+    return total
+
+
+def _ranks_alike(evidence: TwoRecordings, keys: list[Key]) -> list[tuple[int, ...]]:
+    """Return ranks that have the same slices and the same numbers of them; none if each has its own."""
+    alike: dict[int, set[int]] = {}
+    for key in keys:
+        for copies in evidence.copies(key).values():
+            for rank, sums in copies:
+                same = {other for other, theirs in copies if apart(sums, theirs)[0] <= FLOAT32}
+                alike[rank] = alike.get(rank, same) & same
+    return sorted({tuple(sorted(ranks)) for ranks in alike.values() if len(ranks) > 1})
+
+
+# ---- what is seen of gradients
+
+
+def not_finite(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """Gradients that hold NaN or infinity."""
+    if CHECK not in broken:
+        return
+    odd = [fqn for fqn in evidence.names if _is_not_finite(evidence, (evidence.step, GRADIENT, fqn))]
+    if odd:
+        text = f"gradients of step {evidence.step} are NaN or infinite"
+        yield _fact(evidence, Cause("not finite", text, evidence.parameters_text(odd)))
+
+
+def no_gradients(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """Parameters that have no gradient, where all findings are of these."""
+    if CHECK not in broken:
+        return
+    of_step = [finding for finding in broken[CHECK].findings if finding.step == evidence.step]
+    none = {finding.name for finding in of_step if finding.observed == "none"}
+    if none and none == {*evidence.names}:
+        text = f"no gradient comes in step {evidence.step}"
+        yield _fact(evidence, Cause("incomplete", text, evidence.parameters_text(evidence.names)))
+
+
+def zero_gradients(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """Gradients of zeros, where all that are wrong are so."""
+    wrong = wrong_gradients(evidence, broken)
+    if wrong and not any(evidence.observed(distance.key).any() for distance in wrong):
+        where = evidence.parameters_text(_names(wrong))
+        yield _fact(evidence, Cause("gradients scaled", "gradients are zero", where, details=(("factor", 0.0),)))
+
+
+def rounded_gradients(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """Gradients of a float64 job that are off by less than float32 rounds, in its first step."""
+    wrong = wrong_gradients(evidence, broken)
+    exact = {*evidence.baseline.dtypes.values()} == {"float64"} and evidence.baseline.computes_in in ("", "float64")
+    if not wrong or not exact or evidence.step > 1 or any(evidence.copies(distance.key) for distance in wrong):
+        return
+    off = max(distance.distance for distance in wrong)
+    if off < FLOAT32:
+        hint = "no more than arithmetic in float32 rounds, and the first recording is in float64"
+        where = evidence.parameters_text(_names(wrong))
+        yield _fact(
+            evidence, Cause("rounded", f"gradients are off by {off:.0e}", where, hint=hint, details=(("off", off),))
+        )
+
+
+def changed_between_steps(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """Weights that are others as the step begins than they were after the step before."""
+    step = evidence.step
+    changed = evidence.candidate.changed.get(step, ())
+    looked = any(key[:2] == (step - 1, WEIGHTS) for key in evidence.baseline.whole)
+    if CHECK in broken and looked and changed and not evidence.baseline.changed.get(step):
+        text = f"weights are others as step {step} begins than they were after step {step - 1}"
+        details = (("step", step), ("parameters", changed))
+        where = evidence.parameters_text(changed)
+        yield Fact(Cause("weights changed between steps", text, where, details=details), (CHECK,))
+
+
+def random_state(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """Ranks of a resumed job whose passes draw other random numbers than those of the first recording."""
+    ranks, hint = other_draws(evidence)
+    if CHECK in broken and ranks and evidence.baseline.after:
+        where = evidence.parameters_text(evidence.names)
+        cause = Cause(
+            "random state not restored", place_text(evidence.step), where, hint=hint, details=(("ranks", ranks),)
+        )
+        yield _fact(evidence, cause)
+
+
+def other_draws(evidence: TwoRecordings) -> tuple[tuple[int, ...], str]:
+    """Return ranks whose pass drew other random numbers than the same rank of the first recording, and a hint. None and empty
+    where passes draw none."""
+    expected = evidence.baseline.drawn.get(evidence.step, {})
+    observed = evidence.candidate.drawn.get(evidence.step, {})
+    drawing = [rank for rank, (begin, end) in observed.items() if begin != end]
+    if not drawing or all(begin == end for begin, end in expected.values()):
+        return (), ""
+    hint = "forward passes draw random numbers, as dropout does"
+    if expected.keys() != observed.keys():
+        return (), f"{hint}, and other ranks draw others: leave it out of both"
+    odd = tuple(sorted(rank for rank in drawing if observed[rank][0] != expected[rank][0]))
+    return odd, f"{hint}, and generators stand elsewhere on ranks {ranks_text(odd)}" if odd else ""
+
+
+def _fact(evidence: TwoRecordings, cause: Cause) -> Fact:
+    """Return the fact with the step and the parameters that are wrong in it."""
+    details = (*cause.details, ("step", evidence.step), ("parameters", tuple(evidence.names)))
+    return Fact(Cause(cause.kind, cause.observed, cause.where, hint=cause.hint, details=details), (CHECK,))
+
+
+def _is_not_finite(evidence: TwoRecordings, key: Key) -> bool:
+    return key in evidence.candidate.whole and not math.isfinite(evidence.candidate.whole[key].length)
+
+
+# ---- where they are wrong, if that is all that is known
+
+
+def place_text(step: int) -> str:
+    """Return from when on gradients are wrong."""
+    return f"gradients, or weights before them, are wrong from step {step} on" if step > 1 else "gradients are wrong"
+
+
+def located_gradients(evidence: TwoRecordings) -> Cause:
+    """Return the first step with wrong gradients, and what is seen beside them."""
+    step = evidence.step
+    names = evidence.names
+    where = evidence.parameters_text(names)
+    wrong = evidence.wrong
+    if len(wrong) == 1 == len(names):
+        rows = wrong_rows(evidence.baseline, evidence.candidate, wrong[0])
+        where = ", ".join(filter(None, (where, rows)))
+    hint = ""
+    if step > 1 and not any(key[0] and key[1] == WEIGHTS for key in evidence.candidate.whole):
+        hint = "no optimizer was seen to step on any of them"
+    if ranks := _ranks_with_own(evidence):
+        of_step = [finding for finding in evidence.first.findings if finding.step == step and finding.ranks]
+        unequal = list(dict.fromkeys(finding.name for finding in of_step))
+        hint = f"ranks {ranks_text(ranks)} have different ones of the same slice {evidence.parameters_text(unequal)}"
+    drawn, why = other_draws(evidence)
+    details: tuple[tuple[str, object], ...] = (("place", CHECK), ("step", step), ("parameters", tuple(names)))
+    if drawn:
+        details += (("ranks", drawn),)
+    return Cause("not explained", place_text(step), where, hint=hint or why, details=details)
 
 
 # ---- in words
 
 
-def _plain(factor: float, close: float) -> float:
+def plain_number(factor: float, close: float) -> float:
     """Return the plainest number that a factor is within the bound."""
-    if abs(factor) <= close:
+    if factor == 0:
         return 0.0
     plain = float(round(factor)) if abs(factor) > 0.9 else 1 / round(1 / factor)
     return plain if math.isclose(plain, factor, rel_tol=max(close, 1e-9)) else factor
 
 
-def _numbers_text(wrong: Wrong, factor: float) -> str:
+def _names(wrong: list[TensorDistance]) -> list[str]:
+    return [distance.key[2] for distance in wrong]
+
+
+def _factor_hint(evidence: TwoRecordings, factor: float) -> str:
     """Say which numbers of the two jobs the factor is. Equal numbers are no proof."""
-    one, other = wrong.one.world, wrong.other.world
-    known = {"the second one's ranks": other, "the first one's ranks": one, "the ratio of their ranks": other / one}
-    for value, how in (
-        (factor, "not divided by {} ({})"),
-        (1 / (factor or math.nan), "divided an extra time by {} ({})"),
-    ):
+    first = evidence.baseline.world
+    second = evidence.candidate.world
+    known = {
+        "the second one's ranks": second,
+        "the first one's ranks": first,
+        "the ratio of their ranks": second / first,
+    }
+    inverse = 1 / (factor or math.nan)
+    for value, how in ((factor, "not divided by {} ({})"), (inverse, "divided an extra time by {} ({})")):
         names = [name for name, number in known.items() if number > 1 and math.isclose(number, value, rel_tol=1e-3)]
         if names:
             return f"as if {how.format(' or '.join(names), round(value))}"

@@ -19,105 +19,147 @@ from harness.recording.sketches import BUCKETS, GRADIENT
 TIMES = 4
 """Numbers that each weight is found by, at least."""
 MOST = 8
-"""Weights that are told."""
+"""Weights that are listed."""
 Group = int | tuple[int, int]
 """A rank, a microbatch, or a rank's microbatch; all from 0."""
-
-
-def counted_otherwise(
-    one: Numbers, other: Numbers, step: int, bound: float
-) -> tuple[Cause, Mapping[str, np.ndarray]] | None:
-    """Return how passes count, and what sketches are then, by parameter; None where passes were not seen, or cannot be
-    distinguished."""
-    rows = one.passes.get(step, {}).get(0, ())
-    fqns = [
-        fqn for (at, kind, fqn) in one.whole if (at, kind) == (step, GRADIENT) and (step, GRADIENT, fqn) in other.whole
-    ]
-    added = _added(one, step, len(rows), fqns)
-    if not added or BUCKETS * len(fqns) < TIMES * len(rows):
-        return None
-    lengths = np.repeat([one.whole[step, GRADIENT, fqn].length or 1.0 for fqn in fqns], BUCKETS)
-    columns = np.stack([np.concatenate([of[fqn] for fqn in fqns]) for of in added], axis=1) / lengths[:, None]
-    target = np.concatenate([other.whole[step, GRADIENT, fqn].sums for fqn in fqns]) / lengths
-    counts = np.linalg.norm(columns, axis=0) > bound  # a pass without a label adds nothing
-    if not np.isfinite(target).all() or np.linalg.matrix_rank(columns[:, counts]) < sum(counts):
-        return None
-    inverse = np.linalg.pinv(columns[:, counts])
-    weights, close = inverse @ target, 2 * bound * float(np.abs(np.linalg.norm(inverse, axis=1)).max())
-    every = np.ones(len(rows))
-    every[counts] = np.where(np.abs(weights - weights.round()) <= close, weights.round() + 0.0, weights)
-    if close > 0.1 or np.ptp(every[counts]) <= 2 * close:
-        return None
-    sums = {fqn: sum(weight * of[fqn] for weight, of in zip(every, added, strict=True)) for fqn in fqns}
-    groups = {name: _groups(other, step, rows, name) for name in ("rank", "microbatch", "microbatch of each rank")}
-    name = "sample" if all(len(of) == 1 for of in rows) else "pass of the first recording"
-    return _cause([*_readings(every, counts, close, groups), (name, dict(enumerate(every)))], close), sums  # type: ignore
-
-
-def _added(one: Numbers, step: int, passes: int, fqns: Sequence[str]) -> list[dict[str, np.ndarray]]:
-    """Return what each pass added; nothing where not all of them were seen."""
-    known = [one.after_pass.get((step, number), {}) for number in range(1, passes)]
-    if passes < 2 or any(fqn not in of for of in known for fqn in fqns):
-        return []
-    whole = {fqn: one.whole[step, GRADIENT, fqn].sums for fqn in fqns}
-    until = [{fqn: np.zeros(BUCKETS) for fqn in fqns}, *known, whole]
-    return [{fqn: late[fqn] - early[fqn] for fqn in fqns} for early, late in zip(until, until[1:], strict=False)]
-
-
-def _groups(other: Numbers, step: int, rows: Sequence[tuple[int, ...]], name: str) -> list[Group] | None:
-    """Return of which group of the second recording each pass is; None where rows of one were fed to several. Ranks that are
-    fed alike are one."""
-    fed = other.passes.get(step, {})
-    ranks = {fed[rank]: rank for rank in sorted(fed, reverse=True)}
-    found: list[Group] = []
-    for of in rows:
-        at = {(rank, place) for parts, rank in ranks.items() for place, part in enumerate(parts) if {*of} & {*part}}
-        some = {{"rank": rank, "microbatch": place}.get(name, (rank, place)) for rank, place in at}
-        if len(some) != 1:
-            return None
-        found += some
-    return found
-
-
 Reading = tuple[str, dict[Group, float]]
 """What is one group, and the weight of each; infinite where it has no label that counts, of which any weight is right."""
 
 
+def weights_of_passes(
+    baseline: Numbers, candidate: Numbers, step: int, bound: float
+) -> tuple[Cause, Mapping[str, np.ndarray]] | None:
+    """Return how passes count, and what sketches are then, by parameter; None where passes were not seen, or cannot be
+    distinguished."""
+    rows = baseline.passes.get(step, {}).get(0, ())
+    fqns = _parameters_with_gradient(baseline, candidate, step)
+    parts = _parts_of_passes(baseline, step, len(rows), fqns)
+    if not parts or BUCKETS * len(fqns) < TIMES * len(rows):
+        return None
+    lengths = np.repeat([baseline.whole[step, GRADIENT, fqn].length or 1.0 for fqn in fqns], BUCKETS)
+    columns = np.stack([_in_a_row(part, fqns) for part in parts], axis=1) / lengths[:, None]
+    target = np.concatenate([candidate.whole[step, GRADIENT, fqn].sums for fqn in fqns]) / lengths
+    counts = np.linalg.norm(columns, axis=0) > bound  # a pass without a label adds nothing
+    if not np.isfinite(target).all() or np.linalg.matrix_rank(columns[:, counts]) < sum(counts):
+        return None
+    inverse = np.linalg.pinv(columns[:, counts])
+    close = 2 * bound * float(np.abs(np.linalg.norm(inverse, axis=1)).max())
+    fitted = inverse @ target
+    weights = np.ones(len(rows))
+    weights[counts] = np.where(np.abs(fitted - fitted.round()) <= close, fitted.round() + 0.0, fitted)
+    if close > 0.1 or np.ptp(weights[counts]) <= 2 * close:
+        return None
+    sums = {fqn: weights @ np.stack([part[fqn] for part in parts]) for fqn in fqns}
+    readings = [*_readings(candidate, step, rows, weights, counts, close), _reading_by_pass(rows, weights)]
+    return _cause(readings, close), sums
+
+
+def _parameters_with_gradient(baseline: Numbers, candidate: Numbers, step: int) -> list[str]:
+    """Return the parameters of which both recordings have a gradient."""
+    keys = [key for key in baseline.whole if key[:2] == (step, GRADIENT)]
+    return [key[2] for key in keys if key in candidate.whole]
+
+
+def _in_a_row(sketches: Mapping[str, np.ndarray], fqns: Sequence[str]) -> np.ndarray:
+    return np.concatenate([sketches[fqn] for fqn in fqns])
+
+
+def _parts_of_passes(baseline: Numbers, step: int, passes: int, fqns: Sequence[str]) -> list[dict[str, np.ndarray]]:
+    """Return what each pass added; nothing where not all of them were seen."""
+    known = [baseline.after_pass.get((step, number), {}) for number in range(1, passes)]
+    if passes < 2:
+        return []
+    for sums in known:
+        if any(fqn not in sums for fqn in fqns):
+            return []
+    whole = {fqn: baseline.whole[step, GRADIENT, fqn].sums for fqn in fqns}
+    accumulated = [{fqn: np.zeros(BUCKETS) for fqn in fqns}, *known, whole]
+    parts = []
+    for before, after in zip(accumulated, accumulated[1:], strict=False):
+        parts.append({fqn: after[fqn] - before[fqn] for fqn in fqns})
+    return parts
+
+
+# ---- whose passes they are
+
+
 def _readings(
-    every: np.ndarray, counts: np.ndarray, close: float, groups: Mapping[str, list[Group] | None]
+    candidate: Numbers,
+    step: int,
+    rows: Sequence[tuple[int, ...]],
+    weights: np.ndarray,
+    counts: np.ndarray,
+    close: float,
 ) -> Iterator[Reading]:
     """Yield the ways to group passes in which all of one group count alike."""
-    for name, of in groups.items():
-        if of is None or len({*of}) < 2:
+    for name in ("rank", "microbatch", "microbatch of each rank"):
+        groups = _groups(candidate, step, rows, name)
+        if groups is None or len({*groups}) < 2:
             continue
-        at = {
-            group: [w for w, own, counted in zip(every, of, counts, strict=True) if own == group and counted]
-            for group in of
-        }
-        if all(not weights or np.ptp(weights) <= 2 * close for weights in at.values()):
-            yield name, {group: float(np.mean(weights)) if weights else math.inf for group, weights in at.items()}
+        by_group: dict[Group, list[float]] = {group: [] for group in groups}
+        for group, weight, counted in zip(groups, weights, counts, strict=True):
+            if counted:
+                by_group[group].append(weight)
+        if all(not alike or np.ptp(alike) <= 2 * close for alike in by_group.values()):
+            means = {group: float(np.mean(alike)) if alike else math.inf for group, alike in by_group.items()}
+            yield name, means
+
+
+def _reading_by_pass(rows: Sequence[tuple[int, ...]], weights: np.ndarray) -> Reading:
+    """Return each pass of the first recording alone."""
+    name = "sample" if all(len(row) == 1 for row in rows) else "pass of the first recording"
+    return name, {number: float(weight) for number, weight in enumerate(weights)}
+
+
+def _groups(candidate: Numbers, step: int, rows: Sequence[tuple[int, ...]], name: str) -> list[Group] | None:
+    """Return of which group of the second recording each pass is; None where rows of one were fed to several. Ranks that are
+    fed alike are one."""
+    received = candidate.passes.get(step, {})
+    ranks = {received[rank]: rank for rank in sorted(received, reverse=True)}
+    groups: list[Group] = []
+    for row in rows:
+        receivers: set[Group] = set()
+        for passes, rank in ranks.items():
+            numbers = [number for number, fed in enumerate(passes) if {*row} & {*fed}]
+            receivers.update({"rank": rank, "microbatch": number}.get(name, (rank, number)) for number in numbers)
+        if len(receivers) != 1:
+            return None
+        groups += receivers
+    return groups
+
+
+# ---- in words
 
 
 def _cause(readings: Sequence[Reading], close: float) -> Cause:
-    """Where the inverses of weights have the mean 1, each group's mean was taken, and the mean of these. The last reading has
-    each pass of the first recording alone."""
+    """Return what the first reading says that has lost groups, or a mean of means; else the first one's weights.
+
+    Where the inverses of weights have the mean 1, each group's mean was taken, and the mean of these. The last reading has each
+    pass of the first recording alone.
+    """
     for name, weights in readings[:-1]:
         numbers = _finite(weights)
         share = sum(1 / number for number in numbers if number) / len(weights)
-        lost = [group for group, weight in weights.items() if abs(weight) <= close]
+        lost = sorted(group for group, weight in weights.items() if abs(weight) <= close)
         details = (("units", name), ("weights", tuple(numbers.tolist())))
         if lost and len(lost) < len(weights):
-            which = ", ".join(_group_text(name, group) for group in sorted(lost))
-            text = f"{name} {which} does not contribute to the gradient" if len(lost) == 1 else ""
-            text = text or f"of {len(weights)} ({name}), {len(lost)} do not contribute to the gradient: {which}"
+            text = _lost_text(name, lost, len(weights))
             return Cause("unequal contributions", text, hint=_weights_text(numbers), details=details)
         if not lost and abs(share - 1) <= close < np.var(numbers) / TIMES:
             text = f"the loss is averaged per {name}, and then over these: {len(weights)} of unequal size count alike"
             return Cause("averaged locally", text, hint=_weights_text(numbers), details=details)
     name, weights = readings[0]
     numbers = _finite(weights)
-    text, details = f"gradients count unequally by {name}", (("units", name), ("weights", tuple(numbers.tolist())))
+    details = (("units", name), ("weights", tuple(numbers.tolist())))
+    text = f"gradients count unequally by {name}"
     return Cause("unequal contributions", text, hint=_weights_text(numbers), details=details)
+
+
+def _lost_text(name: str, lost: Sequence[Group], groups: int) -> str:
+    which = ", ".join(_group_text(name, group) for group in lost)
+    if len(lost) == 1:
+        return f"{name} {which} does not contribute to the gradient"
+    return f"of {groups} ({name}), {len(lost)} do not contribute to the gradient: {which}"
 
 
 def _finite(weights: Mapping[Group, float]) -> np.ndarray:
@@ -131,5 +173,5 @@ def _group_text(name: str, group: Group) -> str:
 
 
 def _weights_text(weights: np.ndarray) -> str:
-    told = ", ".join(number_text(float(weight), 4) for weight in weights[:MOST])
-    return f"weights {told}" + ", .." * (len(weights) > MOST)
+    listed = ", ".join(number_text(float(weight), 4) for weight in weights[:MOST])
+    return f"weights {listed}, .." if len(weights) > MOST else f"weights {listed}"

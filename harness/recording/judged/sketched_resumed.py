@@ -3,68 +3,124 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator
 
+import numpy as np
+
+from harness.core.causes.hypothesis import Broken, Fact, Hypothesis
 from harness.core.evidence.text import number_text
 from harness.core.judge.result import Cause
-from harness.recording.judged.judge_sketched import Numbers
+from harness.recording.judged.judge_sketched import Key, Numbers
 from harness.recording.judged.sketch_distances import EQUAL, TensorDistance, apart
-from harness.recording.judged.sketched_gradients import in_words
+from harness.recording.judged.sketched_steps import AVERAGES, STATE
+from harness.recording.judged.two_recordings import TwoRecordings
 from harness.recording.sketches import GRADIENT, WEIGHTS
 
-AVERAGES = ("exp_avg", "momentum_buffer")
-"""Keys of averages of gradients in an optimizer's state."""
+BETAS = re.compile(r"betas \(([0-9.]+), ([0-9.]+)\)")
+MOMENTUM = re.compile(r"momentum ([0-9.]+)")
 
 
-def other_weights(one: Numbers, other: Numbers, names: Sequence[str]) -> Cause:
-    """These parameters are not those after the step: whether they are those of another."""
-    text, details = f"training does not go on from the weights after step {one.after}", (("parameters", tuple(names)),)
-    steps = sorted({step for step, kind, _ in one.whole if kind == WEIGHTS and step != one.after})
-    of = [step for step in steps if all(_are(one, other, step, fqn) for fqn in names)]
-    where = in_words(list(names), one)
-    if len(of) != 1:
-        return Cause("parameters changed over the checkpoint", text, where, details=details)
-    kind = "resumed elsewhere" if of[0] else "parameters not loaded"
-    told = f"from those after step {of[0]}" if of[0] else "from those before training"
-    return Cause(kind, f"{text}, but {told}", where, details=(("of_step", of[0]), *details))
+def state_lost(evidence: TwoRecordings, broken: Broken) -> Iterator[Hypothesis[TwoRecordings]]:
+    """Averages hold the first step's gradient alone, while those of the first recording hold earlier ones.
+
+    Where the optimizer's settings are not known, nothing can be assumed, and what is seen is stated.
+    """
+    step = evidence.baseline.after + 1
+    averages = [distance for distance in evidence.wrong if distance.key[1] in AVERAGES]
+    if STATE not in broken or not evidence.baseline.after or evidence.step != step or not averages:
+        return
+    for average in averages:
+        if not _is_new(evidence.candidate, average) or _is_new(evidence.baseline, average):
+            return
+    kinds = sorted({distance.key[1] for distance in averages})
+    names = tuple(dict.fromkeys(distance.key[2] for distance in averages))
+    text = f"the optimizer's state is not restored: {kinds[0]} is a multiple of the gradient of step {step}"
+    details = (("step", step), ("state", tuple(kinds)), ("parameters", names))
+    cause = Cause("optimizer state lost", text, evidence.parameters_text(names), details=details)
+    sketches = _new_state(evidence)
+    if sketches is None:
+        yield Hypothesis(cause, None, seen=(STATE,))
+        return
+    yield Hypothesis(cause, lambda assumed: assumed.if_first_had(sketches), seen=(STATE,), renumbers=True)
 
 
-def _are(one: Numbers, other: Numbers, step: int, fqn: str) -> bool:
-    mine, theirs = one.whole.get((step, WEIGHTS, fqn)), other.whole.get((one.after, WEIGHTS, fqn))
-    return mine is not None and theirs is not None and apart(mine.sums, theirs.sums)[0] <= EQUAL
+def _new_state(evidence: TwoRecordings) -> dict[Key, np.ndarray] | None:
+    """Return the first recording's state without what it had after the step that the second goes on from. None if the
+    settings do not say how much of that remains."""
+    sketches: dict[Key, np.ndarray] = {}
+    for distance in evidence.distances:
+        _, kind, fqn = distance.key
+        remains = _part_that_remains(evidence.baseline, kind)
+        earlier = evidence.baseline.whole.get((evidence.baseline.after, kind, fqn))
+        if remains is not None and earlier is not None:
+            sketches[distance.key] = evidence.expected(distance.key) - remains * earlier.sums
+        elif distance.is_wrong:
+            return None
+    return sketches
 
 
-def new_state(one: Numbers, other: Numbers, wrong: Sequence[TensorDistance]) -> Cause | None:
-    """Averages that are multiples of the first step's gradient alone, while those of the first recording are not."""
-    averages = [d for d in wrong if d.key[0] == one.after + 1 and d.key[1] in AVERAGES]
-    if not one.after or not averages or not all(_is_new(other, d) and not _is_new(one, d) for d in averages):
+def _part_that_remains(numbers: Numbers, kind: str) -> float | None:
+    """Return how much of an average remains after a step; None where the optimizer's settings do not say."""
+    if len(numbers.optimizers) != 1:
         return None
-    kinds = sorted({d.key[1] for d in averages})
-    names = tuple(dict.fromkeys(d.key[2] for d in averages))
-    text = f"the optimizer's state is not restored: {kinds[0]} is a multiple of the gradient of step {one.after + 1}"
-    details = (("step", one.after + 1), ("state", tuple(kinds)), ("parameters", names))
-    return Cause("optimizer state lost", text, in_words(list(names), one), details=details)
+    if kind == "momentum_buffer":
+        momentum = MOMENTUM.search(numbers.optimizers[0])
+        return float(momentum[1]) if momentum else None
+    betas = BETAS.search(numbers.optimizers[0])
+    number = {"exp_avg": 1, "exp_avg_sq": 2}.get(kind)
+    return float(betas[number]) if betas and number else None
 
 
-def _is_new(of: Numbers, average: TensorDistance) -> bool:
+def _is_new(numbers: Numbers, average: TensorDistance) -> bool:
+    """Say whether an average is a multiple of its step's gradient."""
     step, _, fqn = average.key
-    gradient = of.whole.get((step, GRADIENT, fqn))
+    gradient = numbers.whole.get((step, GRADIENT, fqn))
     if gradient is None:
         return False
-    multiple = apart(gradient.sums, of.whole[average.key].sums)[1]
-    return math.isfinite(multiple) and apart(multiple * gradient.sums, of.whole[average.key].sums)[0] <= average.bound
+    sums = numbers.whole[average.key].sums
+    multiple = apart(gradient.sums, sums)[1]
+    return math.isfinite(multiple) and apart(multiple * gradient.sums, sums)[0] <= average.bound
 
 
-def schedule_again(one: Numbers, other: Numbers) -> Cause | None:
+def other_weights(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """Parameters that are not those of the step that training goes on from: whether they are those of another step."""
+    after = evidence.baseline.after
+    names = evidence.names
+    if "initial_weights" not in broken or not after:
+        return
+    text = f"training does not go on from the weights after step {after}"
+    kind = "parameters changed over the checkpoint"
+    details: tuple[tuple[str, object], ...] = (("parameters", tuple(names)),)
+    known = sorted({step for step, kind_of, _ in evidence.baseline.whole if kind_of == WEIGHTS and step != after})
+    steps = [step for step in known if all(_are_of_step(evidence, step, fqn) for fqn in names)]
+    if len(steps) == 1:
+        kind = "resumed elsewhere" if steps[0] else "parameters not loaded"
+        text += f", but from those after step {steps[0]}" if steps[0] else ", but from those before training"
+        details = (("of_step", steps[0]), *details)
+    yield Fact(Cause(kind, text, evidence.parameters_text(names), details=details), ("initial_weights",))
+
+
+def _are_of_step(evidence: TwoRecordings, step: int, fqn: str) -> bool:
+    expected = evidence.baseline.whole.get((step, WEIGHTS, fqn))
+    observed = evidence.candidate.whole.get((evidence.baseline.after, WEIGHTS, fqn))
+    return expected is not None and observed is not None and apart(expected.sums, observed.sums)[0] <= EQUAL
+
+
+def schedule_again(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     """From the first wrong rate on, each is the one that the first recording had as many steps after its beginning."""
-    seen = [(step, rate) for step, rate in sorted(other.rates.items()) if step > one.after and step in one.rates]
-    wrong = next((step for step, rate in seen if rate != one.rates[step]), None)
-    if not one.after or wrong is None:
-        return None
-    if not all(rate == one.rates.get(step - one.after) for step, rate in seen if step >= wrong):
-        return None
-    text = (
-        f"the schedule restarts after resuming: the learning rate of step {wrong} is that of step {wrong - one.after}"
-    )
-    text += f", {number_text(other.rates[wrong][0])} in place of {number_text(one.rates[wrong][0])}"
-    return Cause("schedule starts anew", text, details=(("step", wrong), ("of_step", wrong - one.after)))
+    expected = evidence.baseline.rates
+    after = evidence.baseline.after
+    if "recipe" not in broken or not after or broken["recipe"].findings[0].name != "learning rate":
+        return
+    seen = [
+        (step, rate) for step, rate in sorted(evidence.candidate.rates.items()) if step > after and step in expected
+    ]
+    wrong = next((step for step, rate in seen if rate != expected[step]), None)
+    if wrong is None or not all(rate == expected.get(step - after) for step, rate in seen if step >= wrong):
+        return
+    observed = evidence.candidate.rates[wrong][0]
+    text = f"the schedule restarts after resuming: the learning rate of step {wrong} is that of step {wrong - after}"
+    text += f", {number_text(observed)} in place of {number_text(expected[wrong][0])}"
+    details = (("step", wrong), ("of_step", wrong - after))
+    yield Fact(Cause("schedule starts anew", text, details=details), ("recipe",))

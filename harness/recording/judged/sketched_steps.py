@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from harness.core.causes.hypothesis import Broken, Fact, Hypothesis
 from harness.core.evidence.text import number_text, ranks_text
-from harness.core.judge.result import Cause, Result
-from harness.recording.judged.judge_same_training import Comparison
+from harness.core.judge.result import Cause, Lines
 from harness.recording.judged.judge_sketched import Key, Numbers
 from harness.recording.judged.sketch_distances import OF_UPDATES, TensorDistance, apart
-from harness.recording.judged.sketched_gradients import in_words
-from harness.recording.judged.sketched_resumed import AVERAGES, new_state
+from harness.recording.judged.two_recordings import TwoRecordings
 from harness.recording.sketches import GRADIENT, WEIGHTS
 
+STATE = "optimizer_state"
+UPDATE = "update"
+AVERAGES = ("exp_avg", "momentum_buffer")
+"""Keys of averages of gradients in an optimizer's state."""
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
+"""Keys of averages of squares of gradients."""
 MOST_DECAY = 0.2
 """Part of the weights that weight decay takes in a step at most."""
 STILL = 1e-12
@@ -29,122 +33,190 @@ STILL = 1e-12
 BETA1 = re.compile(r"betas \(([0-9.]+),")
 
 
-def other_norm(one: Numbers, other: Numbers, found: Comparison, result: Result) -> Cause:
-    finding = result.findings[0]
-    ranks = sorted({rank for of in result.findings for rank in of.ranks})
-    text = "gradients are clipped by another norm than that of all gradients"
-    where, details = f"on ranks {ranks_text(ranks)}", (("step", finding.step), ("ranks", tuple(ranks)))
-    return Cause("clipped by another norm", text, where, finding=finding, details=details)
+# ---- what a step may have done
 
 
-def stepped_otherwise(one: Numbers, other: Numbers, found: Comparison, result: Result) -> Cause:
-    """What the optimizer makes of gradients that are right."""
-    step = min((finding.step or 0 for finding in result.findings), default=0)
-    of_step = (
-        finding.name for finding in result.findings if finding.kind == "parameter" and (finding.step or 0) == step
-    )
-    names = list(dict.fromkeys(of_step))
-    kinds = [d for d in found.differences if d.is_wrong and d.key[0] == step and d.key[1] != GRADIENT]
-    of_state = [d for d in kinds if d.key[1] != OF_UPDATES] if result.check == "optimizer_state" else kinds
-    moved = {d.key[2]: d for d in kinds if d.key[1] == OF_UPDATES}
-    if moved and all(abs(d.distance**2 - 1 + 2 * d.fit) < STILL for d in moved.values()):
-        details = (("place", "update"), ("step", step), ("parameters", tuple(moved)))
-        return Cause(
-            "not stepped", f"the optimizer has no effect in step {step}", in_words([*moved], one), details=details
-        )
-    if cause := new_state(one, other, of_state):
-        return cause
-    if cause := _clipped(one, other, of_state) or _decayed(one, other, of_state):
-        return replace(cause, where=cause.where or in_words(names, one), details=(*cause.details, ("step", step)))
-    fits = [d.fit for d in of_state if d.key[1] == of_state[0].key[1] and math.isfinite(d.fit)] if of_state else []
-    what = "optimizer's state" if result.check == "optimizer_state" else "update"
-    text = f"the {what} is wrong {in_words(names, one)}" + f" from step {step} on" * (step > 1)
-    text += ", gradients " + ("have one factor" if step in other.rescaled else "before clipping are right")
-    hint = ""
-    if fits and np.ptp(fits) <= 2 * max(d.bound for d in of_state):
-        factor = number_text(float(np.median(fits)), 4)
-        hint = f"{of_state[0].key[1]} is {factor} times the first recording's"
-    details = (("place", what), ("step", step), ("parameters", tuple(names)))
-    return Cause("not explained", text, hint=hint, details=details)
-
-
-def _decayed(one: Numbers, other: Numbers, wrong: Sequence[TensorDistance]) -> Cause | None:
-    """An update or an average of gradients is wrong by a multiple of the weights."""
-    kind = wrong[0].key[1] if wrong else ""
-    wanted = [((d.key[0] - 1, WEIGHTS, d.key[2]), d) for d in wrong if d.key[1] == kind]
-    if not wanted or any(before not in of.whole for before, _ in wanted for of in (one, other)):
-        return None
-
-    def sums(of: Numbers, before: Key, d: TensorDistance) -> np.ndarray:
-        step, _, fqn = d.key
-        added = kind == OF_UPDATES
-        return of.whole[step, WEIGHTS, fqn].sums - of.whole[before].sums if added else of.whole[d.key].sums
-
-    found = [(sums(one, *at), sums(other, *at), one.whole[at[0]].sums, at[1].bound) for at in wanted]
-    off, held = (
-        np.concatenate(of) for of in zip(*((theirs - mine, held) for mine, theirs, held, _ in found), strict=True)
-    )
-    times = float(off @ held / (held @ held or 1.0))
-    if abs(times) > MOST_DECAY or not all(
-        apart(mine + times * held, theirs)[0] <= bound for mine, theirs, held, bound in found
-    ):
-        return None
-    much = f"{number_text(times, 4)} times the weights in addition"
-    if kind == OF_UPDATES:
-        return Cause(
-            "weight decay", f"weights decay otherwise: what the step adds has {much}", details=(("times", times),)
-        )
-    text = f"weight decay is added to gradients: {kind} has {much}"
-    return Cause("weight decay in the gradients", text, details=(("times", times),))
-
-
-def _clipped(one: Numbers, other: Numbers, wrong: Sequence[TensorDistance]) -> Cause | None:
+def clipped_otherwise(evidence: TwoRecordings, broken: Broken) -> Iterator[Hypothesis[TwoRecordings]]:
     """In step 1 averages are other multiples of gradients, which are the same."""
-    if other.rescaled.get(1) and not one.norms.get(1):
-        return None  # the first recording's gradients are seen after clipping, so its factor is not known
-    averages = [d for d in wrong if d.key[0] == 1 and d.key[1] in AVERAGES]
-    found: dict[str, tuple[float, float]] = {}
-    for d in averages:
-        multiples = [_multiple(of, d) for of in (one, other)]
-        if None in multiples:
-            return None
-        found[d.key[2]] = multiples[0], multiples[1]  # type: ignore[assignment]
-    return _multiplied_otherwise(one, found, max(d.bound for d in averages)) if found else None
+    if STATE not in broken or evidence.step != 1:
+        return
+    if evidence.candidate.rescaled.get(1) and not evidence.baseline.norms.get(1):
+        return  # the first recording's gradients are seen after clipping, so its factor is not known
+    averages = [distance for distance in evidence.wrong if distance.key[1] in AVERAGES]
+    factors: dict[str, tuple[float, float]] = {}
+    for average in averages:
+        expected = multiple_of_gradient(evidence.baseline, average)
+        observed = multiple_of_gradient(evidence.candidate, average)
+        if not expected or observed is None:
+            return
+        factors[average.key[2]] = expected, observed
+    if not factors:
+        return
+    bound = max(distance.bound for distance in averages)
+    cause = _clipping(factors, bound)
+    observed_factors = [observed for _, observed in factors.values()]
+    alike = max(observed_factors) - min(observed_factors) <= 2 * bound * max(observed_factors)
+    sketches = _clipped_state(evidence, factors)
+    yield evidence.hypothesis(
+        cause,
+        lambda assumed: assumed.if_first_had(sketches),
+        names=factors,
+        fitted=1 if alike else len(factors),
+    )
 
 
-def _multiple(of: Numbers, average: TensorDistance) -> float | None:
+def _clipped_state(evidence: TwoRecordings, factors: Mapping[str, tuple[float, float]]) -> dict[Key, np.ndarray]:
+    """Return the first recording's state, if its gradients were multiplied as the second one's are."""
+    sketches: dict[Key, np.ndarray] = {}
+    for key in (distance.key for distance in evidence.distances):
+        if key[2] not in factors:
+            continue
+        expected, observed = factors[key[2]]
+        ratio = observed / expected
+        if key[1] in AVERAGES:
+            sketches[key] = ratio * evidence.expected(key)
+        elif key[1] in SQUARES:
+            sketches[key] = ratio**2 * evidence.expected(key)
+    return sketches
+
+
+def multiple_of_gradient(numbers: Numbers, average: TensorDistance) -> float | None:
     """Return what a gradient was multiplied by before it came into its average; None where that is not known."""
     _, kind, fqn = average.key
-    taken, gradient = _taken(of, kind), of.whole.get((1, GRADIENT, fqn))
+    taken = _part_taken(numbers, kind)
+    gradient = numbers.whole.get((1, GRADIENT, fqn))
     if taken is None or gradient is None:
         return None
-    multiple = apart(gradient.sums, of.whole[average.key].sums)[1]
-    is_so = apart(multiple * gradient.sums, of.whole[average.key].sums)[0] <= average.bound
-    return multiple / taken if is_so else None
+    sums = numbers.whole[average.key].sums
+    multiple = apart(gradient.sums, sums)[1]
+    is_multiple = apart(multiple * gradient.sums, sums)[0] <= average.bound
+    return multiple / taken if is_multiple else None
 
 
-def _taken(of: Numbers, kind: str) -> float | None:
+def _part_taken(numbers: Numbers, kind: str) -> float | None:
     """Return how much of a gradient is in an average at first; None where the optimizer's settings do not say."""
-    if len(of.optimizers) != 1:
+    if len(numbers.optimizers) != 1:
         return None
     if kind == "momentum_buffer":
-        return 1.0 if of.optimizers[0].startswith("SGD(") else None
-    beta = BETA1.search(of.optimizers[0])
+        return 1.0 if numbers.optimizers[0].startswith("SGD(") else None
+    beta = BETA1.search(numbers.optimizers[0])
     return 1 - float(beta[1]) if beta else None
 
 
-def _multiplied_otherwise(one: Numbers, found: dict[str, tuple[float, float]], bound: float) -> Cause:
-    """found: parameter -> what gradients are multiplied by in either recording, after they were seen."""
-    factors = [theirs for _, theirs in found.values()]
-    right, seen = next(iter(found.values()))
-    digits = next(n for n in (4, 8, 17) if n > 8 or number_text(right, n) != number_text(seen, n))
-    details, where = (("expected", right), ("factors", tuple(factors))), in_words([*found], one)
-    kind, how = "clipped by another norm", f"multiplied by {number_text(seen, digits)}"
-    if max(factors) - min(factors) > 2 * bound * max(factors):
-        how = f"multiplied by {number_text(min(factors), 4)} to {number_text(max(factors), 4)}"
+def _clipping(factors: Mapping[str, tuple[float, float]], bound: float) -> Cause:
+    """Return the cause. factors: parameter -> what gradients are multiplied by in either recording, after they were seen."""
+    observed = [multiple for _, multiple in factors.values()]
+    right, seen = next(iter(factors.values()))
+    digits = next(number for number in (4, 8, 17) if number > 8 or _differ(right, seen, number))
+    details = (("expected", right), ("factors", tuple(observed)))
+    kind = "clipped by another norm"
+    how = f"multiplied by {number_text(seen, digits)}"
+    if max(observed) - min(observed) > 2 * bound * max(observed):
+        how = f"multiplied by {number_text(min(observed), 4)} to {number_text(max(observed), 4)}"
     elif math.isclose(seen, 1, rel_tol=min(bound, 0.01)) and right < 1:
-        kind, how = "clipping left out", "as they are"
+        kind = "clipping left out"
+        how = "as they are"
     elif seen > 1:
         kind = "clipping enlarges gradients"
     text = f"gradients reach the optimizer {how}, the first recording's multiplied by {number_text(right, digits)}"
-    return Cause(kind, text, where, details=details)
+    return Cause(kind, text, details=details)
+
+
+def _differ(first: float, second: float, digits: int) -> bool:
+    return number_text(first, digits) != number_text(second, digits)
+
+
+def decayed_otherwise(evidence: TwoRecordings, broken: Broken) -> Iterator[Hypothesis[TwoRecordings]]:
+    """An update or an average of gradients is wrong by a multiple of the weights."""
+    wrong = evidence.wrong if {STATE, UPDATE} & {*broken} else []
+    keys = [distance.key for distance in wrong if distance.key[1] == wrong[0].key[1]]
+    before = {key: (evidence.step - 1, WEIGHTS, key[2]) for key in keys}
+    both = (evidence.baseline.whole, evidence.candidate.whole)
+    if not keys or any(key not in whole for key in before.values() for whole in both):
+        return
+    kind = keys[0][1]
+    compared = {key: (evidence.step, WEIGHTS, key[2]) if kind == OF_UPDATES else key for key in keys}
+    weights = np.concatenate([evidence.expected(before[key]) for key in keys])
+    off = np.concatenate([evidence.observed(compared[key]) - evidence.expected(compared[key]) for key in keys])
+    if kind == OF_UPDATES:
+        off -= np.concatenate([evidence.observed(before[key]) - evidence.expected(before[key]) for key in keys])
+    times = float(off @ weights / (weights @ weights or 1.0))
+    if not abs(times) <= MOST_DECAY:
+        return
+    sketches = {
+        compared[key]: evidence.expected(compared[key]) + times * evidence.expected(before[key]) for key in keys
+    }
+    much = f"{number_text(times, 4)} times the weights in addition"
+    cause = Cause("weight decay", f"weights decay otherwise: what the step adds has {much}")
+    if kind != OF_UPDATES:
+        cause = Cause("weight decay in the gradients", f"weight decay is added to gradients: {kind} has {much}")
+    names = [key[2] for key in keys]
+    squares = [distance.key for distance in wrong if distance.key[1] in SQUARES and distance.key[2] in names]
+    lines: Lines = (
+        (("not tested", f"{squares[0][1]}: squares of a sum do not follow from sketches"),) if squares else ()
+    )
+    yield evidence.hypothesis(
+        Cause(cause.kind, cause.observed, details=(("times", times),)),
+        lambda assumed: assumed.if_first_had(sketches).without(squares),
+        names=names,
+        lines=lines,
+    )
+
+
+# ---- what is seen of a step
+
+
+def not_stepped(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """Updates of zero, where all that are wrong in the step are so."""
+    check = next(iter({STATE, UPDATE} & {*broken}), "")
+    updates = [
+        distance for distance in evidence.comparison.differences if distance.key[:2] == (evidence.step, OF_UPDATES)
+    ]
+    moved = [distance for distance in updates if distance.is_wrong]
+    if check and moved and all(_is_still(distance) for distance in moved):
+        names = tuple(distance.key[2] for distance in moved)
+        details = (("place", "update"), ("step", evidence.step), ("parameters", names))
+        text = f"the optimizer has no effect in step {evidence.step}"
+        yield Fact(Cause("not stepped", text, evidence.parameters_text(names), details=details), (check,))
+
+
+def _is_still(update: TensorDistance) -> bool:
+    """Say whether the second recording's update is zero: its square follows from the distance and the fit."""
+    return abs(update.distance**2 - 1 + 2 * update.fit) < STILL
+
+
+def other_norm(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """A norm that torch's clipping function returned, and that is not the norm of the first recording's gradients."""
+    if "grad_norm" not in broken:
+        return
+    findings = broken["grad_norm"].findings
+    ranks = sorted({rank for finding in findings for rank in finding.ranks})
+    text = "gradients are clipped by another norm than that of all gradients"
+    details = (("step", findings[0].step), ("ranks", tuple(ranks)))
+    where = f"on ranks {ranks_text(ranks)}"
+    yield Fact(Cause("clipped by another norm", text, where, finding=findings[0], details=details), ("grad_norm",))
+
+
+# ---- where a step is wrong, if that is all that is known
+
+
+def located_step(evidence: TwoRecordings) -> Cause:
+    """Return the first step whose state or update is wrong, and a factor that fits."""
+    step = evidence.step
+    names = evidence.names
+    part = "optimizer's state" if evidence.first.check == STATE else "update"
+    text = f"the {part} is wrong {evidence.parameters_text(names)}"
+    if step > 1:
+        text += f" from step {step} on"
+    text += ", gradients " + ("have one factor" if step in evidence.candidate.rescaled else "before clipping are right")
+    details = (("place", part), ("step", step), ("parameters", tuple(names)))
+    return Cause("not explained", text, hint=_factor_text(evidence.wrong), details=details)
+
+
+def _factor_text(wrong: Sequence[TensorDistance]) -> str:
+    """Return the one factor of all tensors of the first wrong kind; empty if they have none in common."""
+    alike = [distance for distance in wrong if distance.key[1] == wrong[0].key[1]]
+    fits = [distance.fit for distance in alike if math.isfinite(distance.fit)]
+    if not fits or np.ptp(fits) > 2 * max(distance.bound for distance in wrong):
+        return ""
+    return f"{wrong[0].key[1]} is {number_text(float(np.median(fits)), 4)} times the first recording's"

@@ -8,10 +8,10 @@ from typing import Any
 
 from harness.core.evidence.text import counted
 from harness.core.judge.result import Result, Verdict
-from harness.core.report.cause_text import cause_line
+from harness.core.report.cause_text import diagnosis_line, evidence_rows
 from harness.core.report.documents import shown_results
 from harness.core.report.finding_text import findings_text
-from harness.core.report.text import wrapped
+from harness.core.report.text import table, wrapped
 from harness.recording.judged.judge_same_training import SameTraining
 
 WORDS = {
@@ -46,9 +46,10 @@ def same_training(judgement: SameTraining) -> str:
     if judgement.common < judgement.parameters:
         scope += f"{judgement.common} of "
     scope += counted(judgement.parameters, "parameter")
-    lines = [f"{verdict_of(judgement)}    {judgement.other} against {judgement.one}: {scope}"]
-    if judgement.cause is not None:
-        lines += wrapped(cause_line(judgement.cause), "  ", "  ")
+    lines = [f"{verdict_of(judgement)}    {judgement.candidate} against {judgement.baseline}: {scope}"]
+    if judgement.diagnosis is not None:
+        lines += wrapped(diagnosis_line(judgement.diagnosis), "  ", "  ")
+        lines += table(evidence_rows(judgement.diagnosis.evidence))
     if judgement.unproven:
         lines += wrapped(judgement.unproven, "  ", "  ")
     lines.append("")
@@ -57,11 +58,11 @@ def same_training(judgement: SameTraining) -> str:
     first = next((result for result in judgement.comparison.results if _is_first(judgement, result)), None)
     if first:
         lines += ["", *findings_text(replace(first, findings=first.findings[:FEW]), "  ")]
-    return "\n".join([*lines, "", *wrapped(f"bounds: {judgement.comparison.noise}", "", "  ")])
+    return "\n".join([*lines, "", *wrapped(f"bounds: {judgement.comparison.bounds.how}", "", "  ")])
 
 
 def _is_first(judgement: SameTraining, result: Result) -> bool:
-    return bool(result.findings) and judgement.cause is not None and result.check == judgement.cause.explains[0]
+    return judgement.diagnosis is not None and result.check == judgement.diagnosis.causes[0].explains[0]
 
 
 def _row(result: Result, after: int) -> list[str]:
@@ -87,16 +88,17 @@ def verdict_of(judgement: SameTraining) -> Verdict:
 
 def as_document(judgement: SameTraining) -> dict[str, Any]:
     """Return the same as data."""
-    cause = judgement.cause
+    diagnosis = judgement.diagnosis
     return {
-        "one": judgement.one,
-        "other": judgement.other,
+        "one": judgement.baseline,
+        "other": judgement.candidate,
         "verdict": verdict_of(judgement),
-        "cause": cause,
-        "text": cause_line(cause) if cause is not None else "",
+        "cause": diagnosis.causes[0] if diagnosis is not None else None,
+        "text": diagnosis_line(diagnosis),
+        "diagnosis": diagnosis,
         "steps": judgement.comparison.steps,
         "parameters": judgement.parameters,
-        "bounds": judgement.comparison.noise,
+        "bounds": judgement.comparison.bounds.how,
         "largest": judgement.comparison.scale,
         "unproven": judgement.unproven,
         "results": shown_results(judgement.comparison.results),

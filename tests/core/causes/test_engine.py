@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from diagnosed import fsdp_4
@@ -14,6 +14,7 @@ from harness.core.causes.engine import explain
 from harness.core.causes.hypothesis import Broken, Fact, Hypothesis, as_seen
 from harness.core.checks import judge
 from harness.core.evidence.provided import Provided
+from harness.core.judge.finding import Finding
 from harness.core.judge.result import Cause, Result, Verdict
 from harness.core.judge.trial import Trial
 from harness.reference import budget
@@ -128,3 +129,28 @@ def test_each_search_has_all_of_its_passes_and_outside_of_one_there_is_no_bound(
     for _ in range(2):
         assert named(DOUBLED, computing("doubled", twice_the_gradients, engine.PASSES)) == ["doubled"]
     budget.spend(10 * engine.PASSES * SIZE)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Evidence that is no trial: two numbers, of which each should be 1."""
+
+    gradients: float
+    update: float
+
+    def verdict_of(self, check: str) -> Verdict:
+        return Verdict.PASS if getattr(self, check) == 1 else Verdict.FAIL
+
+
+def test_evidence_that_is_no_trial_is_judged_again_by_itself() -> None:
+    def halved(numbers: Numbers, broken: Broken) -> Iterator[Hypothesis[Numbers]]:
+        yield Hypothesis(Cause("halved", ""), lambda assumed: replace(assumed, gradients=2 * assumed.gradients))
+
+    def all_doubled(numbers: Numbers, broken: Broken) -> Iterator[Hypothesis[Numbers]]:
+        yield Hypothesis(Cause("doubled", ""), lambda assumed: Numbers(2 * assumed.gradients, 2 * assumed.update))
+
+    wrong = Result("gradients", Verdict.FAIL, 1, (Finding(check="gradients"),))
+    results = [wrong, Result("update", Verdict.PASS, 1)]
+    found = explain(Numbers(0.5, 1), results, [halved, all_doubled], [])
+    assert [proof.hypotheses[0].cause.kind for proof in found.proofs] == ["halved"]
+    assert explain(Numbers(0.5, 1), results, [all_doubled], []).left == ("gradients",)

@@ -125,7 +125,10 @@ def test_what_was_observed_is_said_in_the_report() -> None:
 
 def test_units_are_told_in_words() -> None:
     units = [Unit(("layers.0.attention.wq.weight",), 2), *[Unit(("norm.weight", "output.weight"), 4)] * 2]
-    assert units_text(units, 4, most_units=2) == "layers.0.attention.wq (1) over 2 ranks; norm, output (2) freed; and 1 more"
+    assert (
+        units_text(units, 4, most_units=2)
+        == "layers.0.attention.wq (1) over 2 ranks; norm, output (2) freed; and 1 more"
+    )
     assert units_text(units[1:2], 1) == "norm, output (2) whole"
     blocks = [f"layers.{layer}.{part}.weight" for layer in range(6) for part in ("ffn_norm", "feed_forward.w1")]
     assert modules_text(blocks) == "layers.0 to layers.5"

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from literal_numbers import STEPS, numbers, sums_of
+from literal_numbers import STEPS, first_cause, numbers, sums_of
 
 from harness.core.judge.result import Verdict
 from harness.recording.judged.judge_same_training import compared
 from harness.recording.judged.judge_sketched import Numbers
 from harness.recording.judged.same_training import unclipped
-from harness.recording.judged.sketched import cause_of
 from harness.recording.sketches import GRADIENT
 
 AVERAGED = "AdamW(betas (0.9, 0.95))"
@@ -43,7 +42,7 @@ def test_clipping_by_hand_and_by_torch_are_the_same_training(by_hand: tuple[bool
 def test_another_factor_of_clipping_by_hand_is_what_reaches_the_optimizer() -> None:
     one, other = clipped(0.4), clipped(0.3, seen_after=True)
     found = unclipped(one, other)
-    cause = cause_of(one, found, compared(one, found))
+    cause = first_cause(one, found)
     assert cause is not None
     details = dict(cause.details)
     assert (cause.kind, details["expected"]) == ("clipped by another norm", pytest.approx(0.4))
@@ -53,7 +52,7 @@ def test_another_factor_of_clipping_by_hand_is_what_reaches_the_optimizer() -> N
 def test_where_the_first_clips_by_hand_its_factor_is_not_known() -> None:
     one, other = clipped(0.4, seen_after=True), clipped(0.3)
     found = unclipped(one, other)
-    cause = cause_of(one, found, compared(one, found))
+    cause = first_cause(one, found)
     assert cause is not None and (cause.kind, cause.explains[0]) == ("not explained", "optimizer_state")
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from literal_numbers import ALIKE, FQNS, RIGHT, STEPS, numbers, rank, sums_of, told
+from literal_numbers import ALIKE, FQNS, RIGHT, STEPS, first_cause, numbers, rank, sums_of, told
 
 from harness.recording.judged.judge_same_training import compared
 from harness.recording.judged.judge_sketched import Numbers, added_up
-from harness.recording.judged.sketched import cause_of
 from harness.recording.sketches import AFTER_PASS, BUCKETS, BY_ROWS, GRADIENT, WEIGHTS, RankSketches, Sketch
 
 
@@ -41,7 +40,7 @@ def test_rounding_of_a_float64_job_is_told_by_its_size() -> None:
     one = numbers(dtypes=dict.fromkeys(FQNS, "float64"))
     drawn = np.random.default_rng(5)
     other = changed(GRADIENT, lambda step, fqn: gradient_of(step, fqn) * (1 + 1e-8 * drawn.standard_normal(BUCKETS)))
-    cause = cause_of(one, other, compared(one, other))
+    cause = first_cause(one, other)
     assert cause is not None and cause.kind == "rounded"
 
 
@@ -93,7 +92,7 @@ ROWS = {step: tuple((10 * step + row,) for row in range(4)) for step in STEPS}
 def test_a_rank_without_labels_is_one_of_those_that_a_mean_is_taken_of() -> None:
     empty = {fqn: np.zeros(BUCKETS) for fqn in FQNS}
     one, both = passes_of([*PARTS[:3], empty]), reduced_of((0.6, 0.6, 1.5, 9.0), [*PARTS[:3], empty], ranks=4)
-    cause = cause_of(one, both, compared(one, both))
+    cause = first_cause(one, both)
     assert cause is not None and (cause.kind, dict(cause.details)["units"]) == ("averaged locally", "rank")
 
 
@@ -109,7 +108,7 @@ def test_a_rank_without_labels_is_one_of_those_that_a_mean_is_taken_of() -> None
 )
 def test_passes_that_count_unequally_are_told_by_whose_they_are(weights: list[float], kind: str, units: str) -> None:
     one, both = passes_of(PARTS), reduced_of(weights, PARTS, ranks=2)
-    cause = cause_of(one, both, compared(one, both))
+    cause = first_cause(one, both)
     assert cause is not None
     assert (cause.kind, dict(cause.details)["units"]) == (kind, units)
 
@@ -139,7 +138,7 @@ def clipped(by: dict[str, float]) -> Numbers:
 )
 def test_averages_of_gradients_show_what_clipping_did(by: dict[str, float], kind: str, parameters: int) -> None:
     one, other = clipped({"": 0.4}), clipped(by)
-    cause = cause_of(one, other, compared(one, other))
+    cause = first_cause(one, other)
     assert cause is not None
     details = dict(cause.details)
     assert (cause.kind, details["expected"], len(details["factors"])) == (kind, pytest.approx(0.4), parameters)
@@ -152,10 +151,10 @@ def test_parameters_that_no_rank_trains_are_the_cause(gone: tuple[str, ...], kin
     whole = numbers(lambda step, of, fqn, sums: 0.5 * sums if of == GRADIENT else sums)
     kept = {key: one for key, one in whole.whole.items() if key[2] not in gone}
     other = replace(whole, whole=kept, shapes={fqn: of for fqn, of in whole.shapes.items() if fqn not in gone})
-    cause = cause_of(RIGHT, other, compared(RIGHT, other))
+    cause = first_cause(RIGHT, other)
     assert cause is not None and cause.kind == kind
     missing = replace(other, world=2)
-    cause = cause_of(RIGHT, missing, compared(RIGHT, missing))
+    cause = first_cause(RIGHT, missing)
     assert cause is not None and cause.kind == "gradients scaled"
 
 
@@ -170,7 +169,7 @@ def test_a_parameter_that_is_trained_besides_explains_what_nothing_else_does() -
             )
         ]
     )
-    cause = cause_of(frozen, other, compared(frozen, other))
+    cause = first_cause(frozen, other)
     assert cause is not None
     assert (cause.kind, dict(cause.details)["parameters"]) == ("trained besides", FQNS[:1])
     assert told(other)[0] == "not explained"
@@ -179,7 +178,7 @@ def test_a_parameter_that_is_trained_besides_explains_what_nothing_else_does() -
 def test_parameters_that_no_optimizer_was_seen_to_step_on_are_told_where_the_second_step_is_wrong() -> None:
     other = changed(GRADIENT, lambda step, fqn: gradient_of(step, fqn) + (step > 1) * gradient_of(step + 5, fqn))
     unseen = replace(other, whole={key: one for key, one in other.whole.items() if key[1] != WEIGHTS or not key[0]})
-    cause = cause_of(RIGHT, unseen, compared(RIGHT, unseen))
+    cause = first_cause(RIGHT, unseen)
     assert cause is not None and "no optimizer" in cause.hint
 
 
@@ -206,5 +205,5 @@ def test_later_stages_of_a_pipeline_say_nothing_of_samples() -> None:
     late = {step: (tuple(10 * (step + 1) + row for row in range(4)),) for step in STEPS}
     hidden = {step: ((900 + step,),) for step in STEPS}
     both = added_up([rank(0, 2, passes=late, tokens=dict.fromkeys(STEPS, 8)), rank(1, 2, passes=hidden, tokens={})])
-    cause = cause_of(RIGHT, both, compared(RIGHT, both))
+    cause = first_cause(RIGHT, both)
     assert cause is not None and (cause.kind, dict(cause.details)["of_step"]) == ("data position", 2)

@@ -1,0 +1,256 @@
+"""What goes into the training of a recording and is not what went into the first one: parameters, weights, rows, settings.
+
+It is seen directly, so it is stated as a fact: nothing is assumed, and what follows from it is not judged again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from harness.core.causes.hypothesis import Broken, Fact
+from harness.core.causes.words import some
+from harness.core.evidence.text import number_text, ranks_text
+from harness.core.judge.result import Cause
+from harness.recording.judged.judge_same_training import CHECKS
+from harness.recording.judged.judge_sketched import missing_ranks
+from harness.recording.judged.recorded_recipe import SCALE
+from harness.recording.judged.same_rows import without_padding
+from harness.recording.judged.two_recordings import FEW, TwoRecordings
+from harness.recording.sketches import WEIGHTS
+
+KINDS = {
+    "learning rate": "learning rate",
+    "weight_decay": "weight decay",
+    "amsgrad": "amsgrad",
+    "eps": "eps",
+    "momentum": "momentum",
+    "optimizer": "another recipe",
+    SCALE: "loss scale not restored",
+}
+"""Kinds of causes by the setting that differs; averages of AdamW have their own."""
+
+
+# ---- parameters
+
+
+def parameters_lost(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """Parameters that the second recording lacks. None where it has some under other names, or a rank left nothing."""
+    expected = evidence.baseline.shapes
+    observed = evidence.candidate.shapes
+    lost = tuple(fqn for fqn in expected if fqn not in observed)
+    if not lost or {*observed} - {*expected} or missing_ranks(evidence.candidate):
+        return
+    layers = tuple(sorted({*map(layer_of, expected)} - {*map(layer_of, observed)} - {""}))
+    cause = Cause("incomplete", f"no rank trains {some(lost, FEW)}", details=(("parameters", lost),))
+    if layers and all(layer_of(fqn) in layers for fqn in lost):
+        cause = Cause("layers lost", f"no rank trains {', '.join(layers)}", details=(("layers", layers),))
+    yield Fact(cause, CHECKS)
+
+
+def never_stepped(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """Parameters that no optimizer of the second recording steps on. None where it has some under other names, or a rank left
+    nothing."""
+    baseline = evidence.baseline
+    candidate = evidence.candidate
+    step = min(candidate.steps, default=0)
+    if not step or {*candidate.shapes} != {*baseline.shapes} or missing_ranks(candidate):
+        return
+    expected = {fqn for number, kind, fqn in baseline.whole if (number, kind) == (step, WEIGHTS)}
+    observed = {fqn for number, kind, fqn in candidate.whole if (number, kind) == (step, WEIGHTS)}
+    unknown = {fqn for number, kind, fqn in candidate.unknown if (number, kind) == (step, WEIGHTS)}
+    still = tuple(fqn for fqn in baseline.shapes if fqn in expected - observed - unknown)
+    if observed and still:
+        details = (("step", step), ("parameters", still))
+        yield Fact(Cause("incomplete", f"no optimizer steps on {some(still, FEW)}", details=details), CHECKS)
+
+
+def trained_besides(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """Parameters that the second recording steps on and the first one does not, where all of the first one's are in both."""
+    expected = evidence.baseline.shapes
+    observed = evidence.candidate.shapes
+    step = min(evidence.candidate.steps, default=0)
+    besides = tuple(fqn for fqn in observed if fqn not in expected and (step, WEIGHTS, fqn) in evidence.candidate.whole)
+    if not besides or {*expected} - {*observed} or missing_ranks(evidence.baseline):
+        return
+    text = f"{some(besides, FEW)}: trained here, and by the first recording not, or not under a name of its own"
+    hint = "is it frozen there, or tied to another one?"
+    details = (("step", step), ("parameters", besides))
+    yield Fact(Cause("trained besides", text, hint=hint, details=details), CHECKS, symptom=True)
+
+
+def layer_of(fqn: str) -> str:
+    """Return the name of the numbered module that a parameter is in; empty if there is none."""
+    words = fqn.split(".")
+    for count, word in enumerate(words, 1):
+        if word.isdigit():
+            return ".".join(words[:count])
+    return ""
+
+
+# ---- weights
+
+
+def other_initial_weights(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """Weights before training that are not the first recording's."""
+    if "initial_weights" in broken and not evidence.baseline.after:
+        text = "training does not start from the first recording's weights"
+        hint = "load the same checkpoint in both, or draw weights by a seed that does not depend on the rank"
+        where = evidence.parameters_text(evidence.names)
+        details = (("parameters", tuple(evidence.names)),)
+        yield Fact(Cause("other initial weights", text, where, hint=hint, details=details), ("initial_weights",))
+
+
+# ---- rows of samples
+
+
+def peers_differ(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """Groups of tp ranks that are fed different rows."""
+    findings = broken["samples"].findings if "samples" in broken else ()
+    peers = [finding.ranks for finding in findings if finding.axis == "tp" and finding.step == evidence.step]
+    if peers:
+        text = f"tp peers {' '.join(map(ranks_text, peers))} are fed different rows in step {evidence.step}"
+        hint = "tp ranks compute parts of the same samples: give each tp group one share of the batch"
+        yield _of_samples(evidence, "peers differ", text, hint, axis="tp", ranks=peers[0])
+
+
+def fed_again(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """A rank whose passes were all fed the same rows."""
+    passes = evidence.candidate.passes.get(evidence.step, {})
+    again = [rank for rank, rows in sorted(passes.items()) if len(rows) > 1 and len({*map(sorted_rows, rows)}) == 1]
+    if "samples" in broken and again:
+        many = len(passes[again[0]])
+        text = f"all {many} microbatches of step {evidence.step} are fed the same rows on ranks {ranks_text(again)}"
+        yield _of_samples(evidence, "microbatches repeated", text, ranks=tuple(again))
+
+
+def same_samples(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """A part of the rows is fed, each of them several times as often."""
+    expected, observed = _rows(evidence)
+    if "samples" not in broken or not {*observed} < {*expected}:
+        return
+    often = times_as_often(expected, observed)
+    if often > 1 and all(count == often * expected[row] for row, count in observed.items()):
+        several = max(expected.values()) > 1
+        rows = f"of {len(expected)}{' different' if several else ''} rows of step {evidence.step}"
+        text = f"{rows}, {len(observed)} are fed, each {often} times{' as often' if several else ''},"
+        text += " and the others to no rank"
+        hint = "give each data-parallel rank its own share of the first recording's batch"
+        yield _of_samples(evidence, "same samples", text, hint)
+
+
+def of_another_step(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """Ranks whose rows are all of one other step."""
+    if "samples" not in broken:
+        return
+    step = evidence.step
+    expected = evidence.baseline.rows
+    received: dict[int, set[int]] = {}
+    for rank, passes in evidence.candidate.passes.get(step, {}).items():
+        received[rank] = set().union(*passes)
+    odd = sorted(rank for rank, rows in received.items() if not rows <= {*expected[step]})
+    steps = [other for other, rows in expected.items() if odd and all(received[rank] <= {*rows} for rank in odd)]
+    if len(steps) == 1:
+        text = f"step {step} receives the samples of step {steps[0]}"
+        if len(odd) < len(received):
+            text += f" on ranks {ranks_text(odd)}"
+        yield _of_samples(evidence, "data position", text, of_step=steps[0], ranks=tuple(odd))
+
+
+def samples_lost(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """Rows that are fed to no rank, where all others are fed as often as each other."""
+    expected, observed = _rows(evidence)
+    if "samples" in broken and observed < expected and times_as_often(expected, observed) == max(observed.values()):
+        lost = sum((expected - observed).values())
+        many = sum(expected.values())
+        text = f"{lost} of {many} rows of step {evidence.step} are fed to no rank in this step"
+        yield _of_samples(evidence, "samples lost", text)
+
+
+def samples_overlap(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """Rows that several ranks are fed in these steps, where the first recording has each once."""
+    if "samples" in broken and (several := rows_of_several_ranks(evidence)):
+        text = f"ranks draw overlapping samples: {several} rows of these steps are fed to several of them"
+        yield _of_samples(evidence, "samples overlap", text)
+
+
+def other_samples(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """Rows that are others, of the first recording's steps or of none."""
+    if "samples" not in broken:
+        return
+    _, observed = _rows(evidence)
+    every = {row for rows in evidence.baseline.rows.values() for row in rows}
+    text = f"samples of step {evidence.step} are others than the first recording's"
+    hint = "set the sampler's seed and the batch per rank so that both train on the same global batch"
+    if evidence.step != evidence.comparison.steps[0]:
+        hint = f"both are fed the same ones up to step {evidence.step - 1}"
+    kind = "samples dealt otherwise" if {*observed} <= every else "samples of no step"
+    yield _of_samples(evidence, kind, text, hint)
+
+
+def _of_samples(evidence: TwoRecordings, kind: str, text: str, hint: str = "", **details: object) -> Fact:
+    return Fact(Cause(kind, text, hint=hint, details=(*details.items(), ("step", evidence.step))), ("samples",))
+
+
+def _rows(evidence: TwoRecordings) -> tuple[Counter[int], Counter[int]]:
+    """Return how often each row was fed in the first wrong step, in both recordings."""
+    return without_padding(evidence.baseline, evidence.candidate, evidence.step)
+
+
+def sorted_rows(rows: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(rows))
+
+
+def times_as_often(expected: Counter[int], observed: Counter[int]) -> int:
+    """Return how often the rarest row is fed, relative to the first recording's rarest."""
+    return min(observed.values(), default=0) // max(min(expected.values(), default=0), 1)
+
+
+def rows_of_several_ranks(evidence: TwoRecordings) -> int:
+    """Return how many rows are fed to several ranks in these steps, where the first recording has each once. Ranks that are
+    always fed alike are one."""
+    by_rank: dict[int, set[int]] = {}
+    for passes in evidence.candidate.passes.values():
+        for rank, rows_of_passes in passes.items():
+            by_rank.setdefault(rank, set()).update(*rows_of_passes)
+    ranks = Counter[int]()
+    for rows in {frozenset(rows) for rows in by_rank.values()}:
+        ranks.update(rows)
+    expected = sum(evidence.baseline.rows.values(), Counter[int]())
+    once = max(expected.values(), default=0) == 1
+    return sum(number > 1 for number in ranks.values()) if once else 0
+
+
+# ---- settings
+
+
+def other_scale(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """A loss that is scaled by another number."""
+    finding = broken["recipe"].findings[0] if "recipe" in broken else None
+    if finding is None or finding.name != SCALE:
+        return
+    step = finding.step or 0
+    expected = evidence.baseline.scales.get(step, ())
+    observed = evidence.candidate.scales.get(step, ())
+    text = f"the loss of step {step} is scaled by {_scales_text(observed)}, the first recording's by {_scales_text(expected)}"
+    kind = KINDS[SCALE] if evidence.baseline.after else "another recipe"
+    hint = "ranks have scales of their own" if len(observed) > len(expected) else ""
+    yield Fact(Cause(kind, text, hint=hint, details=(("step", step), ("scales", observed))), ("recipe",))
+
+
+def other_setting(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+    """A setting of the optimizer that is another one."""
+    finding = broken["recipe"].findings[0] if "recipe" in broken else None
+    if finding is None or finding.name == SCALE:
+        return
+    kind = KINDS.get(finding.name, KINDS["optimizer"])
+    if finding.name == "betas":
+        expected, observed = (str(betas).strip("()").split(", ") for betas in (finding.expected, finding.observed))
+        pairs = enumerate(zip(expected, observed, strict=False), 1)
+        odd = [number for number, (first, second) in pairs if first != second]
+        kind = f"beta{odd[0]}" if len(odd) == 1 else KINDS["optimizer"]
+    yield Fact(Cause(kind, "", finding=finding), ("recipe",))
+
+
+def _scales_text(scales: tuple[float, ...]) -> str:
+    return " and ".join(map(number_text, scales)) or "nothing"
