@@ -1,8 +1,8 @@
-"""What changed from night to night: of each case what it is now, since when, and what differs between the two nights."""
+"""Changes from night to night: of each case what it is now, since when, and what differs between the two nights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -12,13 +12,21 @@ from harness.core.judge.result import Verdict
 from harness.core.report.outcome import GREEN, Outcome
 from harness.nights.history import Night
 
-SLOWER, LARGER_PEAK, NIGHTS = 1.1, 1.02, 5
-"""Times the most of the last NIGHTS nights before: seconds and an allocator's peak vary by themselves. Bytes held and moved do
-not: one more is reported."""
+SLOWER = 1.1
+"""Seconds are reported from this factor on, of the largest value in the last NIGHTS nights before: they vary by themselves."""
+LARGER_PEAK = 1.02
+"""The same factor for an allocator's peak, which varies too. Bytes held and moved do not vary: one more byte is reported."""
+NIGHTS = 5
+"""How many earlier nights a measure is compared with."""
 
 
 class State(StrEnum):
-    BROKEN, UNJUDGED, FIXED, FLAKY = "broken", "not judged", "fixed", "flaky"
+    """The state of a case that a person must look at."""
+
+    BROKEN = "broken"
+    UNJUDGED = "not judged"
+    FIXED = "fixed"
+    FLAKY = "flaky"
 
 
 @dataclass(frozen=True)
@@ -44,11 +52,12 @@ class More:
     now: float
 
     def __str__(self) -> str:
-        """Show the difference: numbers of four digits may look alike."""
+        """Return the sentence. It has the difference in bytes: numbers of four digits may look alike."""
         if self.measure == SECONDS:
             return f"{self.case}: {self.measure} {self.was:.3g} s, now {self.now:.3g} s"
-        by, word = bytes_text(abs(self.now - self.was)), "more" if self.now > self.was else "less"
-        return f"{self.case}: {self.measure} {bytes_text(self.was)}, now {by} {word}"
+        difference = bytes_text(abs(self.now - self.was))
+        word = "more" if self.now > self.was else "less"
+        return f"{self.case}: {self.measure} {bytes_text(self.was)}, now {difference} {word}"
 
 
 @dataclass(frozen=True)
@@ -64,72 +73,94 @@ class Curve:
 
     @property
     def known(self) -> tuple[float, ...]:
+        """Return the values of the nights that have one."""
         return tuple(value for value in self.values if value is not None)
 
 
 def changes(nights: Sequence[Night]) -> list[Change]:
-    """Return the change of every case of the last two nights; flaky ones of all nights."""
+    """Return the change of every case of the last two nights, then the flaky cases of all nights."""
     tables = [night.outcomes for night in nights]
-    names = list(dict.fromkeys(name for table in reversed(tables[-2:]) for name in table))
-    found = [change for name in names if (change := _change(name, nights, tables))]
-    flaky = [
-        one for name in dict.fromkeys(n for table in tables for n in table) if (one := _flaky(name, nights, tables))
-    ]
-    return [*found, *flaky]
+    found_changes: list[Change] = []
+    for name in _case_names(reversed(tables[-2:])):
+        change = _change(name, nights, tables)
+        if change:
+            found_changes.append(change)
+    for name in _case_names(tables):
+        flaky = _flaky(name, nights, tables)
+        if flaky:
+            found_changes.append(flaky)
+    return found_changes
+
+
+def _case_names(tables: Iterable[dict[str, Outcome]]) -> list[str]:
+    """Return the names of all cases in the tables, each once, in the order in which they first occur."""
+    names: dict[str, None] = {}
+    for table in tables:
+        names |= dict.fromkeys(table)
+    return list(names)
 
 
 def state(outcome: Outcome | None) -> str:
-    """good, broken or not judged. A skipped case was not judged."""
+    """Return "good", broken or not judged. A skipped case was not judged."""
     if outcome is None:
         return State.UNJUDGED
     return "good" if outcome.verdict in GREEN else State.BROKEN if outcome.verdict == Verdict.FAIL else State.UNJUDGED
 
 
 def _change(name: str, nights: Sequence[Night], tables: Sequence[dict[str, Outcome]]) -> Change | None:
-    """None for what is good and was, and for what was skipped in all nights."""
-    seen = [index for index, table in enumerate(tables) if name in table]
+    """Return how the case differs from the last night in which its state was another one.
+
+    None for a case that is good and was good, and for one that was skipped in all nights.
+    """
+    nights_with_case = [index for index, table in enumerate(tables) if name in table]
     last = len(nights) - 1
-    states = {index: state(tables[index].get(name)) for index in (*seen, last)}
-    order = sorted(states)
-    since = next((i for i in reversed(order) if states[i] != states[last]), None)
-    first = next(index for index in order if since is None or index > since)
+    states = {index: state(tables[index].get(name)) for index in (*nights_with_case, last)}
+    indices = sorted(states)
+    last_other = next((i for i in reversed(indices) if states[i] != states[last]), None)
+    first_same = next(index for index in indices if last_other is None or index > last_other)
     outcome = tables[last].get(name)
-    before = None if since is None else nights[since]
+    night_before = None if last_other is None else nights[last_other]
     if states[last] == "good":
-        fixed = since is not None and first == last and states[since] == State.BROKEN
-        return Change(name, State.FIXED, "", nights[last], before) if fixed else None
-    if outcome is not None and outcome.skipped and since is None:
+        is_fixed = last_other is not None and first_same == last and states[last_other] == State.BROKEN
+        return Change(name, State.FIXED, "", nights[last], night_before) if is_fixed else None
+    if outcome is not None and outcome.skipped and last_other is None:
         return None
     text = (outcome.cause or outcome.reason) if outcome else "it is not in the last night, and was in the one before"
-    again = outcome.again if outcome else ""
-    return Change(name, State(states[last]), text, nights[first], before, first == last, again)
+    rerun_command = outcome.again if outcome else ""
+    return Change(name, State(states[last]), text, nights[first_same], night_before, first_same == last, rerun_command)
 
 
 def _flaky(name: str, nights: Sequence[Night], tables: Sequence[dict[str, Outcome]]) -> Change | None:
-    """Good and broken with the same sources, torch, GPU and request."""
-    good: dict[tuple[str, ...], Night] = {}
-    broken: dict[tuple[str, ...], tuple[Night, Outcome]] = {}
+    """Return the change of a case that was good in one night and broken in another. None if there is none.
+
+    Sources, torch, GPU and request are the same in both nights.
+    """
+    good_nights: dict[tuple[str, ...], Night] = {}
+    broken_nights: dict[tuple[str, ...], tuple[Night, Outcome]] = {}
     for night, table in zip(nights, tables, strict=True):
-        if name in table and (same := night.sources_of(name)) is not None:
+        if name in table and (sources := night.sources_of(name)) is not None:
             if state(table[name]) == "good":
-                good[same] = night
+                good_nights[sources] = night
             elif state(table[name]) == State.BROKEN:
-                broken[same] = night, table[name]
-    for same, (night, outcome) in broken.items():
-        if same in good:
-            return Change(name, State.FLAKY, outcome.cause or outcome.reason, night, good[same], again=outcome.again)
+                broken_nights[sources] = night, table[name]
+    for sources, (night, outcome) in broken_nights.items():
+        if sources in good_nights:
+            return Change(
+                name, State.FLAKY, outcome.cause or outcome.reason, night, good_nights[sources], again=outcome.again
+            )
     return None
 
 
-def differs(one: Night, other: Night) -> dict[str, tuple[str, str]]:
-    """Return in what the nights differ, as far as it is recorded: what it was and what it is, by name."""
-    pairs = {key: (one.of(key) or "unknown", other.of(key) or "unknown") for key in ("commit", "torch", "sources")}
-    pairs["trainer"] = (one.runs[0].trainer, other.runs[0].trainer)
+def differs(earlier: Night, later: Night) -> dict[str, tuple[str, str]]:
+    """Return what the nights differ in, by name, as pairs of the earlier and the later value. Only what is recorded counts."""
+    pairs = {key: (earlier.of(key) or "unknown", later.of(key) or "unknown") for key in ("commit", "torch", "sources")}
+    pairs["trainer"] = (earlier.runs[0].trainer, later.runs[0].trainer)
     pairs["harness"] = pairs.pop("sources")
     return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
 
 
 def differs_text(pairs: Mapping[str, tuple[str, str]]) -> str:
+    """Return the differences as one line of text."""
     return "; ".join(f"{name} {was}, now {now}" for name, (was, now) in pairs.items()) or "nothing that is recorded"
 
 
@@ -137,64 +168,88 @@ def differs_text(pairs: Mapping[str, tuple[str, str]]) -> str:
 
 
 def grown(nights: Sequence[Night]) -> list[More]:
-    """In the last night, of cases that were green then and before, requested alike, on the same kind of GPU."""
+    """Return the measures that grew in the last night.
+
+    Compared are cases that were green then and before, requested alike, on the same kind of GPU.
+    """
     return _changed(nights, 1)
 
 
 def shrunk(nights: Sequence[Night]) -> list[More]:
-    """The same, of measures that became less."""
+    """Return the measures that shrank in the last night, of the same cases as those that grew."""
     return _changed(nights, -1)
 
 
 def _changed(nights: Sequence[Night], sign: int) -> list[More]:
+    """Return the measures that grew (sign 1) or shrank (sign -1) in the last night."""
     last = nights[-1]
-    found: list[More] = []
+    measure_changes: list[More] = []
     for name, outcome in last.outcomes.items():
         if outcome.verdict in GREEN:
             earlier = [night.outcomes[name] for night in nights[:-1] if _comparable(name, night, last)][-NIGHTS:]
-            found += [more for measure in outcome.measures if (more := _more(outcome, measure, earlier, sign))]
-    return found
+            measure_changes += [
+                measure_change
+                for measure in outcome.measures
+                if (measure_change := _more(outcome, measure, earlier, sign))
+            ]
+    return measure_changes
 
 
 def _comparable(name: str, night: Night, last: Night) -> bool:
-    one = night.outcomes.get(name)
-    alike = one is not None and one.verdict in GREEN and one.gpu == last.outcomes[name].gpu
-    return alike and night.requested(name) == last.requested(name)
+    """Return whether the case was green in that night, requested as in the last one, on the same kind of GPU."""
+    outcome = night.outcomes.get(name)
+    is_green_on_same_gpu = outcome is not None and outcome.verdict in GREEN and outcome.gpu == last.outcomes[name].gpu
+    return is_green_on_same_gpu and night.requested(name) == last.requested(name)
 
 
 def _more(outcome: Outcome, measure: str, earlier: Sequence[Outcome], sign: int) -> More | None:
-    """Seconds count on GPUs alone, and against several nights. sign: 1 for what grew, -1 for what shrank."""
-    known = [one.measures[measure] for one in earlier if measure in one.measures]
-    if not known or (measure == SECONDS and (not outcome.gpu or len(known) < 3)):
+    """Return the change of a measure, None if it is below the threshold. sign: 1 for what grew, -1 for what shrank.
+
+    Seconds count on GPUs alone, and against several nights.
+    """
+    earlier_values = [
+        earlier_outcome.measures[measure] for earlier_outcome in earlier if measure in earlier_outcome.measures
+    ]
+    if not earlier_values or (measure == SECONDS and (not outcome.gpu or len(earlier_values) < 3)):
         return None
     if measure == PARAMETERS or measure.startswith(BLOCKED) or _in_sum(outcome, measure, earlier):
         return None
-    varies = measure in (SECONDS, PEAK)
-    was = known[-1] if not varies else max(known) if sign > 0 else min(known)
+    varies_by_itself = measure in (SECONDS, PEAK)
+    baseline = earlier_values[-1] if not varies_by_itself else max(earlier_values) if sign > 0 else min(earlier_values)
     factor = {SECONDS: SLOWER, PEAK: LARGER_PEAK}.get(measure, 1.0)
-    now = outcome.measures[measure]
-    changed = now > was * factor if sign > 0 else now * factor < was
-    return More(outcome.case, measure, was, now) if changed else None
+    measured = outcome.measures[measure]
+    is_changed = measured > baseline * factor if sign > 0 else measured * factor < baseline
+    return More(outcome.case, measure, baseline, measured) if is_changed else None
 
 
 def _in_sum(outcome: Outcome, measure: str, earlier: Sequence[Outcome]) -> bool:
-    """Whether it is bytes over one axis, and the sum over all axes has changed and shows it."""
-    before = next((one.measures[MOVED] for one in reversed(earlier) if MOVED in one.measures), None)
-    return measure.startswith(MOVED) and measure != MOVED and outcome.measures.get(MOVED) != before
+    """Return whether the measure is bytes over one axis, and the sum over all axes has changed and shows it."""
+    sum_before = next(
+        (earlier_outcome.measures[MOVED] for earlier_outcome in reversed(earlier) if MOVED in earlier_outcome.measures),
+        None,
+    )
+    return measure.startswith(MOVED) and measure != MOVED and outcome.measures.get(MOVED) != sum_before
 
 
 def curves(nights: Sequence[Night]) -> list[Curve]:
     """Return every measure that two nights or more have and that is not always the same. The last night's largest change comes
     first."""
     last = nights[-1]
-    found: list[Curve] = []
+    all_curves: list[Curve] = []
     for name, outcome in last.outcomes.items():
-        if outcome.verdict in GREEN:
-            rows = [night.outcomes[name].measures if _comparable(name, night, last) else {} for night in nights]
-            found += [Curve(name, measure, tuple(row.get(measure) for row in rows)) for measure in outcome.measures]
-    return sorted((one for one in found if len(set(one.known)) > 1), key=lambda one: -_relative(one.known[-2:]))
+        if outcome.verdict not in GREEN:
+            continue
+        measures_by_night = [
+            night.outcomes[name].measures if _comparable(name, night, last) else {} for night in nights
+        ]
+        for measure in outcome.measures:
+            values = tuple(measures.get(measure) for measures in measures_by_night)
+            all_curves.append(Curve(name, measure, values))
+    changing = (curve for curve in all_curves if len(set(curve.known)) > 1)
+    return sorted(changing, key=lambda curve: -_relative(curve.known[-2:]))
 
 
 def _relative(pair: Sequence[float]) -> float:
-    before, now = pair
-    return abs(now - before) / max(abs(before), abs(now), 1e-9)
+    """Return the change between two values, relative to the larger one."""
+    before, after = pair
+    return abs(after - before) / max(abs(before), abs(after), 1e-9)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,42 +23,52 @@ OF_A_RUN = ("trainer", "torch", "commit", "device", "launcher", "machine")
 NOT_THERE = Outcome("", "none")
 
 
-def of_runs(one: RecordedRun, other: RecordedRun) -> list[tuple[str, str, str]]:
-    """What they are runs of, and differ in."""
+def of_runs(first: RecordedRun, second: RecordedRun) -> list[tuple[str, str, str]]:
+    """Return what the runs differ in: (name, value of the first, value of the second)."""
     texts = [
-        (name, str(one.begins.get(name) or "unknown"), str(other.begins.get(name) or "unknown")) for name in OF_A_RUN
+        (name, str(first.begins.get(name) or "unknown"), str(second.begins.get(name) or "unknown")) for name in OF_A_RUN
     ]
-    return [text for text in texts if text[1] != text[2]]
+    return [difference for difference in texts if difference[1] != difference[2]]
 
 
-def compared_cases(one: RecordedRun, other: RecordedRun) -> list[ComparedCase]:
-    """All that either has, but those that both skipped."""
-    mine, theirs = ({found.case: found for found in merged([run])} for run in (one, other))
-    places = places_of([one]), places_of([other])
-    found = []
-    for name in dict.fromkeys([*mine, *theirs]):
-        pair = mine.get(name, NOT_THERE), theirs.get(name, NOT_THERE)
-        if not all(each.skipped for each in pair):
-            found.append(_case(name, pair, (places[0].get(name), places[1].get(name))))
-    return found
+def compared_cases(first_run: RecordedRun, second_run: RecordedRun) -> list[ComparedCase]:
+    """Return every case that either run has, but those that both skipped."""
+    first_outcomes = _outcomes_by_case(first_run)
+    second_outcomes = _outcomes_by_case(second_run)
+    first_folders = places_of([first_run])
+    second_folders = places_of([second_run])
+    compared = []
+    for name in dict.fromkeys([*first_outcomes, *second_outcomes]):
+        first = first_outcomes.get(name, NOT_THERE)
+        second = second_outcomes.get(name, NOT_THERE)
+        if not (first.skipped and second.skipped):
+            compared.append(_case(name, (first, second), (first_folders.get(name), second_folders.get(name))))
+    return compared
+
+
+def _outcomes_by_case(run: RecordedRun) -> dict[str, Outcome]:
+    return {outcome.case: outcome for outcome in merged([run])}
 
 
 def _case(name: str, pair: Pair[Outcome], places: Pair[Path | None]) -> ComparedCase:
-    one, other = pair
-    costs = (_costs(one), _costs(other))
-    if not (one.checks and other.checks):  # one of them did not run
-        return ComparedCase(name, tuple(differences(_verdict(one), _verdict(other))), costs)
+    """Compare a case by its verdicts and structure. Only sums of bytes are compared if the evidence cannot be read."""
+    first, second = pair
+    costs = (_costs(first), _costs(second))
+    if not (first.checks and second.checks):  # one of them did not run
+        return ComparedCase(name, tuple(differences(_verdict(first), _verdict(second))), costs)
+    structures: Sequence[Mapping[str, Any]]
+    figures_of_both: Sequence[Figures]
     problem = ""
     try:
-        found, took = zip(*map(structure_of, places), strict=True)
+        structures, figures_of_both = zip(*map(structure_of, places), strict=True)
     except EvidenceError as error:
-        problem, found, took = (
-            str(error),
-            (_sums(one), _sums(other)),
-            (of_measures(one.measures), of_measures(other.measures)),
-        )
-    told = [{**_verdict(each), **more} for each, more in zip(pair, found, strict=True)]
-    return ComparedCase(name, tuple(differences(*told)), costs, tuple(shifts(*took)), problem)
+        problem = str(error)
+        structures = (_sums(first), _sums(second))
+        figures_of_both = (of_measures(first.measures), of_measures(second.measures))
+    facts = [
+        {**_verdict(outcome), **found_structure} for outcome, found_structure in zip(pair, structures, strict=True)
+    ]
+    return ComparedCase(name, tuple(differences(*facts)), costs, tuple(shifts(*figures_of_both)), problem)
 
 
 def structure_of(folder: Path | None) -> tuple[Mapping[str, Any], Figures]:
@@ -72,15 +82,18 @@ def structure_of(folder: Path | None) -> tuple[Mapping[str, Any], Figures]:
 
 
 def _verdict(outcome: Outcome) -> dict[str, Any]:
-    why = outcome.cause or outcome.reason
-    return {"verdict": f"{outcome.verdict}: {why}" if why else outcome.verdict, "checks": dict(outcome.checks)}
+    """Return the verdict with its cause, and the verdict of each check."""
+    reason = outcome.cause or outcome.reason
+    return {"verdict": f"{outcome.verdict}: {reason}" if reason else outcome.verdict, "checks": dict(outcome.checks)}
 
 
 def _sums(outcome: Outcome) -> dict[str, Any]:
-    exact = {name: int(value) for name, value in outcome.measures.items() if name == HELD or name.startswith(MOVED)}
-    return {"sums": exact}
+    """Return the sums of bytes that ranks held and moved."""
+    byte_sums = {name: int(value) for name, value in outcome.measures.items() if name == HELD or name.startswith(MOVED)}
+    return {"sums": byte_sums}
 
 
 def _costs(outcome: Outcome) -> dict[str, float]:
+    """Return the step time in seconds and the peak memory in bytes, as far as they were measured."""
     names = {"step time": SECONDS, "peak memory": PEAK}
     return {word: outcome.measures[name] for word, name in names.items() if name in outcome.measures}

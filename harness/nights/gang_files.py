@@ -30,16 +30,16 @@ Files = dict[str, bytes]  # by name in the launch's folder; compressed, as an in
 
 @dataclass(frozen=True)
 class Begun:
-    """A launch of the first node. out: the folder there in which all lies that the job names. folder: the launch's, in it."""
+    """A launch of the first node."""
 
-    out: str
-    folder: str
-    job: str
-    weights: bytes
+    out: str  # the folder there in which all lies that the job names
+    folder: str  # the launch's, relative to `out`
+    job: str  # the text of job.json
+    weights: bytes  # compressed
 
 
 class First(Protocol):
-    """What the other nodes ask of the first."""
+    """The calls of the other nodes to the first one."""
 
     def begun(self) -> Begun | None: ...
 
@@ -47,13 +47,18 @@ class First(Protocol):
 
 
 class FirstNode:
-    """The disk of the first node, for the others. launch: an argument that torchrun gets there and in no other launch."""
+    """The disk of the first node, for the others.
+
+    launch: an argument that torchrun gets in this launch and in no other.
+    """
 
     def __init__(self, out: Path, folder: Path, launch: str) -> None:
-        self.out, self.folder, self.launch = out, folder, launch
+        self.out = out
+        self.folder = folder
+        self.launch = launch
 
     def begun(self) -> Begun | None:
-        """None until it has; an earlier launch in this folder is another one."""
+        """Return the launch. None until it has begun: a job of an earlier launch in this folder is another one."""
         with contextlib.suppress(FileNotFoundError):
             text = (self.folder / "job.json").read_text(encoding="utf-8")
             job = json.loads(text)
@@ -63,7 +68,7 @@ class FirstNode:
         return None
 
     def take(self, files: Files) -> str | None:
-        """Take files of another node's ranks. Return the end of the launch once it has one, "" where all of it is gone."""
+        """Write the files of another node's ranks. Return the end of the launch once it has one, "" where all of it is gone."""
         with contextlib.suppress(FileNotFoundError):
             if self.launch not in (self.folder / "job.json").read_text(encoding="utf-8"):
                 return ""
@@ -76,26 +81,31 @@ class FirstNode:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Complete or not at all; not into a folder that is gone. Nothing here need outlive the machine."""
+    """Write a file completely or not at all, and not into a folder that is gone.
+
+    Nothing here need outlive the machine.
+    """
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(data)
     os.replace(partial, path)
 
 
 @contextmanager
-def joined(first: First, own: Path, seconds: float) -> Iterator[Path]:
-    """The launch's folder on another node, in `own`, whose ranks' files the first node gets until the block ends.
+def joined(first: First, node_folder: Path, seconds: float) -> Iterator[Path]:
+    """Yield the launch's folder on another node, which lies in `node_folder`.
 
-    LaunchError if the launch does not begin in time. What the first node's end of a connection raises is raised here.
+    Until the block ends, the first node gets the files of its ranks. LaunchError if the launch does not begin in time.
+    What the first node's end of a connection raises is raised here.
     """
-    folder = begin(wait_for(first, seconds), own)
-    over, trouble = threading.Event(), []
+    folder = begin(wait_for(first, seconds), node_folder)
+    ranks_ended = threading.Event()
+    errors: list[BaseException] = []
 
     def send() -> None:
         try:
-            send_all(first, folder, over)
+            send_all(first, folder, ranks_ended)
         except BaseException as error:
-            trouble.append(error)
+            errors.append(error)
             write(folder / "run.json", b"{}")  # the first node is gone: ranks here need not go on
 
     sender = threading.Thread(target=send, daemon=True)
@@ -103,13 +113,14 @@ def joined(first: First, own: Path, seconds: float) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        over.set()
+        ranks_ended.set()
         sender.join()
-    if trouble:
-        raise trouble[0]
+    if errors:
+        raise errors[0]
 
 
 def wait_for(first: First, seconds: float) -> Begun:
+    """Return the launch of the first node. Raises LaunchError if it has not begun after so many seconds."""
     give_up = time.monotonic() + seconds
     while (begun := first.begun()) is None:
         if time.monotonic() > give_up:
@@ -118,45 +129,55 @@ def wait_for(first: First, seconds: float) -> Begun:
     return begun
 
 
-def begin(begun: Begun, own: Path) -> Path:
-    """The job in a folder of this node, with this node's paths in place of the first one's."""
-    own = own.absolute()
-    text = begun.job.replace(begun.out, str(own))
-    folder, weights = own / begun.folder, Path(json.loads(text)["options"]["weights"])
-    for made in (*(folder / kind for kind in (*SUFFIXES, "ranks")), weights.parent):
-        made.mkdir(parents=True, exist_ok=True)
+def begin(begun: Begun, node_folder: Path) -> Path:
+    """Write the job into a folder of this node, with this node's paths in place of the first one's. Return the folder."""
+    node_folder = node_folder.absolute()
+    text = begun.job.replace(begun.out, str(node_folder))
+    folder = node_folder / begun.folder
+    weights = Path(json.loads(text)["options"]["weights"])
+    for kind in (*SUFFIXES, "ranks"):
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+    weights.parent.mkdir(parents=True, exist_ok=True)
     write(weights, zlib.decompress(begun.weights))
     write(folder / "job.json", text.encode())
     return folder
 
 
-def send_all(first: First, folder: Path, over: threading.Event) -> None:
-    """Until the launch has ended there, or the ranks have here; what was written last is sent in either case."""
+def send_all(first: First, folder: Path, ranks_ended: threading.Event) -> None:
+    """Send files until the launch has ended there, or the ranks have ended here.
+
+    What was written last is sent in either case.
+    """
     sent: dict[str, object] = {}
-    last = False
+    is_last_round = False
     while True:
-        last = over.wait(POLL)
+        is_last_round = ranks_ended.wait(POLL)
         end = first.take(news(folder, sent))
         if end is not None:
             return write(folder / "run.json", end.encode() or b"{}")
-        if last:
+        if is_last_round:
             return None
 
 
 def news(folder: Path, sent: dict[str, object]) -> Files:
-    """What is not as it was sent, of ranks of this node; `sent` is brought up to date."""
-    found: Files = {}
-    for path in chain(
-        folder.glob(f"{EXITS}/rank_*"), folder.glob(f"[!{EXITS[0]}]*/rank_*")
-    ):  # the second is listed later
-        name, state = path.relative_to(folder).as_posix(), state_of(path)
+    """Return the files of this node's ranks that differ from what was sent. `sent` is brought up to date."""
+    changed: Files = {}
+    exits = folder.glob(f"{EXITS}/rank_*")
+    others = folder.glob(f"[!{EXITS[0]}]*/rank_*")
+    for path in chain(exits, others):  # the second is listed later
+        name = path.relative_to(folder).as_posix()
+        state = state_of(path)
         if sent.get(name) != state:
-            found[name], sent[name] = zlib.compress(path.read_bytes(), 1), state
-    return found
+            changed[name] = zlib.compress(path.read_bytes(), 1)
+            sent[name] = state
+    return changed
 
 
 def state_of(path: Path) -> object:
-    """What differs when the file does. The kernel does not say when memory that is mapped to a file was written."""
+    """Return a value that differs when the file does.
+
+    The kernel does not report when memory that is mapped to a file was written, so the content of such a file is read.
+    """
     if path.suffix == ".bin":
         return zlib.crc32(path.read_bytes())
     stat = path.stat()

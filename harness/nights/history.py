@@ -19,20 +19,23 @@ from harness.core.run.verdicts import RecordedRun
 from harness.nights.merged import merged, problems
 
 ALIKE = ("device", "launcher", "torch", "commit", "sources")
-"""What shards of one night have in common."""
+"""Values that all shards of one night have in common."""
 
 
 def runs_in(folders: Sequence[Path]) -> tuple[list[RecordedRun], list[str]]:
     """Return the runs in files, and in all verdicts.jsonl below folders, in the order of beginning, each once. Also return a
     sentence for each line that cannot be read. Raises EvidenceError if there is no run."""
-    files = [
-        file for folder in folders for file in ([folder] if folder.is_file() else sorted(folder.rglob(verdicts.FILE)))
-    ]
+    files: list[Path] = []
+    for folder in folders:
+        if folder.is_file():
+            files.append(folder)
+        else:
+            files += sorted(folder.rglob(verdicts.FILE))
     runs: dict[str, RecordedRun] = {}
     unread: list[str] = []
     for file in dict.fromkeys(files):
-        found, problems_of_file = verdicts.read(file)
-        runs |= {run.run: run for run in found}
+        runs_of_file, problems_of_file = verdicts.read(file)
+        runs |= {run.run: run for run in runs_of_file}
         unread += problems_of_file
     if not runs:
         where = ", ".join(map(str, folders))
@@ -42,33 +45,39 @@ def runs_in(folders: Sequence[Path]) -> tuple[list[RecordedRun], list[str]]:
 
 @dataclass(frozen=True)
 class Night:
-    """runs: one, or the shards of one."""
+    """One run of the matrix, or the shards of one."""
 
     runs: tuple[RecordedRun, ...]
 
     def of(self, key: str) -> str:
-        """What all its runs began with; empty where that was not recorded."""
+        """Return the value that all its runs began with; empty where it was not recorded."""
         return str(self.runs[0].begins.get(key) or "")
 
     @functools.cached_property
     def outcomes(self) -> dict[str, Outcome]:
-        return {one.case: one for one in merged(self.runs)}
+        """Return the outcome of each case, by name."""
+        return {outcome.case: outcome for outcome in merged(self.runs)}
 
     @property
     def lacking(self) -> list[str]:
+        """Return a sentence for each case or shard without a verdict."""
         return problems(self.runs)[0]
 
     def requested(self, case: str) -> str:
-        """A digest of what the case was."""
+        """Return a digest of what was requested of the case; empty if no run has the case."""
         return next((run.begins["cases"][case] for run in self.runs if case in run.begins["cases"]), "")
 
     def sources_of(self, case: str) -> tuple[str, ...] | None:
-        """All that decides a verdict, as far as it is recorded: nights in which it is equal ran the same. None where it is
-        not known: a commit that is not recorded, or sources that were changed since it."""
-        own = TrainerSpec.parse(self.of("trainer")).name == "llama3" and not self.of("trainer").count("@")
-        if not self.of("sources") or (not own and (not self.of("commit") or self.of("commit").endswith("-dirty"))):
+        """Return all that decides the verdict of a case, as far as it is recorded: nights in which it is equal ran the same.
+
+        None where it is not known: a commit that is not recorded, or sources that were changed since it.
+        """
+        is_own_trainer = TrainerSpec.parse(self.of("trainer")).name == "llama3" and not self.of("trainer").count("@")
+        if not self.of("sources") or (
+            not is_own_trainer and (not self.of("commit") or self.of("commit").endswith("-dirty"))
+        ):
             return None
-        commit = "" if own else self.of("commit")
+        commit = "" if is_own_trainer else self.of("commit")
         gpu = self.outcomes[case].gpu
         return (commit, *(self.of(key) for key in ("sources", "torch", "device")), gpu, self.requested(case))
 
@@ -79,28 +88,28 @@ class Night:
 
 def series(runs: Sequence[RecordedRun]) -> dict[tuple[str, str, str], list[Night]]:
     """Return the nights in their order, by trainer (of whatever source), device and launcher."""
-    found: dict[tuple[str, str, str], list[Night]] = {}
+    nights_by_kind: dict[tuple[str, str, str], list[Night]] = {}
     for run in runs:
-        nights = found.setdefault(kind(run), [])
+        nights = nights_by_kind.setdefault(kind(run), [])
         if nights and _is_shard_of(run, nights[-1]):
             nights[-1] = Night((*nights[-1].runs, run))
         else:
             nights.append(Night((run,)))
-    return found
+    return nights_by_kind
 
 
 def kind(run: RecordedRun) -> tuple[str, str, str]:
-    """What runs must have in common to be compared: the trainer's name, device, launcher."""
+    """Return what runs must have in common to be compared: the trainer's name, device, launcher."""
     begins = run.begins
     return TrainerSpec.parse(run.trainer).name, begins.get("device", ""), begins.get("launcher", "")
 
 
 def _is_shard_of(run: RecordedRun, night: Night) -> bool:
-    """Whether it is another part of the same run."""
-    shards = [other.begins.get("shard", "") for other in night.runs]
-    mine = run.begins.get("shard", "")
+    """Return whether the run is another shard of the night's run."""
+    shards = [shard_run.begins.get("shard", "") for shard_run in night.runs]
+    shard = run.begins.get("shard", "")
     first = night.runs[0]
-    other = run.trainer != first.trainer or any(run.begins.get(key) != first.begins.get(key) for key in ALIKE)
-    if not mine or not all(shards) or other:
+    is_other = run.trainer != first.trainer or any(run.begins.get(key) != first.begins.get(key) for key in ALIKE)
+    if not shard or not all(shards) or is_other:
         return False
-    return mine not in shards and parsed(mine)[1] == parsed(shards[0])[1]
+    return shard not in shards and parsed(shard)[1] == parsed(shards[0])[1]

@@ -1,4 +1,4 @@
-"""Keeping which functions a case ran, once its ranks came to their end."""
+"""The map of a case: which functions it ran, kept once its ranks came to their end."""
 
 from __future__ import annotations
 
@@ -34,45 +34,48 @@ def keep_map(case: Case, options: Options, folder: Path, judgement: Judgement) -
     if options.map is None:
         return
     path = file_of(options.map, case.name)
-    if any(one.check == "completed" and one.verdict is not Verdict.PASS for one in judgement.results):
+    if any(result.check == "completed" and result.verdict is not Verdict.PASS for result in judgement.results):
         refuse_foreign_file(path, is_map)
         path.unlink(missing_ok=True)
         return
     root = repository_of(options.trainer)
     tracked = set(git(root, "ls-files", "-z").stdout.split("\0"))
-    ranks = [read_json(file) for file in sorted(folder.glob("*/ranks/*.functions.json"))]
-    before = as_imported(root, tuple(sorted({item for one in ranks for item in one["earlier"].items()})))
-    seen = merged([*ranks, before])
-    functions = {file: frozenset(names) for file, names in seen["functions"].items() if file in tracked}
-    files, unseen = (
-        seen["imported"] & tracked,
-        {*dict(imported(os.path.realpath(root))).values(), *before["earlier"].values()},
-    )
+    rank_records = [read_json(file) for file in sorted(folder.glob("*/ranks/*.functions.json"))]
+    earlier_modules: set[tuple[str, str]] = set()
+    for rank_record in rank_records:
+        earlier_modules.update(rank_record["earlier"].items())
+    before_ranks = as_imported(root, tuple(sorted(earlier_modules)))
+    all_records = merged([*rank_records, before_ranks])
+    functions = {file: frozenset(names) for file, names in all_records["functions"].items() if file in tracked}
+    files = all_records["imported"] & tracked
+    run_elsewhere = {*dict(imported(os.path.realpath(root))).values(), *before_ranks["earlier"].values()}
     CaseMap(
         case=requested.to_json(case),
         trainer=trainers.load(options.trainer).name,
         commit=clean_commit(root),
         functions=functions,
         imported=frozenset(files),
-        shared=frozenset(shared_files(files, tracked & unseen, root)),
-        lost=seen["lost"],
-        shell=seen["shell"],
+        shared=frozenset(shared_files(files, tracked & run_elsewhere, root)),
+        lost=all_records["lost"],
+        shell=all_records["shell"],
     ).save(path)
 
 
 @functools.cache
 def as_imported(root: Path, modules: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    """Return what runs while modules are imported, in a separate process: the rank server has imported them before its ranks
-    start.
+    """Return what runs while modules are imported, in a separate process.
 
-    modules: with their files. If they cannot be imported there, any of their functions may have run.
+    The rank server has imported them before its ranks start. modules: with their files. If they cannot be imported there,
+    any of their functions may have run.
     """
     mains = {name: file for name, file in modules if name in ("__main__", "__mp_main__")}
     if names := [name for name, _ in modules if name not in mains]:
-        words = module_command("harness.nights.affected.recorder", str(root), *names)
+        command = module_command("harness.nights.affected.recorder", str(root), *names)
         path = os.pathsep.join(filter(None, sys.path))
-        done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
-        if not done.returncode:
-            found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-            return found | {"earlier": found["earlier"] | mains}
+        process = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+        )
+        if not process.returncode:
+            record: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+            return record | {"earlier": record["earlier"] | mains}
     return {"functions": {}, "imported": [], "earlier": dict(modules), "lost": "", "shell": False}

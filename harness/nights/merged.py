@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from harness.core.report.outcome import Outcome
@@ -9,42 +10,60 @@ from harness.core.run.packing import parsed
 from harness.core.run.verdicts import RecordedRun
 
 ALIKE = ("device", "launcher", "torch", "commit", "sources", "adapter")
-"""What all shards of a run have in common, with the trainer: verdicts of two versions are no verdict of either."""
+"""Values that all shards of a run have in common, with the trainer: verdicts of two versions are no verdict of either."""
 
 
 def merged(runs: Sequence[RecordedRun]) -> list[Outcome]:
-    """The outcome of each case in the last run that has one, in the order of the first. ValueError for runs of other things."""
+    """Return the outcome of each case in the last run that has one, in the order of the first run that has the case.
+
+    ValueError for runs of other things.
+    """
     first, *rest = runs
     for run in rest:
         different = [name for name in ALIKE if (run.begins.get(name) or "") != (first.begins.get(name) or "")]
-        if different := ["trainer"] * (run.trainer != first.trainer) + different:
-            one, other = (of.begins.get(different[0]) or "unknown" for of in (first, run))
+        if run.trainer != first.trainer:
+            different.insert(0, "trainer")
+        if different:
+            values = ", ".join(str(each_run.begins.get(different[0]) or "unknown") for each_run in (first, run))
             raise ValueError(
-                f"{first.file} and {run.file} are of another {different[0]} ({one}, {other}): show them one by one"
+                f"{first.file} and {run.file} are of another {different[0]} ({values}): show them one by one"
             )
-    return list({name: one for run in _by_beginning(runs) for name, one in run.outcomes.items()}.values())
+    outcomes: dict[str, Outcome] = {}
+    for run in _by_beginning(runs):
+        outcomes |= run.outcomes
+    return list(outcomes.values())
 
 
 def _by_beginning(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
+    """Return the runs in the order in which they began."""
     return sorted(runs, key=lambda run: run.run)
 
 
 def problems(runs: Sequence[RecordedRun]) -> tuple[list[str], list[str]]:
-    """What is not there though it should be, and what was there more than once."""
-    done = {name for run in runs for name in run.outcomes}
-    lost = [name for run in runs for name in run.missing if name not in done]
+    """Return a sentence for each case or shard that is lacking, and one for each case that ended more than once."""
+    missing: dict[str, None] = {}
+    ended: Counter[str] = Counter()
+    for run in runs:
+        missing |= dict.fromkeys(run.missing)
+        ended.update([*run.outcomes, *run.twice])
+    lacking = [f"{name}: no verdict, its run was cut short" for name in missing if name not in ended]
+    lacking += _lacking_shards(runs)
+    return lacking, [f"{name}: ended {ended[name]} times, the last counts" for name in sorted(ended) if ended[name] > 1]
+
+
+def _lacking_shards(runs: Sequence[RecordedRun]) -> list[str]:
+    """Return a sentence for each shard that no run has, and one if the shards are of different numbers of parts."""
     shards = {run.begins.get("shard", "") for run in runs} - {""}
-    there, counts = {parsed(shard)[0] for shard in shards}, {parsed(shard)[1] for shard in shards}
-    lacking = [f"{name}: no verdict, its run was cut short" for name in dict.fromkeys(lost)]
-    lacking += [
+    present = {parsed(shard)[0] for shard in shards}
+    counts = {parsed(shard)[1] for shard in shards}
+    lacking = [
         f"shard {part}/{max(counts)} is not among these"
         for part in range(1, max(counts, default=0) + 1)
-        if part not in there
+        if part not in present
     ]
-    lacking += ["shards of different numbers of parts, which need not be all cases"] if len(counts) > 1 else []
-    ended = [name for run in runs for name in (*run.outcomes, *run.twice)]
-    again = sorted({name for name in ended if ended.count(name) > 1})
-    return lacking, [f"{name}: ended {ended.count(name)} times, the last counts" for name in again]
+    if len(counts) > 1:
+        lacking.append("shards of different numbers of parts, which need not be all cases")
+    return lacking
 
 
 def provenance(runs: Sequence[RecordedRun]) -> list[str]:
@@ -53,7 +72,8 @@ def provenance(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def _provenance(run: RecordedRun) -> str:
-    begins, done = run.begins, len(run.outcomes)
+    begins = run.begins
+    done = len(run.outcomes)
     shard = f", shard {begins['shard']}" if begins.get("shard") else ""
     versions = f"torch {begins.get('torch') or 'unknown'}, commit {begins.get('commit') or 'unknown'}"
     return (

@@ -22,7 +22,7 @@ CULPRITS = "culprits.jsonl"
 
 @dataclass(frozen=True)
 class Culprit:
-    """What one search between the commits of two nights, good and bad, found."""
+    """The result of one search between the commits of two nights, good and bad."""
 
     cases: tuple[str, ...]  # those that share the cause; only the first was run
     run: str  # the night that they changed in
@@ -47,39 +47,57 @@ Culprits = Mapping[tuple[str, str], Culprit]
 """(case, the night in which it changed) -> culprit."""
 
 
-def by_case(found: Iterable[Culprit]) -> Culprits:
-    return {(case, one.run): one for one in found for case in one.cases}
+def by_case(culprits: Iterable[Culprit]) -> Culprits:
+    """Return the culprits by case and by the night in which the case changed; of several the last."""
+    culprit_of: dict[tuple[str, str], Culprit] = {}
+    for culprit in culprits:
+        culprit_of |= {(case, culprit.run): culprit for case in culprit.cases}
+    return culprit_of
 
 
 def of_night(night: Night) -> str:
-    """What a culprit calls it: its first run."""
+    """Return the name by which a culprit refers to the night: that of its first run."""
     return night.runs[0].run
 
 
 def keep(nights: Path, runs: Sequence[RecordedRun], day: str) -> Path:
-    """Adds these runs, where they are not there yet, to those of that day. Answers its folder. Raises EvidenceError."""
+    """Add these runs, where they are not there yet, to those of that day. Return the folder of the day.
+
+    Raises EvidenceError.
+    """
     folder = nights / day
     file = folder / verdicts.FILE
-    there = {run.run: run.outcomes for run in verdicts.read(file)[0]} if file.exists() else {}
+    kept_outcomes = {run.run: run.outcomes for run in verdicts.read(file)[0]} if file.exists() else {}
     for run in runs:
-        if there.get(run.run) != run.outcomes:
-            ended = [{"run": run.run, "ended": outcomes.to_json(one)} for one in run.outcomes.values()]
-            verdicts.append(file, {"run": run.run, "begins": run.begins}, *ended)
+        if kept_outcomes.get(run.run) != run.outcomes:
+            lines = [{"run": run.run, "ended": outcomes.to_json(outcome)} for outcome in run.outcomes.values()]
+            verdicts.append(file, {"run": run.run, "begins": run.begins}, *lines)
     return folder
 
 
-def keep_culprits(folder: Path, found: Sequence[Culprit]) -> None:
-    if found:
-        verdicts.append(folder / CULPRITS, *map(dataclasses.asdict, found))
+def keep_culprits(folder: Path, culprits: Sequence[Culprit]) -> None:
+    """Add what was found to the culprits of a day. folder: of the day."""
+    if culprits:
+        verdicts.append(folder / CULPRITS, *map(dataclasses.asdict, culprits))
 
 
 def culprits_in(folders: Sequence[Path]) -> Culprits:
     """Return the culprits of all culprits.jsonl below folders. Raises EvidenceError for a line that is none."""
-    files = [file for folder in folders if folder.is_dir() for file in sorted(folder.rglob(CULPRITS))]
-    return by_case(_culprit(line, file) for file in files for line in read_bytes(file).splitlines() if line)
+    culprits: list[Culprit] = []
+    for folder in folders:
+        if folder.is_dir():
+            for file in sorted(folder.rglob(CULPRITS)):
+                culprits += _read_culprits(file)
+    return by_case(culprits)
+
+
+def _read_culprits(file: Path) -> list[Culprit]:
+    """Return the culprits in one file. Raises EvidenceError for a line that is none."""
+    return [_culprit(line, file) for line in read_bytes(file).splitlines() if line]
 
 
 def _culprit(line: bytes, file: Path) -> Culprit:
+    """Return the culprit that a line of the file holds. Raises EvidenceError."""
     try:
         value = json_of(line)
         return Culprit(**(value | {"cases": tuple(value["cases"])}))

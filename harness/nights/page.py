@@ -1,4 +1,4 @@
-"""From recorded runs, and the evidence that lies beside them, to what a page shows."""
+"""The data of a page, from recorded runs and the evidence that lies beside them."""
 
 from __future__ import annotations
 
@@ -34,57 +34,72 @@ def page_of(runs: Sequence[RecordedRun], folders: Sequence[Path], earlier: Seque
     from harness.core.report.page import Page
 
     judgements = [judge_folder(folder) for folder in case_folders(folders)]
-    outcomes = [
-        *(merged(runs) if runs else []),
-        *(replace(became.judged(one), case=one.folder.name) for one in judgements),
-    ]
-    told = [line for lines in problems(runs) for line in lines] if runs else []
-    made = [text.provenance(judgements)] if judgements else []
-    lie = places_of(runs) | {one.folder.name: one.folder for one in judgements}
-    trainers = {run.trainer for run in runs} | {short_name(one.trainer) for one in judgements}
-    repositories = {str(run.begins.get("repository") or "") for run in runs} | ({name_here()} if judgements else set())
-    machines = {name: str(run.begins.get("machine", "")) for run in runs for name in run.outcomes}
+    outcomes = merged(runs) if runs else []
+    outcomes += [replace(became.judged(judgement), case=judgement.folder.name) for judgement in judgements]
+    run_problems: list[str] = []
+    if runs:
+        lacking, repeated = problems(runs)
+        run_problems = [*lacking, *repeated]
+    case_provenance = [text.provenance(judgements)] if judgements else []
+    evidence_folders = places_of(runs) | {judgement.folder.name: judgement.folder for judgement in judgements}
+    trainers = {run.trainer for run in runs} | {short_name(judgement.trainer) for judgement in judgements}
+    repositories = {str(run.begins.get("repository") or "") for run in runs}
+    if judgements:
+        repositories.add(name_here())
+    machine_of_case: dict[str, str] = {}
+    for run in runs:
+        machine_of_case |= dict.fromkeys(run.outcomes, str(run.begins.get("machine", "")))
+    shown_cases = {
+        outcome.case: shown(evidence_folders[outcome.case], file, machine_of_case.get(outcome.case, ""))
+        for outcome in outcomes
+        if outcome.failed and outcome.case in evidence_folders
+    }
     return Page(
         outcomes=outcomes,
-        provenance=[*provenance(runs), *made],
+        provenance=[*provenance(runs), *case_provenance],
         device=_device(runs, judgements),
         trainer=", ".join(sorted(trainers)),
         repository=", ".join(sorted(filter(None, repositories))),
-        told=told,
+        told=run_problems,
         past=past(_before(runs, earlier)),
         trends=_trends([*_before(runs, earlier), *runs]),
-        shown={
-            one.case: shown(lie[one.case], file, machines.get(one.case, ""))
-            for one in outcomes
-            if one.failed and one.case in lie
-        },
+        shown=shown_cases,
     )
 
 
 def _before(runs: Sequence[RecordedRun], earlier: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """Return the others of the same trainer, device and launcher; all of them if none of these runs is recorded."""
-    mine, kinds = {run.run for run in runs}, {kind(run) for run in runs}
-    return [run for run in earlier if run.run not in mine and (not kinds or kind(run) in kinds)]
+    """Return the other runs of the same trainer, device and launcher; all of them if none of these runs is recorded."""
+    own_names = {run.run for run in runs}
+    kinds = {kind(run) for run in runs}
+    return [run for run in earlier if run.run not in own_names and (not kinds or kind(run) in kinds)]
 
 
 def _trends(runs: Sequence[RecordedRun]) -> list[Trend]:
     """Return the measures that changed from night to night, of each series of nights."""
     from harness.core.report.page import Trend
 
-    rows = series(sorted(runs, key=lambda run: run.run)).values()
-    return [Trend(one.case, one.measure, one.values) for nights in rows for one in curves(nights)]
+    trends: list[Trend] = []
+    for nights in series(sorted(runs, key=lambda run: run.run)).values():
+        trends += [Trend(curve.case, curve.measure, curve.values) for curve in curves(nights)]
+    return trends
 
 
 def places_of(runs: Sequence[RecordedRun]) -> dict[str, Path]:
     """Return by case the folder with its evidence, beside the record that has its last outcome."""
-    ordered = sorted(runs, key=lambda run: run.run)
-    return {name: run.file.parent / one.folder for run in ordered for name, one in run.outcomes.items() if one.folder}
+    folder_of_case: dict[str, Path] = {}
+    for run in sorted(runs, key=lambda run: run.run):
+        for name, outcome in run.outcomes.items():
+            if outcome.folder:
+                folder_of_case[name] = run.file.parent / outcome.folder
+    return folder_of_case
 
 
 def _device(runs: Sequence[RecordedRun], judgements: Sequence[Judgement]) -> str:
     """Return all devices on which they ran: cuda alone if each rank had its own GPU."""
-    found = {run.begins.get("device", "cpu") for run in runs} | {one.made.get("device", "cpu") for one in judgements}
-    return "; ".join(sorted(found))
+    devices = {run.begins.get("device", "cpu") for run in runs} | {
+        judgement.made.get("device", "cpu") for judgement in judgements
+    }
+    return "; ".join(sorted(devices))
 
 
 def shown(folder: Path, file: Path, machine: str = "") -> Shown:
@@ -94,9 +109,10 @@ def shown(folder: Path, file: Path, machine: str = "") -> Shown:
 
     if not (folder / "case.json").exists():
         return Shown(place=f"{machine}, in a folder {folder.name}" if machine else "")
-    page, where = file.resolve().parent, folder.resolve()
-    below = where.is_relative_to(page)
-    link = Shown(evidence=str(where.relative_to(page)) if below else "", place=f"{platform.node()}: {where}")
+    page_folder = file.resolve().parent
+    case_folder = folder.resolve()
+    evidence = str(case_folder.relative_to(page_folder)) if case_folder.is_relative_to(page_folder) else ""
+    link = Shown(evidence=evidence, place=f"{platform.node()}: {case_folder}")
     try:
         return replace(link, drawn=drawn(load_trial(folder)))
     except Exception as error:  # evidence of a broken run may hold anything
@@ -104,12 +120,12 @@ def shown(folder: Path, file: Path, machine: str = "") -> Shown:
 
 
 def past(runs: Sequence[RecordedRun]) -> Mapping[str, list[Past]]:
-    """Return by case the verdicts that it had."""
+    """Return by case the verdicts that it had, in the order of the runs."""
     from harness.core.report.page import Past
 
-    found: dict[str, list[Past]] = {}
+    past_by_case: dict[str, list[Past]] = {}
     for run in runs:
-        for name, one in run.outcomes.items():
-            told = Past(run.begins.get("began", ""), run.begins.get("commit") or "unknown", one.verdict)
-            found.setdefault(name, []).append(told)
-    return found
+        for name, outcome in run.outcomes.items():
+            past_verdict = Past(run.begins.get("began", ""), run.begins.get("commit") or "unknown", outcome.verdict)
+            past_by_case.setdefault(name, []).append(past_verdict)
+    return past_by_case

@@ -29,15 +29,16 @@ KEYS = ("case", "cause", "reason", "person", "until")
 
 @dataclass(frozen=True)
 class Quarantine:
-    """until: the last day on which it holds."""
+    """A case that a person has set aside until a day."""
 
     case: str
     cause: str
     reason: str
     person: str
-    until: datetime.date
+    until: datetime.date  # the last day on which it holds
 
     def holds(self, day: datetime.date) -> bool:
+        """Return whether the case is still set aside on that day."""
         return day <= self.until
 
     def __str__(self) -> str:
@@ -45,28 +46,30 @@ class Quarantine:
 
 
 def load(path: Path) -> tuple[Quarantine, ...]:
-    """Raises CaseError for what a person got wrong in it."""
+    """Return the entries of a file. Raises CaseError for what a person got wrong in it."""
     try:
         written = document_of(read_text(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise CaseError(f"{path}: cannot be read: {error}") from error
     if not isinstance(written, list | None):
         raise CaseError(f"{path}: expected a list of entries with {', '.join(KEYS)}")
-    found = tuple(_entry(entry, f"{path}: entry {number}") for number, entry in enumerate(written or [], 1))
-    _refuse_twice([one.case for one in found], path)
-    return found
+    entries = tuple(_entry(entry, f"{path}: entry {number}") for number, entry in enumerate(written or [], 1))
+    _refuse_twice([quarantine.case for quarantine in entries], path)
+    return entries
 
 
 def _entry(written: Any, where: str) -> Quarantine:
+    """Return one entry. Raises CaseError if a key is unknown, lacking or of another type."""
     entry = as_mapping(written, where)
     refuse_unknown(entry, KEYS, where)
     for key in KEYS:
-        kind = datetime.date if key == "until" else str
-        if type(entry.get(key)) is not kind or not entry[key]:
+        value_type = datetime.date if key == "until" else str
+        if type(entry.get(key)) is not value_type or not entry[key]:
             raise CaseError(f"{where}: {key!r} must be {'a day, 2026-04-01' if key == 'until' else 'some text'}")
     return Quarantine(**entry)
 
 
 def _refuse_twice(cases: Sequence[str], path: Path) -> None:
-    if twice := sorted({case for case in cases if cases.count(case) > 1}):
-        raise CaseError(f"{path}: more than one entry of {', '.join(twice)}")
+    """Raise CaseError if a case has more than one entry."""
+    if repeated := sorted({case for case in cases if cases.count(case) > 1}):
+        raise CaseError(f"{path}: more than one entry of {', '.join(repeated)}")

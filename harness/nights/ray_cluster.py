@@ -36,9 +36,8 @@ from harness.core.run.sources import sources_anywhere
 from harness.core.run.supported import unsupported
 from harness.nights.gang_files import FirstNode, joined
 
-NODE = (
-    Path(tempfile.gettempdir()) / f"harness-node-{os.getuid()}"
-)  # where a node keeps its reference and compile caches
+NODE = Path(tempfile.gettempdir()) / f"harness-node-{os.getuid()}"
+"""Where a node keeps its reference and compile caches."""
 RENDEZVOUS = "PET_RDZV_CONF"  # torchrun's --rdzv-conf
 GLANCE = 10.0  # seconds between two looks at which nodes are alive
 NODE_PATIENCE = 600.0  # for one that comes back, or that an autoscaler brings
@@ -47,21 +46,25 @@ JOIN_PATIENCE = 300.0  # seconds in which the first node of a gang trains the re
 
 @dataclass(frozen=True)
 class Gang:
-    """So many nodes, each with so many ranks of a case."""
+    """Several nodes that run the ranks of one case, each as many."""
 
     nodes: int
-    ranks: int
+    ranks: int  # of each node
 
 
 class Cluster:
-    """address: "ray" for the one this machine belongs to (or RAY_ADDRESS), or ray://HOST:PORT. LaunchError without one."""
+    """The nodes of a Ray cluster, on which cases are made.
+
+    address: "ray" for the cluster this machine belongs to (or RAY_ADDRESS), or ray://HOST:PORT. LaunchError without a cluster.
+    """
 
     def __init__(self, address: str, device: str) -> None:
         try:
             import ray
         except ImportError as error:
             raise LaunchError("--on ray: Ray is not installed: pip install ray") from error
-        self.ray, self.device = ray, device
+        self.ray = ray
+        self.device = device
         try:
             if not ray.is_initialized():
                 ray.init("auto" if address == "ray" else address, log_to_driver=False, logging_level="ERROR")
@@ -69,10 +72,15 @@ class Cluster:
             raise LaunchError(f"--on {address}: no Ray cluster is there: {error}") from error
 
     def carries(self) -> list[int]:
-        """How many ranks each living node takes, most first."""
-        name, each = ("GPU", 1) if self.device == "cuda" else ("CPU", RANKS_PER_CORE)
+        """Return how many ranks each living node takes, most first."""
+        if self.device == "cuda":
+            resource = "GPU"
+            ranks_each = 1
+        else:
+            resource = "CPU"
+            ranks_each = RANKS_PER_CORE
         living = [node for node in self.ray.nodes() if node["Alive"]]
-        return sorted((int(node["Resources"].get(name, 0) * each) for node in living), reverse=True)
+        return sorted((int(node["Resources"].get(resource, 0) * ranks_each) for node in living), reverse=True)
 
     def needs(self, ranks: int) -> dict[str, float]:
         """Return what this many ranks need of a node, for Ray."""
@@ -84,17 +92,18 @@ class Cluster:
     def run_case(self, case: Case, options: Options) -> Judgement:
         """Do what run_case does on one machine; raises what that raises."""
         gang = gang_of(ranks_of(case), self.carries())
-        again = ""
+        remake_note = ""
         with to_itself(case, options) as folder:
             try:
                 self.make(case, options, folder, gang)
             except lost(self.ray) as death:
-                again = f"made again: {first_line(death)}"
+                remake_note = f"made again: {first_line(death)}"
                 self.make_again(case, options, folder, gang)
             judgement = judged(folder)
-        return replace(judgement, made=judgement.made | {"again": again}) if again else judgement
+        return replace(judgement, made=judgement.made | {"again": remake_note}) if remake_note else judgement
 
     def make_again(self, case: Case, options: Options, folder: Path, gang: Gang) -> None:
+        """Make the case again after a node died. Raises LaunchError if a node dies this time too."""
         try:
             self.make(case, options, folder, gang)
         except lost(self.ray) as death:
@@ -102,23 +111,24 @@ class Cluster:
 
     def answers(self, tasks: list[Any], gang: Gang) -> list[Any]:
         """Return the tasks' answers; what one raised is raised here as itself. LaunchError if their nodes are gone."""
-        done: list[Any] = []
-        fitted = time.monotonic()
-        while len(done) < len(tasks):
-            done, _ = self.ray.wait(tasks, num_returns=len(tasks), timeout=GLANCE)
+        done_tasks: list[Any] = []
+        last_fit = time.monotonic()
+        while len(done_tasks) < len(tasks):
+            done_tasks, _ = self.ray.wait(tasks, num_returns=len(tasks), timeout=GLANCE)
             try:
-                self.ray.get(done)
+                self.ray.get(done_tasks)
             except self.ray.exceptions.RayTaskError as error:
                 raise error.cause from None
             if self.carries()[gang.nodes - 1 : gang.nodes] >= [gang.ranks]:
-                fitted = time.monotonic()
-            elif time.monotonic() - fitted > NODE_PATIENCE:
+                last_fit = time.monotonic()
+            elif time.monotonic() - last_fit > NODE_PATIENCE:
                 raise LaunchError(
                     f"for {NODE_PATIENCE:g} s no {gang.nodes} nodes were alive that take {gang.ranks} ranks each"
                 )
         return self.ray.get(tasks)
 
     def make(self, case: Case, options: Options, folder: Path, gang: Gang) -> None:
+        """Make the case on the cluster, and unpack its evidence into the folder."""
         if gang.nodes > 1:
             sources, packed = self.made_on_several(case, options, gang)
         else:
@@ -128,7 +138,10 @@ class Cluster:
         unpack(packed, folder)
 
     def made_on_several(self, case: Case, options: Options, gang: Gang) -> tuple[str, bytes]:
-        """All at once or not at all: a placement group."""
+        """Return a digest of the first node's sources, and the packed evidence of all ranks.
+
+        The tasks of all nodes start at once or not at all, by a placement group.
+        """
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -136,47 +149,55 @@ class Cluster:
         bundle = {"GPU": needed["num_gpus"]} if self.device == "cuda" else {"CPU": needed["num_cpus"]}
         group = placement_group([bundle] * gang.nodes, strategy="STRICT_SPREAD")
 
-        def on(place: int, what: Any, **needs: Any) -> Any:
-            where = PlacementGroupSchedulingStrategy(group, place)
-            return self.ray.remote(what).options(scheduling_strategy=where, **needs)
+        def on(node: int, target: Any, **ray_options: Any) -> Any:
+            strategy = PlacementGroupSchedulingStrategy(group, node)
+            return self.ray.remote(target).options(scheduling_strategy=strategy, **ray_options)
 
-        first, tasks = None, []
+        first_node = None
+        tasks: list[Any] = []
         try:
             self.answers([group.ready()], gang)
             launch = uuid.uuid4().hex[:8]
-            first = on(0, OnFirstNode, num_cpus=0).remote(case, options, launch)
-            (meeting,) = self.answers([first.meeting_place.remote()], gang)
-            spanning = replace(options, launcher="torchrun", torchrun_args=words(gang, meeting, launch))
-            tasks = [on(0, make_with_others, max_retries=0, **needed).remote(case, spanning)]
-            joins = [on(place, join_here, max_retries=0, **needed) for place in range(1, gang.nodes)]
-            tasks += [join.remote(first, f"{launch}-{place}") for place, join in enumerate(joins, 1)]
+            first_node = on(0, OnFirstNode, num_cpus=0).remote(case, options, launch)
+            (meeting,) = self.answers([first_node.meeting_place.remote()], gang)
+            gang_options = replace(options, launcher="torchrun", torchrun_args=words(gang, meeting, launch))
+            tasks = [on(0, make_with_others, max_retries=0, **needed).remote(case, gang_options)]
+            joins = [on(node, join_here, max_retries=0, **needed) for node in range(1, gang.nodes)]
+            tasks += [join.remote(first_node, f"{launch}-{node}") for node, join in enumerate(joins, 1)]
             return self.answers(tasks, gang)[0]
         finally:
             for task in tasks:
                 with contextlib.suppress(self.ray.exceptions.RayError):
                     self.ray.cancel(task, force=True)
-            if first is not None:
-                self.ray.kill(first)
+            if first_node is not None:
+                self.ray.kill(first_node)
             remove_placement_group(group)
 
 
 def lost(ray: Any) -> tuple[type[Exception], ...]:
-    """What Ray raises when a node, or a process of ours on it, is no more."""
-    of = ray.exceptions
-    tasks = (of.NodeDiedError, of.WorkerCrashedError, of.ObjectLostError, of.LocalRayletDiedError, of.OutOfMemoryError)
-    return (*tasks, of.ActorDiedError, of.ActorUnavailableError)
+    """Return the exceptions that Ray raises when a node, or a process of ours on it, is no more."""
+    exceptions = ray.exceptions
+    task_errors = (
+        exceptions.NodeDiedError,
+        exceptions.WorkerCrashedError,
+        exceptions.ObjectLostError,
+        exceptions.LocalRayletDiedError,
+        exceptions.OutOfMemoryError,
+    )
+    return (*task_errors, exceptions.ActorDiedError, exceptions.ActorUnavailableError)
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of a message, without Ray's list of possible reasons."""
     return str(error).strip().partition("\n")[0].partition(" This can happen")[0]
 
 
-def gang_of(ranks: int, carries: Sequence[int]) -> Gang:
-    """The fewest nodes that can have equal parts of the ranks. Raises Unsupported, with the arithmetic."""
-    for nodes in range(1, len(carries) + 1):
-        if ranks % nodes == 0 and ranks // nodes <= carries[nodes - 1]:
+def gang_of(ranks: int, capacities: Sequence[int]) -> Gang:
+    """Return the fewest nodes that can have equal parts of the ranks. Raises Unsupported, with the arithmetic."""
+    for nodes in range(1, len(capacities) + 1):
+        if ranks % nodes == 0 and ranks // nodes <= capacities[nodes - 1]:
             return Gang(nodes, ranks // nodes)
-    raise Unsupported(f"{ranks} ranks in equal parts do not fit on the cluster's nodes, which take {list(carries)}")
+    raise Unsupported(f"{ranks} ranks in equal parts do not fit on the cluster's nodes, which take {list(capacities)}")
 
 
 def words(gang: Gang, meeting: str, launch: str) -> tuple[str, ...]:
@@ -186,12 +207,13 @@ def words(gang: Gang, meeting: str, launch: str) -> tuple[str, ...]:
 
 
 def refuse_other_sources(sources: str) -> None:
+    """Raise LaunchError if the node's sources differ from those of this machine. sources: the digest of the node."""
     if sources != sources_anywhere():
         raise LaunchError("a node has other sources of the harness, or other packages, than this machine")
 
 
 def unpack(packed: bytes, folder: Path) -> None:
-    """Evidence that came back, where it would lie had it been made here."""
+    """Write evidence that came back to the folder where it would lie had it been made here. Raises EvidenceError."""
     fresh_folder(folder)
     with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
         tar.extractall(folder, filter="data")
@@ -220,7 +242,7 @@ def make_here(case: Case, options: Options) -> tuple[str, bytes]:
 
 
 def make_with_others(case: Case, options: Options) -> tuple[str, bytes]:
-    """The first node's part of a gang, which has the others' evidence too."""
+    """Make the first node's part of a gang. Return a digest of the sources, and the packed evidence of all nodes."""
     os.environ[RENDEZVOUS] = "is_host=true"  # an address need not be one that this machine knows as its own
     try:
         return make_here(case, options)
@@ -229,7 +251,7 @@ def make_with_others(case: Case, options: Options) -> tuple[str, bytes]:
 
 
 class OnFirstNode(FirstNode):
-    """The same, where the first node keeps the case."""
+    """The files of a launch, for the other nodes, as an actor on the first node, which keeps the case."""
 
     def __init__(self, case: Case, options: Options, launch: str) -> None:
         options = here(options)
@@ -245,7 +267,7 @@ class OnFirstNode(FirstNode):
 
 
 def ready(case: Case, options: Options) -> Options:
-    """Choose a rank server that ends with Ray's process. Raises Unsupported."""
+    """Choose a rank server that ends with Ray's process, and return the options. Raises Unsupported."""
     resident_client.choose("own")
     if reason := unsupported(case, options):
         raise Unsupported(reason)
@@ -253,7 +275,7 @@ def ready(case: Case, options: Options) -> Options:
 
 
 class Asked:
-    """An actor's methods as calls (`gang_files.First`)."""
+    """Calls of the methods of an actor on the first node, as the protocol in gang_files needs them."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
@@ -265,12 +287,15 @@ class Asked:
 
 
 def join_here(first: Any, name: str) -> None:
-    """Another node's part. Whether it went well the first node's evidence says. name: of its folder, here alone."""
-    own = NODE / "joined" / name
+    """Run another node's part of a gang. name: of its folder, which only this node has.
+
+    Whether it went well is in the evidence on the first node.
+    """
+    folder_here = NODE / "joined" / name
     os.environ[RENDEZVOUS] = "is_host=false"
     try:
-        with joined(Asked(first), own.resolve(), JOIN_PATIENCE) as folder:
+        with joined(Asked(first), folder_here.resolve(), JOIN_PATIENCE) as folder:
             join(folder, JOIN_PATIENCE)
     finally:
         os.environ.pop(RENDEZVOUS)
-        shutil.rmtree(own, ignore_errors=True)
+        shutil.rmtree(folder_here, ignore_errors=True)

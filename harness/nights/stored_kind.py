@@ -1,4 +1,4 @@
-"""What is stored in a place: evidence of cases, a run of a matrix, a recording, or the runs of many nights."""
+"""The kind of what is stored in a place: evidence of cases, a run, a recording, or the runs of many nights."""
 
 from __future__ import annotations
 
@@ -22,44 +22,55 @@ class Kind(StrEnum):
     DUMPS = "Flight Recorder dumps"
 
 
-def kind_of(place: Path) -> Kind:
+def kind_of(path: Path) -> Kind:
     """Return what is stored in a file or folder.
 
     What lies in a folder itself decides. If nothing does, the folders below are searched.
     Raises EvidenceError for a place with nothing or with two kinds.
     """
-    if not place.exists():
-        raise EvidenceError(f"{place}: no such file or folder")
-    found = _in_itself(place) or _below(place)
-    if not found:
+    if not path.exists():
+        raise EvidenceError(f"{path}: no such file or folder")
+    kinds = _in_itself(path) or _below(path)
+    if not kinds:
         raise EvidenceError(
-            f"{place}: it holds no case's evidence, no run's verdicts, no recording, no traces and no dumps"
-            f"{_near(place)}"
+            f"{path}: it holds no case's evidence, no run's verdicts, no recording, no traces and no dumps{_near(path)}"
         )
-    if len(found) > 1:
-        both = " and ".join(f"{kind} ({path})" for kind, path in found.items())
-        raise EvidenceError(f"{place}: it holds {both}; name one of them")
-    return next(iter(found))
+    if len(kinds) > 1:
+        kinds_text = " and ".join(f"{kind} ({file})" for kind, file in kinds.items())
+        raise EvidenceError(f"{path}: it holds {kinds_text}; name one of them")
+    return next(iter(kinds))
 
 
-def _in_itself(place: Path) -> dict[Kind, Path]:
+def _in_itself(path: Path) -> dict[Kind, Path]:
     """Return the kinds of what lies in the place itself, each with a file."""
-    run = verdicts.file_in(place)
-    found = {Kind.CASES: place / CASE_FILE} if (place / CASE_FILE).exists() else {}
-    found |= {Kind.RUN: run} if run else {}
-    found |= {Kind.RECORDING: place} if holds_recording(place) else {}
-    for kind, name in ((Kind.TRACES, TRACE), (Kind.DUMPS, DUMP)) if not found else ():
-        found |= dict.fromkeys([kind] if (files := files_of(place, name)) else [], files[0] if files else place)
-    return found
+    kinds: dict[Kind, Path] = {}
+    if (path / CASE_FILE).exists():
+        kinds[Kind.CASES] = path / CASE_FILE
+    if run := verdicts.file_in(path):
+        kinds[Kind.RUN] = run
+    if holds_recording(path):
+        kinds[Kind.RECORDING] = path
+    if kinds:
+        return kinds
+    for kind, name in ((Kind.TRACES, TRACE), (Kind.DUMPS, DUMP)):
+        if files := files_of(path, name):
+            kinds[kind] = files[0]
+    return kinds
 
 
-def _below(place: Path) -> dict[Kind, Path]:
+def _below(path: Path) -> dict[Kind, Path]:
     """Return the kinds of what lies in its folders, each with one of them. A single recording is named, not searched for."""
-    case, run = next(place.glob(f"*/{CASE_FILE}"), None), next(place.rglob(verdicts.FILE), None)
-    return ({Kind.CASES: case.parent} if case else {}) | ({Kind.HISTORY: run} if run else {})
+    kinds: dict[Kind, Path] = {}
+    case = next(path.glob(f"*/{CASE_FILE}"), None)
+    run = next(path.rglob(verdicts.FILE), None)
+    if case:
+        kinds[Kind.CASES] = case.parent
+    if run:
+        kinds[Kind.HISTORY] = run
+    return kinds
 
 
-def _near(place: Path) -> str:
+def _near(path: Path) -> str:
     """Return a remedy for who named the folder around a recording."""
-    recording = next(place.glob(f"*/{STARTED}"), None)
+    recording = next(path.glob(f"*/{STARTED}"), None)
     return f"; {recording.parent} is a recording" if recording else ""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from literal import tiny_case
 
 from harness import ROOT
 from harness.core import cli
@@ -26,7 +27,6 @@ from harness.faults import run_catalogue as lot
 from harness.faults.attempt import METHODS, Attempt, Outcome, accepted, from_json, to_json
 from harness.faults.cli.work.faults import faults_code
 from harness.faults.run_catalogue import Baseline
-from tests.literal import tiny_case
 
 FAULT = Fault(
     "halved", "f.py", "halves", "G01 a/b #1", "tiny", ("gradients", "update"), "gradients scaled", lambda fired: None

@@ -1,4 +1,4 @@
-"""In a rank: which functions of the trainer's repository it runs, on disk once it has come to its end."""
+"""The functions of the trainer's repository that a rank runs, on disk once the rank has come to its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from harness.nights.affected.recorder import FunctionRecorder
 
 @contextlib.contextmanager
 def recording_functions(options: dict[str, Any], rank: int) -> Iterator[None]:
-    """options: record_functions_of, the repository; directory, of the evidence. A rank that raises leaves nothing."""
+    """Write which functions the rank runs in the block. A rank that raises leaves nothing.
+
+    options: record_functions_of, the repository; directory, of the evidence.
+    """
     recorder = FunctionRecorder(Path(options["record_functions_of"]))
     recorder.start()
     yield
@@ -22,5 +25,5 @@ def recording_functions(options: dict[str, Any], rank: int) -> Iterator[None]:
 
 
 def functions_file(directory: Path, rank: int) -> Path:
-    """Which functions of the trainer's repository a rank ran."""
+    """Return the file with the functions of the trainer's repository that a rank ran."""
     return evidence_file(directory, rank).with_suffix(".functions.json")

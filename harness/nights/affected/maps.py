@@ -1,4 +1,7 @@
-"""What each case ran, on disk: a folder of CASE.json files, one for each case, of one commit of the trainer's repository."""
+"""Maps on disk of what each case ran: a folder of CASE.json files.
+
+There is one file for each case, of one commit of the trainer's repository.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from harness.core.evidence.reading import read_json
 
 @dataclass(frozen=True)
 class CaseMap:
-    """What one case ran, and of what."""
+    """The functions and files that one case ran, at one commit of the trainer's repository."""
 
     case: dict[str, Any]  # its definition, as JSON
     trainer: str  # its name
@@ -28,7 +31,7 @@ class CaseMap:
 
     @classmethod
     def of(cls, path: Path) -> CaseMap:
-        """Raises CaseError for a file that is none."""
+        """Return the map in a file. Raises CaseError for a file that holds none."""
         value = read_json(path)
         try:
             return cls(
@@ -45,7 +48,7 @@ class CaseMap:
             raise CaseError(f"{path}: no map of a case; delete it") from error
 
     def save(self, path: Path) -> None:
-        """Complete or absent. Raises EvidenceError where something else lies there."""
+        """Write the map, complete or not at all. Raises EvidenceError where something else lies there."""
         value = {
             "case": self.case,
             "trainer": self.trainer,
@@ -69,14 +72,16 @@ def file_of(folder: Path, case: str) -> Path:
     return folder / f"{case}.json"
 
 
-def merged(seen: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one value of what several ranks saw, as `FunctionRecorder.stop` returns it."""
+def merged(rank_records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one record of what several ranks ran. Each is one that `FunctionRecorder.stop` returns."""
     functions: dict[str, set[str]] = {}
     imported: set[str] = set()
-    lost, shell = "", False
-    for one in seen:
-        for file, names in one["functions"].items():
+    lost = ""
+    shell = False
+    for rank_record in rank_records:
+        for file, names in rank_record["functions"].items():
             functions.setdefault(file, set()).update(names)
-        imported.update(one["imported"])
-        lost, shell = lost or one["lost"], shell or one["shell"]
+        imported.update(rank_record["imported"])
+        lost = lost or rank_record["lost"]
+        shell = shell or rank_record["shell"]
     return {"functions": functions, "imported": imported, "lost": lost, "shell": shell}

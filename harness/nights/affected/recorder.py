@@ -1,4 +1,7 @@
-"""Which functions of a repository run in this process. Standard library alone; it starts in a rank before the trainer does."""
+"""A recorder of the functions of a repository that run in this process.
+
+It needs the standard library alone, and starts in a rank before the trainer does.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ PROCESSES = ("multiprocessing.popen_fork", "multiprocessing.popen_spawn_posix", 
 
 
 class FunctionRecorder:
-    """Records the code of each Python function that is called, on any thread, from `start` to `stop`.
+    """A recorder of the code of each Python function that is called, on any thread, from `start` to `stop`.
 
-    Python 3.12 and later tell it once a function. Before, cProfile counts the calls of each of Python's own threads.
+    From Python 3.12 on, sys.monitoring reports a function once. Before, cProfile counts the calls of each of Python's threads.
     """
 
     def __init__(self, root: Path) -> None:
@@ -34,12 +37,12 @@ class FunctionRecorder:
         self.lost = ""  # why some functions may be missing
         self.shell = False  # whether a shell ran, or what may be a script
         self.on = self.ours = False
-        self.earlier: dict[
-            str, str
-        ] = {}  # modules that are imported already, with their files: what ran of them is not known
+        self.earlier: dict[str, str] = {}
+        """Modules that are imported already, with their files: what ran of them is not known."""
         self.before = {name for name in PROCESSES if name in sys.modules}
 
     def start(self) -> None:
+        """Record from here on. The functions that are running now count too."""
         self.earlier = dict(imported(self.root))
         self._add_callers(sys._getframe())
         if sys.version_info >= (3, 12):
@@ -51,34 +54,38 @@ class FunctionRecorder:
         sys.addaudithook(self._audit)  # it can never be removed, so it looks whether we are on
 
     def _monitor(self) -> None:
+        """Record every function that starts, once, by sys.monitoring."""
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
 
-        def called(code: CodeType, _: int) -> Any:
+        def record_call(code: CodeType, _: int) -> Any:
             self.codes.add(code)
             return monitoring.DISABLE
 
         monitoring.use_tool_id(TOOL, "harness")
-        monitoring.register_callback(TOOL, monitoring.events.PY_START, called)
+        monitoring.register_callback(TOOL, monitoring.events.PY_START, record_call)
         monitoring.set_events(TOOL, monitoring.events.PY_START)
 
     def _add_callers(self, frame: FrameType | None) -> None:
+        """Add the functions of a frame and of all its callers."""
         while frame:
             self.codes.add(frame.f_code)
             frame = frame.f_back
 
     def _profile(self) -> None:
+        """Profile the calls of this thread from here on."""
         self.profiles.append(cProfile.Profile())
         self.ours = True
         self.profiles[-1].enable(subcalls=False, builtins=False)
         self.ours = False
 
     def _thread_begins(self, frame: FrameType, *_: Any) -> None:
-        """The first call of a thread; from here on its own profile counts."""
+        """Count the functions of a new thread, and profile it from here on."""
         self._add_callers(frame)
         if self.on:
             self._profile()
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Note events after which functions may run unseen, and whether a shell starts."""
         if not self.on:
             return
         if event == "sys.setprofile" and sys.version_info < (3, 12):
@@ -93,10 +100,10 @@ class FunctionRecorder:
                 self.lost = self.lost or "the trainer started another Python"
 
     def stop(self) -> dict[str, Any]:
-        """Return {"functions": {file: [name, ..]}, "imported": [file, ..], "earlier": {module: file}, "lost": why, "shell":
-        whether one ran}. Files are relative to the root; a script that ran counts as imported.
+        """Return what ran: "functions" {file: [name, ..]}, "imported" [file, ..], "earlier" {module: file}, "lost" and "shell".
 
-        A function within another, or a lambda, counts as the outermost one that contains it.
+        "lost" is why functions may be missing, "shell" whether one ran. Files are relative to the root.
+        A script that ran counts as imported. A function within another, or a lambda, counts as the outermost one around it.
         """
         self.on = False
         if sys.version_info >= (3, 12):
@@ -107,8 +114,8 @@ class FunctionRecorder:
             for frame in sys._current_frames().values():  # a profile has what returned
                 self._add_callers(frame)
             self.profiles[0].disable()
-            entries = [entry for profile in self.profiles for entry in profile.getstats()]
-            self.codes |= {entry.code for entry in entries if isinstance(entry.code, CodeType)}
+            for profile in self.profiles:
+                self.codes |= {entry.code for entry in profile.getstats() if isinstance(entry.code, CodeType)}
         if {name for name in PROCESSES if name in sys.modules} - self.before:
             self.lost = self.lost or "the trainer started a process"
         if getattr(sys.modules.get("torch._dynamo.utils"), "counters", {}).get("frames"):
@@ -117,10 +124,10 @@ class FunctionRecorder:
         for code in tuple(self.codes):
             if file := _below(code.co_filename, self.root):
                 functions.setdefault(file, set()).add(code.co_qualname.partition(".<locals>")[0])
-        found = {file: sorted(names - {"<module>"}) for file, names in sorted(functions.items())}
+        names_by_file = {file: sorted(names - {"<module>"}) for file, names in sorted(functions.items())}
         return {
-            "functions": {file: names for file, names in found.items() if names},
-            "imported": sorted({*dict(imported(self.root)).values(), *found}),
+            "functions": {file: names for file, names in names_by_file.items() if names},
+            "imported": sorted({*dict(imported(self.root)).values(), *names_by_file}),
             "earlier": self.earlier,
             "lost": self.lost,
             "shell": self.shell,
@@ -148,7 +155,7 @@ def _is_plain(event: str, arguments: tuple[Any, ...]) -> bool:
 
 
 def main(root: str, modules: list[str]) -> None:
-    """Print what a recorder sees while these are imported."""
+    """Print what a recorder records while these modules are imported."""
     recorder = FunctionRecorder(Path(root))
     recorder.start()
     for name in modules:

@@ -31,8 +31,8 @@ class Affected:
         counts: dict[str, int] = {}
         for reason in self.why.values():
             counts[reason] = counts.get(reason, 0) + 1
-        most = sorted(counts.items(), key=lambda item: -item[1])
-        reasons = "".join(f"\n  {count:>4} x  {reason}" for reason, count in most[:8])
+        commonest = sorted(counts.items(), key=lambda item: -item[1])
+        reasons = "".join(f"\n  {count:>4} x  {reason}" for reason, count in commonest[:8])
         return f"{len(self.cases)} of {self.asked} cases can be affected by what changed since {self.base}{reasons}"
 
 
@@ -49,21 +49,28 @@ def affected(cases: Sequence[Case], base: str, trainer: str, name: str, folder: 
     maps = {case.name: _read(folder, case, name) for case in cases}
     if not any(maps.values()):
         raise CaseError(f"{folder}: no map of these cases of {name}; `harness matrix --map DIR` makes one")
-    since = {one.commit: _since(root, one.commit, commit) for one in maps.values() if one}
-    own = _folders_of_cases(cases, root)
-    why = {}
+    changes_by_commit = {
+        case_map.commit: _since(root, case_map.commit, commit) for case_map in maps.values() if case_map
+    }
+    case_folders = _folders_of_cases(cases, root)
+    reasons = {}
     for case in cases:
-        one = maps[case.name]
-        reason = reason_for(case, one, since[one.commit], own) if one else "not known what it runs"
+        case_map = maps[case.name]
+        reason = (
+            reason_for(case, case_map, changes_by_commit[case_map.commit], case_folders)
+            if case_map
+            else "not known what it runs"
+        )
         if reason:
-            why[case.name] = reason
-    return Affected(tuple(case for case in cases if case.name in why), why, len(cases), base)
+            reasons[case.name] = reason
+    return Affected(tuple(case for case in cases if case.name in reasons), reasons, len(cases), base)
 
 
 def _read(folder: Path, case: Case, name: str) -> CaseMap | None:
+    """Return the map of a case. None if there is none, or if it is of another trainer."""
     path = file_of(folder, case.name)
-    found = CaseMap.of(path) if path.exists() else None
-    return found if found and found.trainer == name else None
+    case_map = CaseMap.of(path) if path.exists() else None
+    return case_map if case_map and case_map.trainer == name else None
 
 
 def _since(root: Path, mapped: str, base: str) -> Changes:
@@ -80,35 +87,44 @@ def _folders_of_cases(cases: Iterable[Case], root: Path) -> set[PurePath]:
     return {PurePath(folder.relative_to(root)) for folder in folders if folder.is_relative_to(root)}
 
 
-def reason_for(case: Case, one: CaseMap, changes: Changes, own: set[PurePath]) -> str:
+def reason_for(case: Case, case_map: CaseMap, changes: Changes, case_folders: set[PurePath]) -> str:
     """Return why the case can be affected; empty if it cannot."""
-    if one.case != json.loads(json.dumps(requested.to_json(case))):
+    if case_map.case != json.loads(json.dumps(requested.to_json(case))):
         return "the case itself changed"
-    if one.lost and changes.python:
-        return f"{one.lost}, which may run {min(changes.python)}"
-    if data := sorted(file for file in changes.data if not _is_known(file, one, own)):
-        return f"no Python: {data[0]}" + f" and {len(data) - 1} more" * (len(data) > 1)
-    seen = one.imported | one.shared
-    places = {parent for file in seen for parent in PurePath(file).parents}
+    if case_map.lost and changes.python:
+        return f"{case_map.lost}, which may run {min(changes.python)}"
+    if data := sorted(file for file in changes.data if not _is_known(file, case_map, case_folders)):
+        return f"no Python: {data[0]}{_more_text(data)}"
+    run_files = case_map.imported | case_map.shared
+    folders: set[PurePath] = set()
+    for file in run_files:
+        folders.update(PurePath(file).parents)
     for file in sorted(changes.new):
-        if PurePath(file.removesuffix("/__init__.py")).parent in places:
+        if PurePath(file.removesuffix("/__init__.py")).parent in folders:
             return f"new beside what is imported: {file}"
-    for file in sorted(changes.gone & seen):
+    for file in sorted(changes.gone & run_files):
         return f"gone: {file}"
     for file, why in sorted(changes.whole.items()):
-        if file in seen:
+        if file in run_files:
             return f"{why}: {file}"
     for file, names in sorted(changes.functions.items()):
-        if file in one.shared:
+        if file in case_map.shared:
             return f"the harness itself calls it: {file}"
-        if ran := sorted(names & one.functions.get(file, frozenset())):
-            return f"{ran[0]} of {file}" + f" and {len(ran) - 1} more" * (len(ran) > 1)
+        if ran := sorted(names & case_map.functions.get(file, frozenset())):
+            return f"{ran[0]} of {file}{_more_text(ran)}"
     return ""
 
 
-def _is_known(file: str, one: CaseMap, own: set[PurePath]) -> bool:
+def _more_text(names: Sequence[str]) -> str:
+    """Return " and N more" for all names but the first; empty for a single name."""
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def _is_known(file: str, case_map: CaseMap, case_folders: set[PurePath]) -> bool:
     """Return whether a file that is no Python is a script that no rank started, or has the definitions of cases."""
-    return file.endswith(".sh") and not one.shell or file.endswith(".yaml") and PurePath(file).parent in own
+    return (
+        file.endswith(".sh") and not case_map.shell or file.endswith(".yaml") and PurePath(file).parent in case_folders
+    )
 
 
 def shared_files(imported: Iterable[str], parents: Iterable[str], root: Path) -> set[str]:
@@ -118,10 +134,11 @@ def shared_files(imported: Iterable[str], parents: Iterable[str], root: Path) ->
 
     imported: by ranks; parents: by processes that are not recorded; both relative to the root.
     """
-    found = set(parents)
+    shared = set(parents)
     if ROOT.is_relative_to(root):
-        watched = tuple(
-            f"{(ROOT / 'harness' / room).relative_to(root)}/" for room in ("core/trainers", "core/probe", "adapters")
+        recorded_folders = tuple(
+            f"{(ROOT / 'harness' / folder).relative_to(root)}/"
+            for folder in ("core/trainers", "core/probe", "adapters")
         )
-        found |= {file for file in imported if not file.startswith(watched)}
-    return found
+        shared |= {file for file in imported if not file.startswith(recorded_folders)}
+    return shared

@@ -1,4 +1,4 @@
-"""What changed in Python sources from one version to another: functions, or code that runs when a file is imported."""
+"""Changes in Python sources from one version to another: functions, or code that runs when a file is imported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMPILERS = {"jit", "njit", "script", "kernel"}
 
 @dataclass
 class Changes:
-    """What differs between two versions of a repository."""
+    """Differences between two versions of a repository."""
 
     functions: dict[str, set[str]] = field(default_factory=dict)  # by file; in a file that both versions have
     whole: dict[str, str] = field(default_factory=dict)  # file -> why all of it counts
@@ -47,34 +47,36 @@ class Changes:
 
 def between(root: Path, old: str, new: str | None) -> Changes:
     """Return what changed between two commits, or from a commit to the files that are there now. Raises CaseError."""
-    found = Changes()
+    changes = Changes()
     for status, file, linked in _files(root, old, new):
         if linked or not file.endswith(".py"):
             if not (file.endswith(PROSE) or file.startswith(PROSE_PLACES)):
-                found.data.add(file)
+                changes.data.add(file)
         elif status in "AD":
-            (found.new if status == "A" else found.gone).add(file)
+            (changes.new if status == "A" else changes.gone).add(file)
         else:
-            names, why = compared(
+            names, reason = compared(
                 _text(root, old, file), _text(root, new, file), lambda name: _is_mentioned(root, old, name)
             )
-            if why:
-                found.whole[file] = why
+            if reason:
+                changes.whole[file] = reason
             if names:
-                found.functions[file] = names
-    return found
+                changes.functions[file] = names
+    return changes
 
 
 def _files(root: Path, old: str, new: str | None) -> Iterator[tuple[str, str, bool]]:
-    """Return of each file that differs its status, its name, and whether it was a symbolic link or became one; of those there
-    now, also what git does not know yet."""
-    listed = git(root, "diff", "--raw", "--no-renames", "-z", old, *([new] if new else []), "--")
-    if listed.returncode:
-        raise CaseError(f"{root}: git knows no {old}: {listed.stderr.strip()}")
-    words = listed.stdout.split("\0")
-    for told, file in zip(words[::2], words[1::2], strict=False):
-        before, after, _, _, status = told.removeprefix(":").split(" ")
-        yield status, file, status != "A" and LINK in (before, after)
+    """Yield of each file that differs its status, its name, and whether it was a symbolic link or became one.
+
+    Of the files that are there now, those are yielded too that git does not know yet.
+    """
+    diff = git(root, "diff", "--raw", "--no-renames", "-z", old, *([new] if new else []), "--")
+    if diff.returncode:
+        raise CaseError(f"{root}: git knows no {old}: {diff.stderr.strip()}")
+    fields = diff.stdout.split("\0")
+    for change_words, file in zip(fields[::2], fields[1::2], strict=False):
+        mode_before, mode_after, _, _, status = change_words.removeprefix(":").split(" ")
+        yield status, file, status != "A" and LINK in (mode_before, mode_after)
     if new is None:
         for file in git(root, "ls-files", "--others", "--exclude-standard", "-z").stdout.split("\0"):
             if file:
@@ -82,7 +84,10 @@ def _files(root: Path, old: str, new: str | None) -> Iterator[tuple[str, str, bo
 
 
 def _text(root: Path, commit: str | None, file: str) -> str:
-    """commit: None for what is there now; a sparse checkout has only some files there, and the rest in git's index."""
+    """Return the text of a file at a commit.
+
+    commit: None for the files that are there now. A sparse checkout has only some of them, and the rest in git's index.
+    """
     if commit is None and (root / file).exists():
         return (root / file).read_text(encoding="utf-8", errors="replace")
     return git(root, "show", f"{commit or ''}:{file}").stdout
@@ -103,14 +108,17 @@ def compared(old: str, new: str, is_mentioned: Callable[[str], bool] = lambda _:
     Whatever else differs (a signature, a class, a constant, an import, a function that is gone) is met at import.
     """
     try:
-        before, after = _Parts(old), _Parts(new)
+        old_parts = _Parts(old)
+        new_parts = _Parts(new)
     except (SyntaxError, ValueError):
         return set(), "it cannot be parsed"
-    changed = {name for name, body in before.bodies.items() if name in after.bodies and after.bodies[name] != body}
-    known = before.names | before.bodies.keys()
-    known |= {name for name in after.bodies.keys() - known if "." not in name and is_mentioned(name)}
-    differs = before.at_import(known) != after.at_import(known)
-    return changed, "code that runs at import" if differs else ""
+    changed = {
+        name for name, body in old_parts.bodies.items() if name in new_parts.bodies and new_parts.bodies[name] != body
+    }
+    known_names = old_parts.names | old_parts.bodies.keys()
+    known_names |= {name for name in new_parts.bodies.keys() - known_names if "." not in name and is_mentioned(name)}
+    is_import_changed = old_parts.at_import(known_names) != new_parts.at_import(known_names)
+    return changed, "code that runs at import" if is_import_changed else ""
 
 
 class _Parts(ast.NodeTransformer):
@@ -142,10 +150,11 @@ class _Parts(ast.NodeTransformer):
         return self._function(node)
 
     def _function(self, node: Function) -> Function:
-        if any(_last_name(one) in COMPILERS for one in node.decorator_list):
+        """Store the body under the name of the function, and empty it. A function that a compiler reads stays whole."""
+        if any(_last_name(decorator) in COMPILERS for decorator in node.decorator_list):
             return node
         name = ".".join([*self.path, node.name])
-        body = "\n".join(ast.dump(part) for part in _without_docstring(node.body))
+        body = "\n".join(ast.dump(statement) for statement in _without_docstring(node.body))
         self.bodies[name] = self.bodies.get(name, "") + body  # a property and its setter share a name
         node.body = []
         return node
@@ -166,6 +175,7 @@ def _last_name(decorator: ast.expr) -> str:
 
 
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Return the statements of a body without its docstring."""
     first = body[0] if body else None
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
         return body[1:]

@@ -24,7 +24,7 @@ JudgedAt = Callable[[Case, Path, Options], Judgement]
 
 
 def how_to_judge(options: Options, repo: Path) -> tuple[Sequence[str], JudgedAt]:
-    """Raises BisectError."""
+    """Return the files to take of each commit, and how to judge a checkout. Raises BisectError."""
     if TrainerSpec.parse(options.trainer).name == own_commits.TRAINER:
         return own_commits.FILES, own_commits.judged_at
     of_checkout = trainer_of(options.trainer, repo)
@@ -32,16 +32,18 @@ def how_to_judge(options: Options, repo: Path) -> tuple[Sequence[str], JudgedAt]
 
 
 def files_of(trainer: str) -> Sequence[str]:
-    """Return the files to take of each commit; nothing: all of them."""
+    """Return the files to take of each commit; none: all of them."""
     return getattr(trainers.load(trainer), "files", ())
 
 
 def trainer_of(trainer: str, repo: Path) -> Callable[[Path], str]:
     """Return the trainer of each checkout, as trainers.load takes it. Raises BisectError."""
-    name, adapter = TrainerSpec.parse(trainer).name, trainers.load(trainer)
+    name = TrainerSpec.parse(trainer).name
+    adapter = trainers.load(trainer)
     if hasattr(adapter, "of"):
         return lambda checkout: trainers.spec(name, str(checkout))
-    file, repo = Path(name).resolve(), repo.resolve()
+    file = Path(name).resolve()
+    repo = repo.resolve()
     if not name.endswith(".py") or not file.is_relative_to(repo):
         raise BisectError(
             f"trainer {adapter.name} has no other sources: its adapter has no `of`, and is no file in {repo}"
@@ -51,30 +53,33 @@ def trainer_of(trainer: str, repo: Path) -> Callable[[Path], str]:
 
 def adapter_in(file: Path, relative: Path, checkout: Path) -> str:
     """Return the commit's own adapter; today's file is laid there if the commit is older than its adoption."""
-    there = checkout / relative
-    if not there.exists():
-        there.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, there)
-    return str(there)
+    adapter = checkout / relative
+    if not adapter.exists():
+        adapter.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, adapter)
+    return str(adapter)
 
 
 def _judged_at(of_checkout: Callable[[Path], str], case: Case, checkout: Path, options: Options) -> Judgement:
-    """Judge it by this harness. Raises Unsupported if the commit has no adapter that can be loaded, and as run_case does."""
+    """Judge the case by this harness.
+
+    Raises Unsupported if the commit has no adapter that can be loaded, and as run_case does.
+    """
     trainer = of_checkout(checkout)
     file = Path(TrainerSpec.parse(trainer).name)
-    laid = file.is_relative_to(checkout) and not commit_has(checkout, file)
+    is_laid_there = file.is_relative_to(checkout) and not commit_has(checkout, file)
     try:
         reloaded(trainer)
         judgement = run_case(case, dataclasses.replace(options, trainer=trainer))
     finally:
-        if laid:  # else it would be in the way of the next commit's
+        if is_laid_there:  # else it would be in the way of the next commit's
             file.unlink()
-    note = {"adapter": "by today's adapter: the commit has none"} if laid else {}
+    note = {"adapter": "by today's adapter: the commit has none"} if is_laid_there else {}
     return dataclasses.replace(judgement, made=judgement.made | note)
 
 
 def reloaded(trainer: str) -> None:
-    """Load it anew. Raises Unsupported."""
+    """Load the trainer anew. Raises Unsupported if it cannot be loaded."""
     try:
         trainers.reload(trainer)
     except (ValueError, OSError) as error:

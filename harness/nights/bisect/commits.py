@@ -1,7 +1,7 @@
-"""Which commit of a trainer failed a check: git bisect in a clone of our own, every commit judged by the checks.
+"""A search for the commit of a trainer that failed a check: git bisect in a clone of our own.
 
-The user's repository is only read: the clone borrows its objects and lies in a temporary folder. Ranks of each commit are
-fresh processes, forked from one server that has torch imported and nothing of the trainer.
+The checks judge every commit. The user's repository is only read: the clone borrows its objects and lies in a temporary
+folder. Ranks of each commit are fresh processes, forked from one server that has torch imported and nothing of the trainer.
 
 A commit is bad if it fails a check that the bad one breaks and the good one keeps. A check failing on both sides says nothing
 of the change that is looked for. A commit is skipped, with a reason, if it cannot be imported, its set-up raises or takes
@@ -31,59 +31,75 @@ from harness.nights.bisect import BisectError
 from harness.nights.bisect.checkouts import JudgedAt, how_to_judge
 from harness.nights.bisect.search import Found, Judged, Tell, both_sides, line_of, read, relative
 
-BROKEN_LATER, FIXED_LATER = ("good", "bad"), ("broken", "fixed")
-"""Git's words for the earlier and the later side. It keeps "good" and "bad" for what broke."""
+BROKEN_LATER = ("good", "bad")
+"""Git's words for the earlier and the later side if a commit broke something. Git keeps these words for that."""
+FIXED_LATER = ("broken", "fixed")
+"""The words for the earlier and the later side of a search for what fixed."""
 
 
 def bisect(
     repo: Path, good: str, bad: str, cases: Sequence[Case], options: Options, tell: Tell, *, until: float = math.inf
 ) -> Found:
-    """What broke it, or what fixed it where the good one is the later one. until: by time.monotonic(), after which no other
-    commit is looked at. Raises BisectError. Leaves each commit's evidence in OUT/bisect/COMMIT/."""
+    """Find the commit that broke a check, or that fixed it where the good one is the later one.
+
+    until: by time.monotonic(), after which no other commit is looked at. Raises BisectError.
+    Leaves each commit's evidence in OUT/bisect/COMMIT/.
+    """
     began = time.monotonic()
     files, judged_at = how_to_judge(options, repo)
-    holds, breaks = resolve(repo, good), resolve(repo, bad)
+    good_commit = resolve(repo, good)
+    bad_commit = resolve(repo, bad)
     with clone(repo, files) as checkout:
-        fixed = precedes(checkout, breaks, holds)
-        earlier, later = (breaks, holds) if fixed else (holds, breaks)
+        fixed = precedes(checkout, bad_commit, good_commit)
+        earlier, later = (bad_commit, good_commit) if fixed else (good_commit, bad_commit)
         terms = FIXED_LATER if fixed else BROKEN_LATER
         judge = Judge(checkout, cases, dataclasses.replace(options, out=options.out / "bisect"), judged_at)
-        sides = both_sides(judge, holds, breaks, tell)
+        sides = both_sides(judge, good_commit, bad_commit, tell)
         names = () if terms == BROKEN_LATER else (f"--term-old={terms[0]}", f"--term-new={terms[1]}")
-        said = git(checkout, "bisect", "start", *names, later, earlier, "--", *(path.strip("/") for path in files))
+        git_output = git(
+            checkout, "bisect", "start", *names, later, earlier, "--", *(path.strip("/") for path in files)
+        )
         judged = [*sides]
-        while (step := left(said)) is not None and time.monotonic() < until:
-            found = relative(judge.look(git(checkout, "rev-parse", "HEAD").strip()), *sides)
-            judged.append(found)
-            tell(f"{line_of(found)}\n{'':9}  {step}")
-            said = git(checkout, "bisect", term(found, terms, fixed=fixed), ok=(0, 2))
-        return conclude(said, judged, checkout, time.monotonic() - began, fixed=fixed)
+        while (step := left(git_output)) is not None and time.monotonic() < until:
+            revision = relative(judge.look(git(checkout, "rev-parse", "HEAD").strip()), *sides)
+            judged.append(revision)
+            tell(f"{line_of(revision)}\n{'':9}  {step}")
+            git_output = git(checkout, "bisect", term(revision, terms, fixed=fixed), ok=(0, 2))
+        return conclude(git_output, judged, checkout, time.monotonic() - began, fixed=fixed)
 
 
-def precedes(repo: Path, one: str, other: str) -> bool:
-    """Whether it is an ancestor, and another one."""
-    return one != other and git(repo, "merge-base", one, other, ok=(0, 1)).strip() == one
+def precedes(repo: Path, earlier: str, later: str) -> bool:
+    """Return whether the first commit is an ancestor of the second, and another one."""
+    return earlier != later and git(repo, "merge-base", earlier, later, ok=(0, 1)).strip() == earlier
 
 
-def term(found: Judged, terms: tuple[str, str], *, fixed: bool) -> str:
+def term(revision: Judged, terms: tuple[str, str], *, fixed: bool) -> str:
+    """Return the word for git: that of the earlier or the later side, or "skip". terms: of the earlier and the later side."""
     earlier, later = terms
-    return {"good": later if fixed else earlier, "bad": earlier if fixed else later}.get(found.verdict, "skip")
+    if revision.verdict == "good":
+        return later if fixed else earlier
+    if revision.verdict == "bad":
+        return earlier if fixed else later
+    return "skip"
 
 
-def conclude(said: str, judged: list[Judged], checkout: Path, seconds: float, *, fixed: bool = False) -> Found:
-    by_commit = {found.commit: found for found in judged}
-    earlier = [found for found in judged if found.verdict == ("bad" if fixed else "good")]
-    before = max(earlier, key=lambda found: int(git(checkout, "rev-list", "--count", found.commit)))
-    if match := re.search(r"^([0-9a-f]{40}) is the first (bad|fixed) commit", said, re.MULTILINE):
-        return Found(by_commit[match[1]], before, tuple(judged), (), seconds, fixed=fixed)
-    candidates = re.findall(r"^([0-9a-f]{40})$", said, re.MULTILINE)
-    names = tuple(by_commit[c].name if c in by_commit else c[:9] for c in candidates)
-    unfinished = left(said) or ""
-    return Found(None, before, tuple(judged), names, seconds, fixed=fixed, unfinished=unfinished)
+def conclude(git_output: str, judged: list[Judged], checkout: Path, seconds: float, *, fixed: bool = False) -> Found:
+    """Return what the search found. git_output: of the last `git bisect`, which names the commit, or those that remain."""
+    by_commit = {revision.commit: revision for revision in judged}
+    earlier = [revision for revision in judged if revision.verdict == ("bad" if fixed else "good")]
+    last_before = max(earlier, key=lambda revision: int(git(checkout, "rev-list", "--count", revision.commit)))
+    if match := re.search(r"^([0-9a-f]{40}) is the first (bad|fixed) commit", git_output, re.MULTILINE):
+        return Found(by_commit[match[1]], last_before, tuple(judged), (), seconds, fixed=fixed)
+    candidates = re.findall(r"^([0-9a-f]{40})$", git_output, re.MULTILINE)
+    names = tuple(by_commit[candidate].name if candidate in by_commit else candidate[:9] for candidate in candidates)
+    unfinished = left(git_output) or ""
+    return Found(None, last_before, tuple(judged), names, seconds, fixed=fixed, unfinished=unfinished)
 
 
 @dataclass(frozen=True)
 class Judge:
+    """A judge of commits, by runs of the cases in one checkout."""
+
     checkout: Path
     cases: Sequence[Case]
     options: Options
@@ -91,41 +107,43 @@ class Judge:
     what: str = "commit"
 
     def look(self, commit: str) -> Judged:
-        """Its verdict is still open."""
+        """Run the cases at this commit; the search sets the verdict."""
         began = time.monotonic()
         git(self.checkout, "checkout", "--quiet", "--detach", commit)
         forget_bytecode(self.checkout)
         date, _, subject = git(self.checkout, "show", "--no-patch", "--format=%cs %s", commit).strip().partition(" ")
-        found = Judged(commit, date, subject, "")
+        revision = Judged(commit, date, subject, "")
         for case in self.cases:
-            found = self._with_case(found, case)
-            if found.problem:
+            revision = self._with_case(revision, case)
+            if revision.problem:
                 break
-        return dataclasses.replace(found, seconds=time.monotonic() - began)
+        return dataclasses.replace(revision, seconds=time.monotonic() - began)
 
-    def _with_case(self, found: Judged, case: Case) -> Judged:
+    def _with_case(self, revision: Judged, case: Case) -> Judged:
+        """Return the revision with what a run of the case adds."""
         try:
             judgement = self.judged_at(case, self.checkout, self.options)
         except Unsupported as refusal:
-            return dataclasses.replace(found, problem=f"{case.name}: {refusal}")
-        return read(found, case, self._keep(judgement.folder, found.commit), judgement)
+            return dataclasses.replace(revision, problem=f"{case.name}: {refusal}")
+        return read(revision, case, self._keep(judgement.folder, revision.commit), judgement)
 
     def _keep(self, folder: Path, commit: str) -> Path:
-        """Out of the way of the next commit's evidence."""
-        kept = folder.parent / commit[:9] / without_source(folder.name)
-        fresh_folder(kept).rmdir()
-        return folder.rename(kept)
+        """Move evidence out of the way of the next commit's. Return its new folder."""
+        new_folder = folder.parent / commit[:9] / without_source(folder.name)
+        fresh_folder(new_folder).rmdir()
+        return folder.rename(new_folder)
 
 
 def git(folder: Path, *arguments: str, ok: tuple[int, ...] = (0,)) -> str:
-    """What it says, in English whatever the user speaks. Raises BisectError with its complaint."""
-    done = quiet_git(folder, *arguments)
-    if done.returncode not in ok:
-        raise BisectError(f"git {' '.join(arguments[:2])}: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
+    """Return what git prints, in English whatever the user speaks. Raises BisectError with its complaint."""
+    process = quiet_git(folder, *arguments)
+    if process.returncode not in ok:
+        raise BisectError(f"git {' '.join(arguments[:2])}: {process.stderr.strip() or process.stdout.strip()}")
+    return process.stdout
 
 
 def resolve(repo: Path, name: str) -> str:
+    """Return the full hash of a commit. Raises BisectError if the repository does not have it."""
     try:
         return git(repo, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").strip()
     except BisectError:
@@ -134,13 +152,16 @@ def resolve(repo: Path, name: str) -> str:
 
 @contextmanager
 def clone(repo: Path, files: Sequence[str]) -> Iterator[Path]:
-    """A clone that is gone afterwards."""
+    """Yield a clone that is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="harness-bisect-") as folder:
         yield cloned(repo, Path(folder) / "trainer", files)
 
 
 def remove_clone(folder: Path) -> None:
-    """Delete a clone that `cloned` made. Raises BisectError, with nothing deleted, for anything else, or if it was changed."""
+    """Delete a clone that this harness made.
+
+    Raises BisectError, with nothing deleted, for anything else, or if the clone was changed.
+    """
     if not os.path.lexists(folder):
         return
     foreign = "it" if folder.is_symlink() or not (folder / ".git/objects/info/alternates").is_file() else ""
@@ -154,24 +175,27 @@ def remove_clone(folder: Path) -> None:
 
 
 def forget_bytecode(folder: Path) -> None:
-    """It is found by the second and the size of its source, and two commits may have both alike."""
+    """Delete all compiled files below a folder.
+
+    Python finds them by the second and the size of the source, and two commits may have both alike.
+    """
     for compiled in list(folder.rglob("__pycache__")):
         shutil.rmtree(compiled)
 
 
 def cloned(repo: Path, checkout: Path, files: Sequence[str]) -> Path:
-    """A clone that borrows the repository's objects, with only those files of each commit, and none yet."""
+    """Make a clone that borrows the repository's objects. It has only those files of each commit, none yet."""
     git(repo, "clone", "--quiet", "--shared", "--no-checkout", str(repo.resolve()), str(checkout))
     if files:
         git(checkout, "sparse-checkout", "set", "--no-cone", *files)
     return checkout
 
 
-def left(said: str) -> str | None:
-    """How much is left, as git says it; None where it has come to an end."""
-    if re.search(r"^Bisecting: a merge base must be tested", said, re.MULTILINE):
+def left(git_output: str) -> str | None:
+    """Return how much is left to search, in words. None where git has come to an end."""
+    if re.search(r"^Bisecting: a merge base must be tested", git_output, re.MULTILINE):
         return "where the two branches parted comes first"
     match = re.search(
-        r"^Bisecting: (\d+) revisions? left to test after this \(roughly (\d+) steps?\)", said, re.MULTILINE
+        r"^Bisecting: (\d+) revisions? left to test after this \(roughly (\d+) steps?\)", git_output, re.MULTILINE
     )
     return f"{match[1]} commits left after it, about {match[2]} steps" if match else None

@@ -1,7 +1,7 @@
-"""What broke or fixed the cases of a night: one search for each cause, between that night and the last one without it.
+"""Searches for what broke or fixed the cases of a night: one for each cause, since the last night without it.
 
 Cases of one cause are searched for once, by the one of fewest ranks. Another cause of the same two nights is first tried on
-the commits that were found for the others. It takes two runs, a search ten.
+the commits that were found for the others. That takes two runs, a search ten.
 """
 
 from __future__ import annotations
@@ -26,157 +26,181 @@ from harness.nights.nights import Culprit, of_night
 
 @dataclass(frozen=True)
 class Where:
-    """repo: a clone of the trainer; None if none is named. until: by time.monotonic(), when no other commit is begun."""
+    """Everything that a search for culprits needs besides the cases to search for."""
 
-    repo: Path | None
-    cases: Mapping[str, Case]
+    repo: Path | None  # a clone of the trainer; None if none is named
+    cases: Mapping[str, Case]  # by name
     options: Options
-    until: float
+    until: float  # by time.monotonic(), when no other commit is begun
     tell: Tell
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """cases: of one cause, the one of fewest ranks in front. good, bad: the nights to search between."""
+    """Cases of one cause, and the two nights between which a search begins."""
 
-    cases: tuple[str, ...]
+    cases: tuple[str, ...]  # the one of fewest ranks in front
     cause: str
     good: Night
     bad: Night
-    fixed: bool
+    fixed: bool  # the good night is the later one
 
     @property
     def later(self) -> Night:
+        """Return the later one of the two nights."""
         return self.good if self.fixed else self.bad
 
     @property
     def commits(self) -> tuple[str, str]:
+        """Return the commits of the good night and of the bad one; empty where one was not recorded."""
         return self.good.of("commit"), self.bad.of("commit")
 
 
-def searched(told: Told, where: Where) -> list[Culprit]:
+def searched(series_changes: Told, settings: Where) -> list[Culprit]:
     """Search for all that is newly broken and was green in an earlier night, then for what is newly fixed."""
-    found: list[Culprit] = []
-    for one in wanted(told):
-        found.append(culprit(one, where, found))
-    return found
+    culprits: list[Culprit] = []
+    for query in wanted(series_changes):
+        culprits.append(culprit(query, settings, culprits))
+    return culprits
 
 
-def wanted(told: Told) -> list[Wanted]:
-    apart: dict[tuple[str, bool, int, int], list[str]] = {}
+def wanted(series_changes: Told) -> list[Wanted]:
+    """Return one search for each cause and pair of nights: first for what is newly broken, then for what is fixed."""
+    cases_by_query: dict[tuple[str, bool, int, int], list[str]] = {}
     nights: dict[int, Night] = {}
-    for change in [*told.of(State.BROKEN, new=True), *told.of(State.FIXED)]:
-        between = _nights(change, told.nights)
-        if between is not None:
-            good, bad = between
+    for change in [*series_changes.of(State.BROKEN, new=True), *series_changes.of(State.FIXED)]:
+        good_and_bad = _nights(change, series_changes.nights)
+        if good_and_bad is not None:
+            good, bad = good_and_bad
             nights |= {id(good): good, id(bad): bad}
             key = (_cause(change), change.state == State.FIXED, id(good), id(bad))
-            apart.setdefault(key, []).append(change.case)
-    return [
-        Wanted(tuple(sorted(cases, key=lambda case: _size(nights[bad], case))), cause, nights[good], nights[bad], fixed)
-        for (cause, fixed, good, bad), cases in apart.items()
-    ]
+            cases_by_query.setdefault(key, []).append(change.case)
+    queries: list[Wanted] = []
+    for (cause, fixed, good_id, bad_id), cases in cases_by_query.items():
+        sizes = {case: _size(nights[bad_id], case) for case in cases}
+        smallest_first = tuple(sorted(cases, key=sizes.__getitem__))
+        queries.append(Wanted(smallest_first, cause, nights[good_id], nights[bad_id], fixed))
+    return queries
 
 
 def _nights(change: Change, nights: Sequence[Night]) -> tuple[Night, Night] | None:
-    """The good one and the bad one; None where it never held."""
+    """Return the good night and the bad night to search between. None if the case was never good."""
     if change.state == State.FIXED:
         return (change.now, change.before) if change.before else None
-    earlier = nights[: next(at for at, night in enumerate(nights) if night is change.now)]
-    held = (night for night in reversed(earlier) if state(night.outcomes.get(change.case)) == "good")
-    good = next(held, None)
+    earlier = nights[: next(index for index, night in enumerate(nights) if night is change.now)]
+    good_nights = (night for night in reversed(earlier) if state(night.outcomes.get(change.case)) == "good")
+    good = next(good_nights, None)
     return (good, change.now) if good else None
 
 
 def _cause(change: Change) -> str:
+    """Return the cause of a failure, or of the failure that was fixed."""
     if change.state == State.FIXED and change.before:
-        was = change.before.outcomes[change.case]
-        return was.cause or was.reason
+        outcome_before = change.before.outcomes[change.case]
+        return outcome_before.cause or outcome_before.reason
     return change.text
 
 
 def _size(night: Night, case: str) -> tuple[int, float]:
+    """Return what a run of the case costs: its ranks, then its seconds."""
     outcome = night.outcomes[case]
     return outcome.ranks, outcome.seconds
 
 
-def culprit(one: Wanted, where: Where, before: Sequence[Culprit] = ()) -> Culprit:
-    """before: what was found already, whose commits are tried first."""
-    good, bad = one.commits
-    empty = Culprit(one.cases, of_night(one.later), one.cause, good, bad, one.fixed)
-    if problem := not_to_search(one, where):
-        return dataclasses.replace(empty, problem=problem)
-    where.tell(f"{one.cases[0]}: what {'fixed' if one.fixed else 'broke'} it, between {good} and {bad}?")
+def culprit(query: Wanted, settings: Where, earlier_culprits: Sequence[Culprit] = ()) -> Culprit:
+    """Search for the commit that broke or fixed the cases. Return it, or why it was not found.
+
+    earlier_culprits: of other causes, whose commits are tried first.
+    """
+    good, bad = query.commits
+    open_culprit = Culprit(query.cases, of_night(query.later), query.cause, good, bad, query.fixed)
+    if problem := not_to_search(query, settings):
+        return dataclasses.replace(open_culprit, problem=problem)
+    settings.tell(f"{query.cases[0]}: what {'fixed' if query.fixed else 'broke'} it, between {good} and {bad}?")
     try:
-        found = _tried(one, where, before) or _search(one, where, good, bad)
+        search_result = _tried(query, settings, earlier_culprits) or _search(query, settings, good, bad)
     except (BisectError, *PROBLEMS) as error:
-        others = _besides_commits(one)
-        return dataclasses.replace(empty, problem=f"{error}{f'; also changed: {others}' if others else ''}")
+        problem = str(error)
+        if other_changes := _besides_commits(query):
+            problem += f"; also changed: {other_changes}"
+        return dataclasses.replace(open_culprit, problem=problem)
     except Exception as error:  # one search's, for which no other need be given up
-        return dataclasses.replace(empty, problem=unexpected(error))
-    return _told(empty, found)
+        return dataclasses.replace(open_culprit, problem=unexpected(error))
+    return _told(open_culprit, search_result)
 
 
-def not_to_search(one: Wanted, where: Where) -> str:
-    """Why it is not begun; empty where it is."""
-    good, bad = one.commits
+def not_to_search(query: Wanted, settings: Where) -> str:
+    """Return why the search is not begun; empty where it is."""
+    good, bad = query.commits
     if not good or not bad:
         return "the commit of one of the two nights is not known"
     if good == bad:
-        return f"both nights are of commit {good}; also changed: {_besides_commits(one)}"
-    if dirty := [commit for commit in (good, bad) if commit.endswith("-dirty")]:
-        return f"{dirty[0]}: sources were changed since the commit, it is not known to what"
-    if where.repo is None:
+        return f"both nights are of commit {good}; also changed: {_besides_commits(query)}"
+    if dirty_commits := [commit for commit in (good, bad) if commit.endswith("-dirty")]:
+        return f"{dirty_commits[0]}: sources were changed since the commit, it is not known to what"
+    if settings.repo is None:
         return "no repository of the trainer was named: --repo"
-    if one.cases[0] not in where.cases:
-        return f"{one.cases[0]} is not among the cases that are here"
-    return "" if time.monotonic() < where.until else "time was up before it was begun"
+    if query.cases[0] not in settings.cases:
+        return f"{query.cases[0]} is not among the cases that are here"
+    return "" if time.monotonic() < settings.until else "time was up before it was begun"
 
 
-def _besides_commits(one: Wanted) -> str:
-    pairs = differs(one.good, one.bad)
+def _besides_commits(query: Wanted) -> str:
+    """Return in one line what differs between the two nights besides the commit and the trainer."""
+    pairs = differs(query.good, query.bad)
     return differs_text({name: pair for name, pair in pairs.items() if name not in ("commit", "trainer")})
 
 
-def _tried(one: Wanted, where: Where, before: Sequence[Culprit]) -> Found | None:
-    """A commit that broke or fixed others between the same nights, if it is this one's too."""
-    good, bad = one.commits
-    known = [found for found in before if found.name and (found.good, found.bad, found.fixed) == (good, bad, one.fixed)]
-    for pair in dict.fromkeys((found.before_commit, found.commit) for found in known):
-        earlier, later = pair
+def _tried(query: Wanted, settings: Where, earlier_culprits: Sequence[Culprit]) -> Found | None:
+    """Return the result for a commit that broke or fixed other cases between the same nights, if it is this one's too.
+
+    None if there is no such commit.
+    """
+    good, bad = query.commits
+    known_culprits = [
+        culprit
+        for culprit in earlier_culprits
+        if culprit.name and (culprit.good, culprit.bad, culprit.fixed) == (good, bad, query.fixed)
+    ]
+    for before, commit in dict.fromkeys((culprit.before_commit, culprit.commit) for culprit in known_culprits):
         try:
-            found = _search(one, where, *((later, earlier) if one.fixed else (earlier, later)))
+            if query.fixed:
+                search_result = _search(query, settings, commit, before)
+            else:
+                search_result = _search(query, settings, before, commit)
         except BisectError:  # it is another's
             continue
-        if found.first:
-            return found
+        if search_result.first:
+            return search_result
     return None
 
 
-def _search(one: Wanted, where: Where, good: str, bad: str) -> Found:
-    assert where.repo
-    case = where.cases[one.cases[0]]
-    return commits.bisect(where.repo, good, bad, [case], where.options, where.tell, until=where.until)
+def _search(query: Wanted, settings: Where, good: str, bad: str) -> Found:
+    """Search between two commits, by the case of fewest ranks. Raises BisectError."""
+    assert settings.repo
+    case = settings.cases[query.cases[0]]
+    return commits.bisect(settings.repo, good, bad, [case], settings.options, settings.tell, until=settings.until)
 
 
-def _told(empty: Culprit, found: Found) -> Culprit:
-    report = bisect_report(found)
-    if found.fixed != empty.fixed:
+def _told(open_culprit: Culprit, search_result: Found) -> Culprit:
+    """Return the culprit with what the search found, or with the reason why it found none."""
+    report = bisect_report(search_result)
+    if search_result.fixed != open_culprit.fixed:
         problem = "the later night is of an earlier commit, or of one on another branch"
-        return dataclasses.replace(empty, problem=problem, report=report)
-    if found.first and found.before:
+        return dataclasses.replace(open_culprit, problem=problem, report=report)
+    if search_result.first and search_result.before:
         return dataclasses.replace(
-            empty,
-            name=found.first.name,
-            commit=found.first.label,
-            before=found.before.name,
-            before_commit=found.before.label,
+            open_culprit,
+            name=search_result.first.name,
+            commit=search_result.first.label,
+            before=search_result.before.name,
+            before_commit=search_result.before.label,
             report=report,
         )
-    if found.unfinished:
-        problem = f"time was up: {found.unfinished}, it is one of them"
+    if search_result.unfinished:
+        problem = f"time was up: {search_result.unfinished}, it is one of them"
     else:
-        shown = ", ".join(found.candidates[:5])
-        more = f" and {len(found.candidates) - 5} more" if len(found.candidates) > 5 else ""
-        problem = f"commits that could not be judged hide it: {shown}{more}"
-    return dataclasses.replace(empty, problem=problem, report=report)
+        shown = ", ".join(search_result.candidates[:5])
+        rest_text = f" and {len(search_result.candidates) - 5} more" if len(search_result.candidates) > 5 else ""
+        problem = f"commits that could not be judged hide it: {shown}{rest_text}"
+    return dataclasses.replace(open_culprit, problem=problem, report=report)

@@ -26,36 +26,47 @@ FILES = ("/harness/",)
 
 
 def judged_at(case: Case, checkout: Path, options: Options) -> Judgement:
-    """Raises Unsupported with what the commit said where it left no verdict."""
-    began, folder = time.monotonic(), folder_of(case, options)
+    """Run the case at the commit of the checkout, and return its verdict.
+
+    Raises Unsupported with the last words of the commit if it left none.
+    """
+    began = time.monotonic()
+    folder = folder_of(case, options)
     fresh_folder(folder).rmdir()
-    words = module_command("harness", "run", case.name, *_typed(case, options))
+    command = module_command("harness", "run", case.name, *_typed(case, options))
     environment = os.environ | {"PYTHONPATH": str(checkout), "HARNESS_SERVER": "own"}
-    done = subprocess.run(
-        words, cwd=checkout, env=environment, capture_output=True, encoding="utf-8", errors="replace", check=False
+    process = subprocess.run(
+        command, cwd=checkout, env=environment, capture_output=True, encoding="utf-8", errors="replace", check=False
     )
     verdict = folder / "verdict.json"
     if not verdict.exists():
-        said = done.stderr.strip().splitlines()
-        raise Unsupported(said[-1].removeprefix("harness: ") if said else f"exit code {done.returncode}")
+        error_lines = process.stderr.strip().splitlines()
+        raise Unsupported(
+            error_lines[-1].removeprefix("harness: ") if error_lines else f"exit code {process.returncode}"
+        )
     return _judgement(case, folder, read_json(verdict), time.monotonic() - began)
 
 
 def _typed(case: Case, options: Options) -> list[str]:
-    given = {"launcher": options.launcher, "device": options.device, "timeout": str(options.timeout)}
-    given |= {"cases": str(case_files.path_of(case.file).parent), "out": str(options.out.resolve())}
-    given |= {"fault": options.fault} if options.fault else {}
-    return [word for key, value in given.items() for word in (f"--{key}", value)]
+    """Return the options as a person types them."""
+    values = {"launcher": options.launcher, "device": options.device, "timeout": str(options.timeout)}
+    values |= {"cases": str(case_files.path_of(case.file).parent), "out": str(options.out.resolve())}
+    if options.fault:
+        values["fault"] = options.fault
+    words: list[str] = []
+    for key, value in values.items():
+        words += [f"--{key}", value]
+    return words
 
 
-def _judgement(case: Case, folder: Path, said: dict[str, Any], seconds: float) -> Judgement:
-    """Raises Unsupported."""
+def _judgement(case: Case, folder: Path, verdict: dict[str, Any], seconds: float) -> Judgement:
+    """Return the judgement that a commit wrote. Raises Unsupported if it is not written as today's are."""
     try:
         results = tuple(
             Result(row["check"], Verdict(row["verdict"]), row["examined"], note=row.get("note", ""))
-            for row in said["results"]
+            for row in verdict["results"]
         )
     except (KeyError, ValueError) as error:
         raise Unsupported(f"its verdict is not written as today's are ({error!r})") from error
-    cause = one_cause(str(said["cause"])) if said.get("cause") else None
+    cause = one_cause(str(verdict["cause"])) if verdict.get("cause") else None
     return Judgement(case, folder, results, cause, seconds)

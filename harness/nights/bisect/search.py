@@ -1,5 +1,4 @@
-"""What the searches over commits and over versions have in common: judging one side, and whether it is good, bad or
-skipped."""
+"""Judging one side of a search, over commits or over versions: whether it is good, bad or skipped."""
 
 from __future__ import annotations
 
@@ -23,36 +22,34 @@ START = "start"
 
 @dataclass(frozen=True)
 class Judged:
-    """One commit, or one version of a package. verdict: good, bad or skip. causes: by broken case. problem: why it was not
-    judged by checks."""
+    """One commit, or one version of a package, with its verdict."""
 
-    commit: str
+    commit: str  # or PACKAGE==VERSION
     date: str
     subject: str
-    verdict: str
+    verdict: str  # good, bad or skip; empty while it is open
     broken: frozenset[Check] = frozenset()
-    causes: dict[str, str] = field(default_factory=dict)
-    problem: str = ""
-    folders: dict[str, Path] = field(default_factory=dict)
+    causes: dict[str, str] = field(default_factory=dict)  # by broken case
+    problem: str = ""  # why it was not judged by checks
+    folders: dict[str, Path] = field(default_factory=dict)  # by case, of its evidence
     seconds: float = 0.0
-    note: str = ""
-    """How it was judged, if not as the others."""
-
-    raised: str = ""
-    """What ended the first rank to blame, if the case does not come to its first step."""
+    note: str = ""  # how it was judged, if not as the others
+    raised: str = ""  # what ended the first rank to blame, if the case does not come to its first step
 
     @property
     def label(self) -> str:
+        """Return a short name: nine digits of a commit, or PACKAGE==VERSION."""
         return self.commit if "==" in self.commit else self.commit[:9]
 
     @property
     def name(self) -> str:
+        """Return the label, the date and the subject."""
         return "  ".join(filter(None, (self.label, self.date, self.subject)))
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found."""
+    """The result of a search."""
 
     first: Judged | None  # the first bad one (`fixed`: good one); None: skipped ones hide it, or time was up
     before: Judged | None  # the nearest one before it that was not
@@ -68,23 +65,29 @@ Tell = Callable[[str], None]
 
 
 class Looks(Protocol):
+    """A judge of commits, or of versions of a package."""
+
     @property
-    def what(self) -> str: ...
+    def what(self) -> str:
+        """Return what it judges: "commit" or "version"."""
+        ...
 
     def look(self, commit: str) -> Judged:
-        """Its verdict is still open."""
+        """Run the cases at this commit; the search sets the verdict."""
         ...
 
 
 def both_sides(judge: Looks, first: str, last: str, tell: Tell) -> tuple[Judged, Judged]:
-    """Judge the good and the bad one. What differs between them is searched for: failing checks, or that the bad one does
-    not start. Raises BisectError."""
+    """Judge the good and the bad one. Return both. Raises BisectError.
+
+    The search is for what differs between them: failing checks, or that the bad one does not start.
+    """
     sides = []
     for commit, verdict in ((first, "good"), (last, "bad")):
-        found = judge.look(commit)
-        if found.problem and not (verdict == "bad" and found.raised):
-            raise BisectError(f"the {verdict} {judge.what} {found.name} cannot be judged: {found.problem}")
-        sides.append(dataclasses.replace(found, verdict=verdict))
+        revision = judge.look(commit)
+        if revision.problem and not (verdict == "bad" and revision.raised):
+            raise BisectError(f"the {verdict} {judge.what} {revision.name} cannot be judged: {revision.problem}")
+        sides.append(dataclasses.replace(revision, verdict=verdict))
         tell(line_of(sides[-1]))
     if not sides[1].broken - sides[0].broken:
         checks = ", ".join(check for _, check in sorted(sides[1].broken)) or "none"
@@ -94,61 +97,73 @@ def both_sides(judge: Looks, first: str, last: str, tell: Tell) -> tuple[Judged,
     return sides[0], sides[1]
 
 
-def relative(found: Judged, good: Judged, bad: Judged) -> Judged:
-    """Its verdict, as seen from both ends. If the bad one does not start, one that ends with the same words is as bad, and one
-    that starts is good."""
-    if found.problem:
-        return dataclasses.replace(found, verdict="bad" if found.raised and found.raised == bad.raised else "skip")
-    wanted = bad.broken - good.broken
-    if found.broken & wanted:
-        return dataclasses.replace(found, verdict="bad")
-    if (others := found.broken - good.broken) and not bad.problem:
+def relative(revision: Judged, good: Judged, bad: Judged) -> Judged:
+    """Return the revision with its verdict, as seen from both ends.
+
+    If the bad one does not start, one that ends with the same words is as bad, and one that starts is good.
+    """
+    if revision.problem:
+        return dataclasses.replace(
+            revision, verdict="bad" if revision.raised and revision.raised == bad.raised else "skip"
+        )
+    sought = bad.broken - good.broken
+    if revision.broken & sought:
+        return dataclasses.replace(revision, verdict="bad")
+    if (others := revision.broken - good.broken) and not bad.problem:
         checks = ", ".join(check for _, check in sorted(others))
-        return dataclasses.replace(found, verdict="skip", problem=f"fails other checks than the bad one: {checks}")
-    return dataclasses.replace(found, verdict="good")
+        return dataclasses.replace(revision, verdict="skip", problem=f"fails other checks than the bad one: {checks}")
+    return dataclasses.replace(revision, verdict="good")
 
 
-def read(found: Judged, case: Case, folder: Path, judgement: Judgement) -> Judged:
-    """Return it with what was judged of this case, whose evidence lies in folder."""
+def read(revision: Judged, case: Case, folder: Path, judgement: Judgement) -> Judged:
+    """Return the revision with what was judged of this case, whose evidence lies in the folder."""
     cause = diagnosis_line(judgement.diagnosis)
-    found = dataclasses.replace(found, note=judgement.made.get("adapter", found.note))
+    revision = dataclasses.replace(revision, note=judgement.made.get("adapter", revision.note))
     if not set_up(folder / "run", case):
         return dataclasses.replace(
-            found,
+            revision,
             problem=f"{case.name}, before its first step: {cause}",
             raised=_raised(judgement) or cause,
-            broken=found.broken | {(case.name, START)},
-            causes=found.causes | {case.name: cause},
-            folders=found.folders | {case.name: folder},
+            broken=revision.broken | {(case.name, START)},
+            causes=revision.causes | {case.name: cause},
+            folders=revision.folders | {case.name: folder},
         )
     broken = {(case.name, result.check) for result in judgement.results if result.verdict is Verdict.FAIL}
     if not broken and (reason := not_judged(judgement)):
-        return dataclasses.replace(found, problem=f"{case.name}: {reason}")
-    folders = found.folders | {case.name: folder}
-    causes = found.causes | ({case.name: cause} if broken else {})
-    return dataclasses.replace(found, broken=found.broken | broken, causes=causes, folders=folders)
+        return dataclasses.replace(revision, problem=f"{case.name}: {reason}")
+    folders = revision.folders | {case.name: folder}
+    causes = revision.causes | ({case.name: cause} if broken else {})
+    return dataclasses.replace(revision, broken=revision.broken | broken, causes=causes, folders=folders)
 
 
 def _raised(judgement: Judgement) -> str:
-    """Return the error of the first rank that is to blame."""
-    ended = (one for result in judgement.results if result.check == "completed" for one in result.findings)
-    return next((str(one.observed).partition("\n")[0] for one in ended if one.kind == "process"), "")
+    """Return the first line of the error of the first rank that is to blame; empty without one."""
+    for result in judgement.results:
+        if result.check == "completed":
+            for finding in result.findings:
+                if finding.kind == "process":
+                    return str(finding.observed).partition("\n")[0]
+    return ""
 
 
 def set_up(folder: Path, case: Case) -> bool:
+    """Return whether every rank of the case came to its first step."""
     return all(started_file(folder, rank).exists() for rank in range(case.dims.world_size))
 
 
 def not_judged(judgement: Judgement) -> str:
+    """Return why the checks did not judge the case; empty where they did."""
     if judgement.verdict is not Verdict.UNKNOWN:
         return ""
-    return next(
-        (f"{r.check}: {r.note}" for r in judgement.results if r.verdict is Verdict.UNKNOWN), "nothing was judged"
-    )
+    unknown = (result for result in judgement.results if result.verdict is Verdict.UNKNOWN)
+    return next((f"{result.check}: {result.note}" for result in unknown), "nothing was judged")
 
 
-def line_of(found: Judged) -> str:
-    """Return its line, and below it a line for each different cause."""
-    why = [found.problem] if found.problem else list(dict.fromkeys(found.causes.values()))
-    why += [found.note] if found.note else []
-    return "\n".join([f"{found.verdict:<4}  {found.name}  ({found.seconds:.0f} s)", *(f"{'':9}  {one}" for one in why)])
+def line_of(revision: Judged) -> str:
+    """Return the line on a revision, and below it a line for each different cause."""
+    reasons = [revision.problem] if revision.problem else list(dict.fromkeys(revision.causes.values()))
+    if revision.note:
+        reasons.append(revision.note)
+    lines = [f"{revision.verdict:<4}  {revision.name}  ({revision.seconds:.0f} s)"]
+    lines += [f"{'':9}  {reason}" for reason in reasons]
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What bisecting found, as a person reads it: the commit, what it broke, and what was seen before and after it."""
+"""The report of a bisection: the commit, what it broke, and what was seen before and after it."""
 
 from __future__ import annotations
 
@@ -18,154 +18,185 @@ from harness.core.plan.slices import slice_text
 from harness.nights.bisect.search import Found, Judged
 
 
-def bisect_data(found: Found) -> dict[str, Any]:
-    """Return what was judged, and of what was found what was seen on both sides."""
-    data = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-    seen = [_seen(case, found.before, found.first) for case in _shown_cases(found)] if found.before else []
-    return data | {"side_by_side": seen}
+def bisect_data(search_result: Found) -> dict[str, Any]:
+    """Return the fields of the search, and in "side_by_side" the facts of both sides for one case of each cause."""
+    data = {field.name: getattr(search_result, field.name) for field in dataclasses.fields(search_result)}
+    facts_of_cases = []
+    if search_result.before:
+        for case in _shown_cases(search_result):
+            facts_of_cases.append(_seen(case, search_result.before, search_result.first))
+    return data | {"side_by_side": facts_of_cases}
 
 
 def _seen(case: str, before: Judged, first: Judged | None) -> dict[str, Any]:
+    """Return the facts of a case on both sides, or the problem why they cannot be read."""
     sides = {"before": before, "first": first}
+    data: dict[str, Any] = {"case": case}
     try:
-        return {"case": case} | {name: facts(load_trial(one.folders[case])) for name, one in sides.items() if one}
+        data |= {name: facts(load_trial(revision.folders[case])) for name, revision in sides.items() if revision}
     except EvidenceError as error:
         return {"case": case, "problem": str(error)}
+    return data
 
 
-def _shown_cases(found: Found) -> list[str]:
+def _shown_cases(search_result: Found) -> list[str]:
     """Return one case of each cause."""
-    if found.first is None or found.before is None:
+    if search_result.first is None or search_result.before is None:
         return []
-    bad, good = _sides(found)
+    bad, good = _sides(search_result)
     cases = dict.fromkeys(case for case, _ in sorted(bad.broken - good.broken))
     return sorted({bad.causes[case]: case for case in reversed(cases)}.values())
 
 
-def bisect_report(found: Found) -> str:
-    judged = [one for one in found.judged if one.verdict != "skip"]
-    skipped = [one for one in found.judged if one.verdict == "skip"]
+def bisect_report(search_result: Found) -> str:
+    """Return the report as text: the commit, what it broke, the facts on both sides, and what was skipped."""
+    judged = [revision for revision in search_result.judged if revision.verdict != "skip"]
+    skipped = [revision for revision in search_result.judged if revision.verdict == "skip"]
     lines = [
-        *_who(found),
+        *_who(search_result),
         "",
-        f"  {len(judged)} {found.what}s judged, {len(skipped)} skipped, in {found.seconds:.0f} s",
+        f"  {len(judged)} {search_result.what}s judged, {len(skipped)} skipped, in {search_result.seconds:.0f} s",
     ]
-    noted = [one for one in found.judged if one.note]
-    lines += [f"  {len(noted)} of them {noted[0].note}"] if noted else []
-    lines += [line for one in skipped for line in (f"  skipped  {one.name}", f"           {one.problem}")]
+    noted = [revision for revision in search_result.judged if revision.note]
+    if noted:
+        lines.append(f"  {len(noted)} of them {noted[0].note}")
+    for revision in skipped:
+        lines += [f"  skipped  {revision.name}", f"           {revision.problem}"]
     return "\n".join(lines)
 
 
-def _who(found: Found) -> list[str]:
-    if found.first is None or found.before is None:
-        return _nobody(found)
-    bad, good = _sides(found)
-    checks = sorted(bad.broken - good.broken)
-    lines = [f"first {'good' if found.fixed else 'bad'} {found.what:<{8 - found.fixed}}{found.first.name}"]
-    cases = dict.fromkeys(case for case, _ in checks)
-    for case in cases:
-        lines.append(f"  {_did(found):<14}  {', '.join(check for name, check in checks if name == case)} of {case}")
-        lines.append(f"  {'it was' if found.fixed else 'diagnosis':<14}  {_cause(good, bad, case)}")
-    lines.append(f"  {'last bad' if found.fixed else 'last good':<14}  {found.before.name}")
-    for case in _shown_cases(found):
-        lines += ["", *_side_by_side(found.before, found.first, case)]
+def _who(search_result: Found) -> list[str]:
+    """Return the lines on the commit that was found, or on the candidates if none was found."""
+    if search_result.first is None or search_result.before is None:
+        return _nobody(search_result)
+    fixed = search_result.fixed
+    bad, good = _sides(search_result)
+    broken_checks = sorted(bad.broken - good.broken)
+    lines = [f"first {'good' if fixed else 'bad'} {search_result.what:<{8 - fixed}}{search_result.first.name}"]
+    for case in dict.fromkeys(case for case, _ in broken_checks):
+        checks = ", ".join(check for name, check in broken_checks if name == case)
+        lines.append(f"  {_did(search_result):<14}  {checks} of {case}")
+        lines.append(f"  {'it was' if fixed else 'diagnosis':<14}  {_cause(good, bad, case)}")
+    lines.append(f"  {'last bad' if fixed else 'last good':<14}  {search_result.before.name}")
+    for case in _shown_cases(search_result):
+        lines += ["", *_side_by_side(search_result.before, search_result.first, case)]
     return lines
 
 
-def _nobody(found: Found) -> list[str]:
-    which = "good" if found.fixed else "bad"
-    if found.unfinished and found.before:
+def _nobody(search_result: Found) -> list[str]:
+    """Return the lines on a search that found no commit: the candidates, or what is left to search."""
+    verdict = "good" if search_result.fixed else "bad"
+    if search_result.unfinished and search_result.before:
         return [
-            f"time was up before the first {which} {found.what} was found",
-            f"  after           {found.before.name}",
-            f"  it is among     {found.unfinished}",
+            f"time was up before the first {verdict} {search_result.what} was found",
+            f"  after           {search_result.before.name}",
+            f"  it is among     {search_result.unfinished}",
         ]
-    between = f"the last {'bad' if found.fixed else 'good'} and it"
-    lines = [f"the first {which} {found.what} is one of these; those between {between} could not be judged"]
-    return lines + [f"  {name}" for name in found.candidates]
+    between = f"the last {'bad' if search_result.fixed else 'good'} and it"
+    lines = [f"the first {verdict} {search_result.what} is one of these; those between {between} could not be judged"]
+    return lines + [f"  {name}" for name in search_result.candidates]
 
 
-def _sides(found: Found) -> tuple[Judged, Judged]:
-    """The bad one and the good one, whichever is the later."""
-    assert found.first and found.before
-    return (found.before, found.first) if found.fixed else (found.first, found.before)
+def _sides(search_result: Found) -> tuple[Judged, Judged]:
+    """Return the bad one and the good one, whichever is the later."""
+    assert search_result.first and search_result.before
+    if search_result.fixed:
+        return search_result.before, search_result.first
+    return search_result.first, search_result.before
 
 
-def _did(found: Found) -> str:
-    return "fixes" if found.fixed else "breaks"
+def _did(search_result: Found) -> str:
+    """Return the verb for what the commit did to a check: "fixes" or "breaks"."""
+    return "fixes" if search_result.fixed else "breaks"
 
 
 def _cause(good: Judged, bad: Judged, case: str) -> str:
-    """A cause that is older than the commit is not the commit's."""
+    """Return the cause of the case in the bad one, with a remark if the good one has it too: then it is not the commit's."""
     cause = bad.causes[case]
     return f"{cause} (so it was before: look at the checks)" if good.causes.get(case) == cause else cause
 
 
-def _side_by_side(one: Judged, other: Judged, case: str) -> list[str]:
+def _side_by_side(earlier: Judged, later: Judged, case: str) -> list[str]:
+    """Return the table of the facts of a case on both sides. "!" marks the later fact where they differ."""
     try:
-        before, after = (facts(load_trial(each.folders[case])) for each in (one, other))
+        earlier_facts, later_facts = (facts(load_trial(revision.folders[case])) for revision in (earlier, later))
     except EvidenceError as error:
         return [f"  {case}: nothing is shown side by side: {error}"]
-    rows = [(case, one.label, other.label)]
-    rows += [(name, before.get(name, "none"), after.get(name, "none")) for name in dict.fromkeys([*before, *after])]
-    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-    marks = ["", *("" if was == now else "! " for _, was, now in rows[1:])]
+    rows = [(case, earlier.label, later.label)]
+    for name in dict.fromkeys([*earlier_facts, *later_facts]):
+        earlier_text = earlier_facts.get(name, "none")
+        later_text = later_facts.get(name, "none")
+        rows.append((name, earlier_text, later_text if earlier_text == later_text else f"! {later_text}"))
+    first_width = max(len(name) for name, _, _ in rows)
+    second_width = max(len(earlier_text) for _, earlier_text, _ in rows)
     lines = [
-        f"  {name:<{first}}  {was:<{second}}  {mark}{now}".rstrip()
-        for (name, was, now), mark in zip(rows, marks, strict=True)
+        f"  {name:<{first_width}}  {earlier_text:<{second_width}}  {later_text}".rstrip()
+        for name, earlier_text, later_text in rows
     ]
-    return [*lines, f"  evidence: {_shown(one, case)} and {_shown(other, case)}"]
+    return [*lines, f"  evidence: {_shown(earlier, case)} and {_shown(later, case)}"]
 
 
-def _shown(one: Judged, case: str) -> Path:
-    return one.folders[case]
+def _shown(revision: Judged, case: str) -> Path:
+    """Return the folder with the evidence of the case."""
+    return revision.folders[case]
 
 
 def facts(trial: Trial) -> dict[str, str]:
-    """Return what rank 0 holds and moved in its first step, and over which ranks. Added are how far all ranks' gradients are
-    off, and what a weaker test would look at."""
+    """Return facts on the first step of rank 0, by name: what it holds and moved, and over which ranks.
+
+    Added are how far all ranks' gradients are off, and what a weaker test would look at.
+    """
     evidence = trial.ranks.get(0)
     if evidence is None or not evidence.steps:
         return {"rank 0": "left no evidence" if evidence is None else "finished no step"}
     step = evidence.steps[0]
-    found = {"process groups of rank 0": " ".join(sorted({ranks_text(g.ranks) for g in evidence.groups}))}
+    text_by_fact = {
+        "process groups of rank 0": " ".join(sorted({ranks_text(group.ranks) for group in evidence.groups}))
+    }
     for wrapper in list(evidence.structure.values())[:1]:
-        over = {"it shards over": wrapper.shard_ranks, "it replicates over": wrapper.replicate_ranks}
-        found |= {axis: ranks_text(ranks) for axis, ranks in over.items() if ranks}
-    first = evidence.parameters[0]
-    part, shape = trial.holdings[0][first.fqn], trial.plan.shapes.get(first.fqn, first.global_shape)
-    found[f"its {first.fqn}"] = slice_text(part, shape, flat=bool(trial.plan.flat)) if part else "found nowhere"
-    moved: dict[str, int] = {}
+        ranks_by_fact = {"it shards over": wrapper.shard_ranks, "it replicates over": wrapper.replicate_ranks}
+        text_by_fact |= {fact: ranks_text(ranks) for fact, ranks in ranks_by_fact.items() if ranks}
+    parameter = evidence.parameters[0]
+    local_slice = trial.holdings[0][parameter.fqn]
+    shape = trial.plan.shapes.get(parameter.fqn, parameter.global_shape)
+    text_by_fact[f"its {parameter.fqn}"] = "found nowhere"
+    if local_slice:
+        text_by_fact[f"its {parameter.fqn}"] = slice_text(local_slice, shape, flat=bool(trial.plan.flat))
+    bytes_by_call: dict[str, int] = {}
     for call in evidence.collectives:
         if call.step == step.step and call.phase in ("forward", "backward"):
             key = f"{call.phase} {call.op} over {ranks_text(call.ranks)}"
-            moved[key] = moved.get(key, 0) + call.bytes
-    found |= {key: bytes_text(count) for key, count in sorted(moved.items())}
-    found["parameters kept"] = bytes_text(step.memory.get("parameters", 0))
-    found["gradients of all ranks"] = _gradients(trial)
-    found["losses reported"] = _curve(s.reported_loss for s in evidence.steps)
-    found["norms reported"] = _curve(s.grad_norm for s in evidence.steps)
-    return found
+            bytes_by_call[key] = bytes_by_call.get(key, 0) + call.bytes
+    text_by_fact |= {key: bytes_text(count) for key, count in sorted(bytes_by_call.items())}
+    text_by_fact["parameters kept"] = bytes_text(step.memory.get("parameters", 0))
+    text_by_fact["gradients of all ranks"] = _gradients(trial)
+    text_by_fact["losses reported"] = _curve(each_step.reported_loss for each_step in evidence.steps)
+    text_by_fact["norms reported"] = _curve(each_step.grad_norm for each_step in evidence.steps)
+    return text_by_fact
 
 
 def _curve(numbers: Iterable[float | None]) -> str:
+    """Return the numbers in one line, with 12 digits; "none" if there are none."""
     return " ".join(f"{number:.12g}" for number in numbers if number is not None) or "none"
 
 
 def _gradients(trial: Trial) -> str:
-    """What differs is decided by a bound: rounding differs from commit to commit."""
-    apart = [
-        (gradient_distance(trial, rank, fqn, gradient, reference.gradients[fqn]), rank, step.step, fqn)
-        for rank, step, reference in trial.steps()
-        for fqn, gradient in step.gradients.items()
-        if fqn in reference.gradients
-    ]
-    if not apart:
+    """Return how far the gradient that differs most is from the reference's.
+
+    A bound decides whether it differs: rounding differs from commit to commit.
+    """
+    distances: list[tuple[float, int, int, str]] = []
+    for rank, step, reference in trial.steps():
+        for fqn, gradient in step.gradients.items():
+            if fqn in reference.gradients:
+                distance = gradient_distance(trial, rank, fqn, gradient, reference.gradients[fqn])
+                distances.append((distance, rank, step.step, fqn))
+    if not distances:
         return "none"
-    off, rank, step, fqn = max(apart, key=lambda one: math.inf if math.isnan(one[0]) else one[0])
-    where = f"off by {off:.1e} at worst: rank {rank}, step {step}, {fqn}"
+    worst, rank, step_number, fqn = max(distances, key=lambda row: math.inf if math.isnan(row[0]) else row[0])
+    text = f"off by {worst:.1e} at worst: rank {rank}, step {step_number}, {fqn}"
     try:
-        bound = trial.bounds.gradient[step]
+        bound = trial.bounds.gradient[step_number]
     except NoBound:
-        return where
-    return f"the reference's, within {bound:.1e}" if off <= bound else where
+        return text
+    return f"the reference's, within {bound:.1e}" if worst <= bound else text

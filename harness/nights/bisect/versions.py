@@ -1,7 +1,7 @@
-"""Which version of an installed package failed a check: each in its own environment, judged by the checks.
+"""A search for the version of an installed package that failed a check.
 
-Environments are made in OUT/.environments; a prepared interpreter may be named instead. The search is that over commits,
-over a list.
+Each version has its own environment, in OUT/.environments; a prepared interpreter may be named instead. The checks judge it.
+The search is that over commits, over a list.
 """
 
 from __future__ import annotations
@@ -26,36 +26,46 @@ from harness.nights.bisect.search import Found, Judged, Tell, both_sides, line_o
 
 @dataclass(frozen=True)
 class Version:
-    """python: the interpreter that has it; None: one is made."""
+    """A version of a package."""
 
     package: str
     number: str
-    python: Path | None = None
+    python: Path | None = None  # the interpreter that has it; None: one is made
 
     def __str__(self) -> str:
         return f"{self.package}=={self.number}"
 
 
 def versions(text: str) -> list[Version]:
-    """Read torch==2.11.0,2.12.0@/path/to/python,2.13.0; from the good one to the bad one. Raises BisectError."""
+    """Read versions, from the good one to the bad one, as in torch==2.11.0,2.12.0@/path/to/python,2.13.0.
+
+    Raises BisectError.
+    """
     package, _, numbers = text.partition("==")
-    found = []
+    parsed_versions = []
     for entry in numbers.split(","):
         number, _, python = entry.removeprefix(f"{package}==").partition("@")
-        found.append(Version(package, number, Path(python).absolute() if python else None))
-    if not package or len(found) < 2 or not all(re.fullmatch(r"[\w.+!-]+", v.number) for v in found):
+        parsed_versions.append(Version(package, number, Path(python).absolute() if python else None))
+    if (
+        not package
+        or len(parsed_versions) < 2
+        or not all(re.fullmatch(r"[\w.+!-]+", version.number) for version in parsed_versions)
+    ):
         raise BisectError(f"--over {text}: expected PACKAGE==GOOD,..,BAD, as in torch==2.11.0,2.12.0@PYTHON,2.13.0")
-    for version in found:
+    for version in parsed_versions:
         if version.python and not version.python.is_file():
             raise BisectError(f"--over {version}: no interpreter at {version.python}")
-    return found
+    return parsed_versions
 
 
-def search(wanted: Sequence[Version], cases: Sequence[Case], cases_at: Path, options: Options, tell: Tell) -> Found:
-    """Raises BisectError. Leaves each version's evidence in OUT/bisect/PACKAGE==VERSION/."""
+def search(requested: Sequence[Version], cases: Sequence[Case], cases_at: Path, options: Options, tell: Tell) -> Found:
+    """Find the first version that fails a check. Raises BisectError.
+
+    requested: from the good one to the bad one. Leaves each version's evidence in OUT/bisect/PACKAGE==VERSION/.
+    """
     began = time.monotonic()
-    judge = Judge({str(version): version for version in wanted}, cases, cases_at, options, tell)
-    names = [str(version) for version in wanted]
+    judge = Judge({str(version): version for version in requested}, cases, cases_at, options, tell)
+    names = [str(version) for version in requested]
     good, bad = both_sides(judge, names[0], names[-1], tell)
     judged = {names[0]: good, names[-1]: bad}
     while (name := halfway(names, judged)) is not None:
@@ -64,28 +74,33 @@ def search(wanted: Sequence[Version], cases: Sequence[Case], cases_at: Path, opt
     last_good, first_bad = border(names, judged)
     between = names[names.index(last_good) + 1 : names.index(first_bad) + 1]
     first = judged[first_bad] if len(between) == 1 else None
-    done = tuple(judged.values())
+    all_judged = tuple(judged.values())
     seconds = time.monotonic() - began
-    return Found(first, judged[last_good], done, () if first else tuple(between), seconds, what="version")
+    return Found(first, judged[last_good], all_judged, () if first else tuple(between), seconds, what="version")
 
 
 def border(names: Sequence[str], judged: dict[str, Judged]) -> tuple[str, str]:
-    """The first bad one, and the last good one before it."""
-    verdicts = {name: found.verdict for name, found in judged.items()}
+    """Return the last good version before the first bad one, and the first bad one."""
+    verdicts = {name: revision.verdict for name, revision in judged.items()}
     first_bad = next(name for name in names if verdicts.get(name) == "bad")
-    before = names[: names.index(first_bad)]
-    return next(name for name in reversed(before) if verdicts.get(name) == "good"), first_bad
+    names_before = names[: names.index(first_bad)]
+    return next(name for name in reversed(names_before) if verdicts.get(name) == "good"), first_bad
 
 
 def halfway(names: Sequence[str], judged: dict[str, Judged]) -> str | None:
-    """Return the one next to the middle of those between last good and first bad that are not judged yet."""
+    """Return the version next to the middle of those between last good and first bad that are not judged yet.
+
+    None if all of them are judged.
+    """
     last_good, first_bad = (names.index(name) for name in border(names, judged))
-    left = [at for at in range(last_good + 1, first_bad) if names[at] not in judged]
-    return names[min(left, key=lambda at: abs(2 * at - last_good - first_bad))] if left else None
+    unjudged = [index for index in range(last_good + 1, first_bad) if names[index] not in judged]
+    return names[min(unjudged, key=lambda index: abs(2 * index - last_good - first_bad))] if unjudged else None
 
 
 @dataclass(frozen=True)
 class Judge:
+    """A judge of versions, each in the environment of its own interpreter."""
+
     wanted: dict[str, Version]
     cases: Sequence[Case]
     cases_at: Path
@@ -94,49 +109,55 @@ class Judge:
     what: str = "version"
 
     def look(self, name: str) -> Judged:
-        """Its verdict is still open."""
-        began, version = time.monotonic(), self.wanted[name]
-        found = Judged(name, "", str(version.python or ""), "")
+        """Run the cases with this version; the search sets the verdict."""
+        began = time.monotonic()
+        version = self.wanted[name]
+        revision = Judged(name, "", str(version.python or ""), "")
         try:
             python = interpreter(version, self.options.out / ".environments", self.tell)
         except BisectError as error:
-            return dataclasses.replace(found, problem=str(error), seconds=time.monotonic() - began)
+            return dataclasses.replace(revision, problem=str(error), seconds=time.monotonic() - began)
         for case in self.cases:
-            found = self._with_case(found, case, python)
-            if found.problem:
+            revision = self._with_case(revision, case, python)
+            if revision.problem:
                 break
-        return dataclasses.replace(found, seconds=time.monotonic() - began)
+        return dataclasses.replace(revision, seconds=time.monotonic() - began)
 
-    def _with_case(self, found: Judged, case: Case, python: Path) -> Judged:
-        options = dataclasses.replace(self.options, out=self.options.out / "bisect" / found.commit)
+    def _with_case(self, revision: Judged, case: Case, python: Path) -> Judged:
+        """Return the revision with what a run of the case adds."""
+        options = dataclasses.replace(self.options, out=self.options.out / "bisect" / revision.commit)
         folder = folder_of(case, options)
         fresh_folder(folder).rmdir()
-        ended = run(python, ["-m", "harness", "run", case.name, "--cases", str(self.cases_at), *typed(options)])
+        process = run(python, ["-m", "harness", "run", case.name, "--cases", str(self.cases_at), *typed(options)])
         try:
-            return read(found, case, folder, judge_folder(folder))
+            return read(revision, case, folder, judge_folder(folder))
         except EvidenceError as error:
-            said = ended.stderr.strip().splitlines()
-            why = said[-1].removeprefix("harness: ") if said else str(error)
-            return dataclasses.replace(found, problem=f"{case.name}: {why}")
+            error_lines = process.stderr.strip().splitlines()
+            reason = error_lines[-1].removeprefix("harness: ") if error_lines else str(error)
+            return dataclasses.replace(revision, problem=f"{case.name}: {reason}")
 
 
 def typed(options: Options) -> list[str]:
-    """Options as one types them."""
+    """Return the options as a person types them."""
     trainer = TrainerSpec.parse(options.trainer)
-    given = {"trainer": trainer.name, "source": trainer.source, "launcher": options.launcher, "device": options.device}
-    given |= {"out": str(options.out.resolve()), "timeout": str(options.timeout), "server": "own"}
-    given |= {"fault": options.fault or ""}
-    return [word for key, value in given.items() if value for word in (f"--{key}", value)]
+    values = {"trainer": trainer.name, "source": trainer.source, "launcher": options.launcher, "device": options.device}
+    values |= {"out": str(options.out.resolve()), "timeout": str(options.timeout), "server": "own"}
+    values |= {"fault": options.fault or ""}
+    words: list[str] = []
+    for key, value in values.items():
+        if value:
+            words += [f"--{key}", value]
+    return words
 
 
 def interpreter(version: Version, folder: Path, tell: Tell) -> Path:
-    """One that has this version: the prepared one, or that of an environment made now. Raises BisectError."""
+    """Return an interpreter that has this version: the prepared one, or that of an environment made now. Raises BisectError."""
     try:
         python = version.python or environment(str(version), (folder / str(version)).absolute(), tell)
     except EnvironmentFailed as error:
         raise BisectError(str(error)) from error
-    answer = run(python, ["-c", f"import importlib.metadata as m; print(m.version({version.package!r}))"])
-    there = answer.stdout.strip().partition("+")[0]
-    if there != version.number.partition("+")[0]:
-        raise BisectError(f"{python} has {version.package} {there or 'not installed'}, not {version.number}")
+    process = run(python, ["-c", f"import importlib.metadata as m; print(m.version({version.package!r}))"])
+    installed = process.stdout.strip().partition("+")[0]
+    if installed != version.number.partition("+")[0]:
+        raise BisectError(f"{python} has {version.package} {installed or 'not installed'}, not {version.number}")
     return python

@@ -1,1 +1,1 @@
-"""What can be typed behind the commands on many runs: nightly, bisect, report and compare."""
+"""The arguments of the commands on many runs: nightly, bisect, report and compare."""

@@ -1,4 +1,4 @@
-"""What can be typed behind `harness bisect`."""
+"""The arguments of `harness bisect`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ring of nights adds to `harness matrix`: cases that a change can affect, and the nodes of a Ray cluster."""
+"""Options that the ring of nights adds to `harness matrix`: what a change can affect, and a Ray cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be typed behind `harness compare`."""
+"""The arguments of `harness compare`."""
 
 from __future__ import annotations
 

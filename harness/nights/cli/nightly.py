@@ -1,4 +1,4 @@
-"""What can be typed behind `harness nightly`."""
+"""The arguments of `harness nightly`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be typed behind `harness report`."""
+"""The arguments of `harness report`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two runs of a matrix: which verdicts, checks and structure of which cases are others, though every check may pass."""
+"""The page of two runs of a matrix: the cases whose verdicts, checks or structure differ, though every check may pass."""
 
 from __future__ import annotations
 
@@ -25,34 +25,46 @@ class ComparedCase:
 
 
 def compared_runs(
-    one: str, other: str, of: Sequence[tuple[str, str, str]], cases: Sequence[ComparedCase], *, on_gpus: bool
+    first: str,
+    second: str,
+    run_differences: Sequence[tuple[str, str, str]],
+    cases: Sequence[ComparedCase],
+    *,
+    on_gpus: bool,
 ) -> list[str]:
-    """of: what the runs themselves differ in, (name, one, other). on_gpus: both of them."""
-    differ = [each for each in cases if each.found]
-    lines = [f"{one} -> {other}: {len(cases)} case{'s' * (len(cases) != 1)}, {len(differ) or 'none'} of them differ"]
-    lines += [line for name, was, now in of for line in wrapped(f"{name}: {was} -> {now}", "  ", "    ")]
-    for found, names in _alike(differ).items():
-        lines += ["", *wrapped(f"{', '.join(names)}: {counted(found)}", "", "  "), *listed(found)]
+    """Return the lines on two runs.
+
+    run_differences: what the runs themselves differ in, (name, of the first, of the second). on_gpus: both of them.
+    """
+    differing_cases = [case for case in cases if case.found]
+    count = "1 case" if len(cases) == 1 else f"{len(cases)} cases"
+    lines = [f"{first} -> {second}: {count}, {len(differing_cases) or 'none'} of them differ"]
+    for name, was, now in run_differences:
+        lines += wrapped(f"{name}: {was} -> {now}", "  ", "    ")
+    for differences, names in _alike(differing_cases).items():
+        lines += ["", *wrapped(f"{', '.join(names)}: {counted(differences)}", "", "  "), *listed(differences)]
     problems: dict[str, list[str]] = {}
-    for each in cases:
-        if each.problem:
-            problems.setdefault(each.problem, []).append(each.case)
+    for case in cases:
+        if case.problem:
+            problems.setdefault(case.problem, []).append(case.case)
     for problem, names in problems.items():
         lines += ["", *wrapped(f"structure not compared: {problem}: {', '.join(names)}", "", "  ")]
     return [*lines, *_moved(cases, on_gpus=on_gpus)]
 
 
 def _alike(cases: Sequence[ComparedCase]) -> dict[tuple[Difference, ...], list[str]]:
-    """Group cases that differ alike, to print their differences once."""
-    found: dict[tuple[Difference, ...], list[str]] = {}
-    for each in cases:
-        found.setdefault(each.found, []).append(each.case)
-    return found
+    """Return the names of the cases that differ alike, by their differences: these are printed once."""
+    names_by_differences: dict[tuple[Difference, ...], list[str]] = {}
+    for case in cases:
+        names_by_differences.setdefault(case.found, []).append(case.case)
+    return names_by_differences
 
 
 def _moved(cases: Sequence[ComparedCase], *, on_gpus: bool) -> list[str]:
     """Return the table of all cases. A case with other verdicts or structure comes with its figures like the others."""
-    found = [(each.case, shift) for each in cases for shift in each.figures]
-    found.sort(key=lambda one: one[1].order)
-    timed = any(shift.unit == TIME for _, shift in found)
-    return shifted(found, "on CPU seconds measure no speed" if timed and not on_gpus else "")
+    rows: list[tuple[str, Shift]] = []
+    for case in cases:
+        rows += [(case.case, shift) for shift in case.figures]
+    rows.sort(key=lambda row: row[1].order)
+    timed = any(shift.unit == TIME for _, shift in rows)
+    return shifted(rows, "on CPU seconds measure no speed" if timed and not on_gpus else "")

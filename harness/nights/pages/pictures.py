@@ -1,6 +1,6 @@
-"""What people would rather look at than read: who holds what, over which ranks tensors moved, how the losses compare.
+"""Pictures of a case: who holds what, over which ranks tensors moved, how the losses compare.
 
-One PNG a judged case: the plan on the left, what was observed on the right, losses and their differences below.
+There is one PNG a judged case: the plan on the left, what was observed on the right, losses and their differences below.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ COLORS = [plt.get_cmap("tab20")(index) for index in range(20)]
 
 
 def draw_judged(judgement: Judgement) -> Path:
-    """The picture, beside the evidence that was judged. Raises EvidenceError."""
-    folder, trial = judgement.folder, load_trial(judgement.folder)
+    """Draw the picture beside the evidence that was judged. Return its path. Raises EvidenceError."""
+    folder = judgement.folder
+    trial = load_trial(folder)
     missing = [rank for rank in range(trial.run.world_size) if rank not in trial.ranks]
     if missing:
         raise EvidenceError(f"{folder}: ranks {ranks_text(missing)} left no evidence; see {folder / 'report.txt'}")
@@ -47,7 +48,7 @@ def draw_judged(judgement: Judgement) -> Path:
 
 
 def draw(trial: Trial, path: Path, title: str) -> None:
-    """Writes the picture of a trial whose ranks all left evidence."""
+    """Write the picture of a trial whose ranks all left evidence."""
     height = min(max(9.0, 0.22 * len(trial.ranks)), 60.0)  # inches: no name of a rank covers another up to 272 ranks
     figure = plt.figure(figsize=(13, height), layout="constrained")
     figure.suptitle(title, fontsize=12, wrap=True)
@@ -55,33 +56,35 @@ def draw(trial: Trial, path: Path, title: str) -> None:
     fqn = shown_parameter(trial)
     planned = {rank: slices[fqn] for rank in trial.ranks if fqn in (slices := trial.plan.slices[rank])}
     _draw_holdings(figure.add_subplot(grid[0, 0]), trial, fqn, planned, f"requested: {fqn}, by rank")
-    held = {
+    observed = {
         rank: trial.holdings[rank].get(fqn) for rank in trial.ranks if rank in planned or fqn in trial.holdings[rank]
     }
-    _draw_holdings(figure.add_subplot(grid[0, 1]), trial, fqn, held, f"observed: bytes of {fqn}, by rank")
+    _draw_holdings(figure.add_subplot(grid[0, 1]), trial, fqn, observed, f"observed: bytes of {fqn}, by rank")
     _draw_groups(figure.add_subplot(grid[1, 0]), trial)
     _draw_losses(figure.add_subplot(grid[1, 1]), trial)
     figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
-def _draw_holdings(axes: Any, trial: Trial, fqn: str, held: Mapping[int, Slice | None], title: str) -> None:
-    """The full tensor as a strip for every rank, what the rank holds in the colour of its slice."""
+def _draw_holdings(axes: Any, trial: Trial, fqn: str, slice_by_rank: Mapping[int, Slice | None], title: str) -> None:
+    """Draw the full tensor as a strip for every rank, and what the rank holds in the colour of its slice."""
     size = trial.plan.shapes[fqn][0]
-    kinds = sorted({part for part in held.values() if part is not None and numel(part)})
-    for rank, part in held.items():
+    distinct_slices = sorted(
+        {local_slice for local_slice in slice_by_rank.values() if local_slice is not None and numel(local_slice)}
+    )
+    for rank, local_slice in slice_by_rank.items():
         axes.barh(rank, size, color="0.93", height=0.8)
-        if part is None:
+        if local_slice is None:
             axes.text(
                 size / 2, rank, "not a slice of the seed weight", ha="center", va="center", fontsize=7, color="red"
             )
-        elif numel(part):
-            start, stop = part[0]
-            color = COLORS[kinds.index(part) % len(COLORS)]
+        elif numel(local_slice):
+            start, stop = local_slice[0]
+            color = COLORS[distinct_slices.index(local_slice) % len(COLORS)]
             axes.barh(rank, stop - start, left=start, color=color, height=0.8, edgecolor="0.3", linewidth=0.5)
-            axes.text(size, rank, f" {interval_text(part, trial.plan.shapes[fqn])}", va="center", fontsize=6)
+            axes.text(size, rank, f" {interval_text(local_slice, trial.plan.shapes[fqn])}", va="center", fontsize=6)
     axes.set(title=title, xlabel="dim 0", ylabel="rank", xlim=(0, size))
-    axes.set_yticks(list(held), [rank_label(trial, rank) for rank in held], fontsize=7)
+    axes.set_yticks(list(slice_by_rank), [rank_label(trial, rank) for rank in slice_by_rank], fontsize=7)
     axes.invert_yaxis()
 
 
@@ -104,12 +107,13 @@ def _draw_groups(axes: Any, trial: Trial) -> None:
 
 def group_label(group: UsedGroup) -> str:
     """Return the axis and ranks of a group, and the bytes observed and requested."""
-    moved, requested = (bytes_text(count) if count else "0 B" for count in (group.moved, group.requested))
-    text = f"{group.axis or 'not in the plan'} {ranks_text(group.ranks)}  {moved}"
-    return text if group.word == AS_REQUESTED or not group.axis else f"{text}, requested {requested}"
+    moved_text, requested_text = (bytes_text(count) if count else "0 B" for count in (group.moved, group.requested))
+    text = f"{group.axis or 'not in the plan'} {ranks_text(group.ranks)}  {moved_text}"
+    return text if group.word == AS_REQUESTED or not group.axis else f"{text}, requested {requested_text}"
 
 
 def _draw_losses(axes: Any, trial: Trial) -> None:
+    """Draw the losses of the reference and of the trainer, and their relative difference beside the bound."""
     steps = [step.step for step in trial.reference.steps]
     reference = np.array([step.loss for step in trial.reference.steps])
     observed = np.array([global_loss(trial, step) or np.nan for step in steps])

@@ -1,1 +1,1 @@
-"""What the commands on many runs do."""
+"""The work of the commands on many runs."""

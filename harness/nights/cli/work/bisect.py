@@ -19,7 +19,10 @@ from harness.nights.bisect.side_by_side import bisect_data, bisect_report
 
 
 def command(args: argparse.Namespace) -> int:
-    """0: the first bad commit or version is found, or the one that fixed it. 2: skipped ones hide it."""
+    """Return 0 where the first bad commit or version is found, or the one that fixed it.
+
+    Return 2 where skipped ones hide it.
+    """
     tell = functools.partial(say, to=sys.stderr)
     folder = folder_of(args)
     cases = matching(load_all(folder), args.expression)
@@ -32,8 +35,8 @@ def command(args: argparse.Namespace) -> int:
         raise BadInput("--source: leave it out; each commit of --repo has its own sources")
     options = options_of(args, several_nodes=False)
     if args.over is not None:
-        found = versions.search(versions.versions(args.over), cases, folder, options, tell)
+        search_result = versions.search(versions.versions(args.over), cases, folder, options, tell)
     else:
-        found = commits.bisect(args.repo, args.good, args.bad, cases, options, tell)
-    answer(args, "bisect", lambda: bisect_data(found), bisect_report(found))
-    return PASSED if found.first else NOT_JUDGED
+        search_result = commits.bisect(args.repo, args.good, args.bad, cases, options, tell)
+    answer(args, "bisect", lambda: bisect_data(search_result), bisect_report(search_result))
+    return PASSED if search_result.first else NOT_JUDGED

@@ -1,4 +1,4 @@
-"""What the options do that the ring of nights adds to `harness matrix`."""
+"""The work of the options that the ring of nights adds to `harness matrix`."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def changed(cases: Sequence[Case], args: argparse.Namespace) -> Affected | None:
     if not args.changed:
         return None
     options = options_of(args)
-    asked = [case for case in cases if not unsupported(case, options)]
+    runnable = [case for case in cases if not unsupported(case, options)]
     return affected(
-        asked, args.changed, options.trainer, trainers.load(options.trainer).name, args.map or args.out / "map"
+        runnable, args.changed, options.trainer, trainers.load(options.trainer).name, args.map or args.out / "map"
     )
 
 

@@ -1,4 +1,4 @@
-"""`harness compare A B`: what differs between two runs of a matrix, in the structure of two recorded jobs, or in their numbers.
+"""`harness compare A B`: the differences of two runs of a matrix, or of two recorded jobs in structure or numbers.
 
 A snapshot is the structure of a recorded job, reviewed and kept in git; --accept writes it.
 """
@@ -37,10 +37,11 @@ from harness.recording.judged.structure import compared_outside, costs, differen
 from harness.recording.pages.compared import compared
 from harness.recording.traces.compared import NEEDED, not_compared, of_both, traced_figures, traced_structure
 from harness.recording.traces.files import TRACE, files_of
-from harness.recording.traces.job import job_of
+from harness.recording.traces.job import TracedJob, job_of
 from harness.recording.traces.kineto import load_trace
 
 OF = ("name", "one", "other")
+"""Keys of the document for a value that the runs differ in."""
 SNAPSHOTS = (".yaml", ".yml")
 OF_COMMAND = ("--json", "--out", "--steps", "--every")
 """Options of a command that is recorded first."""
@@ -66,6 +67,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _with_command(args: argparse.Namespace) -> int:
+    """Record the command, and compare the recording with --with. Return the exit code."""
     args.words = [*args.folders, *args.words]  # behind -- all words look alike
     try:
         code = record(args, args.out)
@@ -88,52 +90,56 @@ def _accept(args: argparse.Namespace, snapshot: Path, recording: Path) -> int:
     no_document(args, "--accept")
     if snapshot.suffix not in SNAPSHOTS or recording.suffix in SNAPSHOTS:
         raise BadInput("--accept: `harness compare FILE.yaml RECORDING --accept` writes FILE.yaml")
-    found, *_ = _read(recording)
-    if not found:
+    recorded_structure, *_ = _read(recording)
+    if not recorded_structure:
         raise EvidenceError(f"{recording}: no rank left evidence, nothing to keep")
     refuse_foreign_file(snapshot, _is_snapshot)
-    write_text(snapshot, yaml.safe_dump(dict(found), sort_keys=False, width=120, allow_unicode=True))
+    write_text(snapshot, yaml.safe_dump(dict(recorded_structure), sort_keys=False, width=120, allow_unicode=True))
     say(f"{snapshot}: the structure of {recording}, to be reviewed and committed")
     return PASSED
 
 
-def _between(args: argparse.Namespace, one: Path, other: Path) -> int:
-    runs = [folder for folder in (one, other) if verdicts.file_in(folder)]
+def _between(args: argparse.Namespace, first: Path, second: Path) -> int:
+    """Compare two runs, the traces of two jobs, or two recordings. Return the exit code."""
+    runs = [folder for folder in (first, second) if verdicts.file_in(folder)]
     if len(runs) == 1:
         raise BadInput(f"compare: {runs[0]} is a run of a matrix, and the other is not")
     if runs:
         refuse_others(args, "runs of a matrix", {"--json"})
-        return _runs(args, one, other)
-    if any(map(_holds_traces, (one, other))):
+        return _runs(args, first, second)
+    if any(map(_holds_traces, (first, second))):
         refuse_others(args, "profiler traces", {"--json"})
-        return _traces(args, one, other)
+        return _traces(args, first, second)
     refuse_others(args, "recordings", {"--json", *OF_RECORDINGS})
-    return _recordings(args, one, other)
+    return _recordings(args, first, second)
 
 
-def _recordings(args: argparse.Namespace, one: Path, other: Path) -> int:
+def _recordings(args: argparse.Namespace, first: Path, second: Path) -> int:
     """Print in what the structure of two recorded jobs differs, and their numbers if both have them. Return the worse code."""
     same_training.check_after(args)
     if args.numbers:
-        numbers = _numbers(args, one, other)
+        numbers = _numbers(args, first, second)
         answer(args, numbers.kind, numbers.document, numbers.text)
         return numbers.code
-    without = next((path for path in (one, other) if not _has_numbers(path)), None)
-    if args.structure or without is not None:
-        what = "a comparison of structure alone" if args.structure else f"{without}, which has no numbers"
-        refuse_others(args, what, {"--structure", "--with", *OF_COMMAND})
-        by_structure = _structures(one, other)
+    path_without_numbers = next((path for path in (first, second) if not _has_numbers(path)), None)
+    if args.structure or path_without_numbers is not None:
+        subject = (
+            "a comparison of structure alone" if args.structure else f"{path_without_numbers}, which has no numbers"
+        )
+        refuse_others(args, subject, {"--structure", "--with", *OF_COMMAND})
+        by_structure = _structures(first, second)
         answer(args, by_structure.kind, by_structure.document, by_structure.text)
         return by_structure.code
-    by_structure = _structures(one, other)
-    numbers = _numbers(args, one, other)
+    by_structure = _structures(first, second)
+    numbers = _numbers(args, first, second)
     text = f"{by_structure.text}\n\n{numbers.text}"
     answer(args, by_structure.kind, lambda: by_structure.document() | {"numbers": numbers.document()}, text)
     return worst([by_structure.code, numbers.code])
 
 
-def _numbers(args: argparse.Namespace, one: Path, other: Path) -> Shown:
-    return same_training.about_numbers(one, other, noise_of=args.noise_of, after=args.after)
+def _numbers(args: argparse.Namespace, first: Path, second: Path) -> Shown:
+    """Return in what the numbers of two recordings differ."""
+    return same_training.about_numbers(first, second, noise_of=args.noise_of, after=args.after)
 
 
 def _has_numbers(path: Path) -> bool:
@@ -141,82 +147,116 @@ def _has_numbers(path: Path) -> bool:
     return path.suffix not in SNAPSHOTS and not (path / CASE_FILE).exists() and bool(sketch_files(path))
 
 
-def _runs(args: argparse.Namespace, one: Path, other: Path) -> int:
-    """2 where nothing was compared, or something of a case was not."""
-    a, b = last_runs([one, other])
-    cases = compared_cases(a, b)
-    on_gpus = all(run.begins.get("device") == "cuda" for run in (a, b))
-    of = of_runs(a, b)
-    data = {"one": one, "other": other, "of": "runs", "runs": [dict(zip(OF, each, strict=True)) for each in of]}
-    text = "\n".join(compared_runs(str(one), str(other), of, cases, on_gpus=on_gpus))
+def _runs(args: argparse.Namespace, first: Path, second: Path) -> int:
+    """Print in what two runs of a matrix differ. Return the exit code.
+
+    That is 2 where nothing was compared, or something of a case was not.
+    """
+    first_run, second_run = last_runs([first, second])
+    cases = compared_cases(first_run, second_run)
+    on_gpus = all(run.begins.get("device") == "cuda" for run in (first_run, second_run))
+    run_differences = of_runs(first_run, second_run)
+    data = {
+        "one": first,
+        "other": second,
+        "of": "runs",
+        "runs": [dict(zip(OF, difference, strict=True)) for difference in run_differences],
+    }
+    text = "\n".join(compared_runs(str(first), str(second), run_differences, cases, on_gpus=on_gpus))
     answer(args, "comparison", data | {"cases": cases}, text)
-    if any(each.found for each in cases):
+    if any(case.found for case in cases):
         return BROKEN
-    return NOT_JUDGED if not cases or any(each.problem for each in cases) else PASSED
+    return NOT_JUDGED if not cases or any(case.problem for case in cases) else PASSED
 
 
-def _structures(one: Path, other: Path) -> Shown:
+def _structures(first: Path, second: Path) -> Shown:
     """Return in what the structure of two recorded jobs differs. Raises EvidenceError."""
-    (a, a_costs, a_figures), (b, b_costs, b_figures) = _read(one), _read(other)
-    found, outside, moved = differences(a, b), compared_outside(a, b), shifts(a_figures, b_figures)
-    data = {"one": one, "other": other, "of": "structure", "differences": found, "outside": outside}
-    data |= {"costs": (a_costs, b_costs), "figures": moved}
-    text = "\n".join(compared(str(one), str(other), found, moved, outside))
-    if not (a and b):
+    first_structure, first_costs, first_figures = _read(first)
+    second_structure, second_costs, second_figures = _read(second)
+    structure_differences = differences(first_structure, second_structure)
+    outside_differences = compared_outside(first_structure, second_structure)
+    figure_shifts = shifts(first_figures, second_figures)
+    data = {
+        "one": first,
+        "other": second,
+        "of": "structure",
+        "differences": structure_differences,
+        "outside": outside_differences,
+        "costs": (first_costs, second_costs),
+        "figures": figure_shifts,
+    }
+    text = "\n".join(compared(str(first), str(second), structure_differences, figure_shifts, outside_differences))
+    if not (first_structure and second_structure):
         return Shown("comparison", lambda: data, f"{text}\nnothing to compare", NOT_JUDGED)
-    return Shown("comparison", lambda: data, text, BROKEN if found else PASSED)
+    return Shown("comparison", lambda: data, text, BROKEN if structure_differences else PASSED)
 
 
 def _holds_traces(path: Path) -> bool:
     """Return whether it is a profiler trace, or a folder of them and of nothing else."""
-    elsewhere = path.suffix in SNAPSHOTS or (path / CASE_FILE).exists() or holds_recording(path)
-    return path.exists() and not elsewhere and bool(files_of(path, TRACE))
+    is_other_kind = path.suffix in SNAPSHOTS or (path / CASE_FILE).exists() or holds_recording(path)
+    return path.exists() and not is_other_kind and bool(files_of(path, TRACE))
 
 
-def _traces(args: argparse.Namespace, one: Path, other: Path) -> int:
+def _traces(args: argparse.Namespace, first: Path, second: Path) -> int:
     """Print in what the traces of two jobs differ. Return 2 where nothing differs and something was not seen."""
-    if without := [path for path in (one, other) if not _holds_traces(path)]:
-        raise BadInput(f"compare: {without[0]} has no profiler traces, and the other has")
-    jobs = (job_of([load_trace(file) for file in files_of(path, TRACE)]) for path in (one, other))
-    a, b = of_both(*jobs)
-    found, notes = differences(traced_structure(a), traced_structure(b)), not_compared(a, b)
-    moved = shifts(traced_figures(a), traced_figures(b))
-    data = {"one": one, "other": other, "of": "traces", "differences": found, "figures": moved, "not_compared": notes}
-    answer(args, "comparison", data, "\n".join(compared(str(one), str(other), found, moved, notes=notes)))
-    seen = a.numbers and b.numbers and not any(job.recording.provides.lack(NEEDED) for job in (a, b))
-    return BROKEN if found else PASSED if seen else NOT_JUDGED
+    if paths_without_traces := [path for path in (first, second) if not _holds_traces(path)]:
+        raise BadInput(f"compare: {paths_without_traces[0]} has no profiler traces, and the other has")
+    first_job, second_job = of_both(_load_job(first), _load_job(second))
+    structure_differences = differences(traced_structure(first_job), traced_structure(second_job))
+    notes = not_compared(first_job, second_job)
+    figure_shifts = shifts(traced_figures(first_job), traced_figures(second_job))
+    data = {
+        "one": first,
+        "other": second,
+        "of": "traces",
+        "differences": structure_differences,
+        "figures": figure_shifts,
+        "not_compared": notes,
+    }
+    lines = compared(str(first), str(second), structure_differences, figure_shifts, notes=notes)
+    answer(args, "comparison", data, "\n".join(lines))
+    if structure_differences:
+        return BROKEN
+    has_numbers = first_job.numbers and second_job.numbers
+    is_all_seen = has_numbers and not any(job.recording.provides.lack(NEEDED) for job in (first_job, second_job))
+    return PASSED if is_all_seen else NOT_JUDGED
+
+
+def _load_job(path: Path) -> TracedJob:
+    """Return the job whose traces lie there. Raises EvidenceError for traces that are not of one job."""
+    return job_of([load_trace(file) for file in files_of(path, TRACE)])
 
 
 def _read(path: Path) -> tuple[Mapping[str, Any], Costs, Figures]:
-    """Raises EvidenceError."""
+    """Return the structure of a recording, a case or a snapshot, and its costs and figures. Raises EvidenceError."""
     if path.suffix in SNAPSHOTS:
         return _load_snapshot(path), {}, {}
-    of_a_case = (path / CASE_FILE).exists()
-    recording: Recording = as_recording(load_run(path / "run")) if of_a_case else load_recording(path)
+    is_case = (path / CASE_FILE).exists()
+    recording: Recording = as_recording(load_run(path / "run")) if is_case else load_recording(path)
     return (structure(recording), costs(recording), figures(recording)) if recording.summaries else ({}, {}, {})
 
 
 def _is_snapshot(text: str) -> bool:
     """Return whether a text is a snapshot, of this version or an older one."""
     try:
-        found = document_of(text)
+        document = document_of(text)
     except (yaml.YAMLError, ValueError):
         return False
-    return isinstance(found, dict) and {"ranks", "ended", "models", "parameters", "axes"} <= found.keys()
+    return isinstance(document, dict) and {"ranks", "ended", "models", "parameters", "axes"} <= document.keys()
 
 
 def _load_snapshot(path: Path) -> Mapping[str, Any]:
-    """Raises EvidenceError."""
+    """Return the structure in a snapshot. Raises EvidenceError for a file that holds none, or an older one."""
     remedy = f"`harness compare {path} RECORDING --accept` writes it"
     try:
-        found = document_of(read_text(path))
+        snapshot = document_of(read_text(path))
     except OSError as error:
-        missing = f"; {remedy}" * isinstance(error, FileNotFoundError)
-        raise EvidenceError(f"{path}: cannot be read: {error.strerror}{missing}") from error
+        advice = f"; {remedy}" if isinstance(error, FileNotFoundError) else ""
+        raise EvidenceError(f"{path}: cannot be read: {error.strerror}{advice}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise EvidenceError(f"{path}: not a snapshot, nor valid YAML: {error}") from error
-    if not isinstance(found, dict) or "ranks" not in found:
+    if not isinstance(snapshot, dict) or "ranks" not in snapshot:
         raise EvidenceError(f"{path}: not a snapshot; {remedy}")
-    if SECTION not in found:
+    if SECTION not in snapshot:
         raise EvidenceError(f"{path}: an older snapshot, which lacks collectives {SECTION}; {remedy} anew")
-    return found
+    return snapshot

@@ -1,4 +1,4 @@
-"""What broke, what was fixed and what grew from night to night."""
+"""The report on many nights: what broke, what was fixed and what grew."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def shown(args: argparse.Namespace, folders: Sequence[Path], set_aside: Path | N
     entries = quarantine.load(set_aside) if set_aside else ()
     today = datetime.datetime.now(datetime.UTC).date()
     culprits = culprits_in(folders)
-    every = [told(nights, entries, today, culprits) for nights in series(runs).values()]
-    stale = lapsed(entries, every, today)
-    text = "\n\n\n".join("\n".join(lines(one)) for one in every)
+    all_series = [told(nights, entries, today, culprits) for nights in series(runs).values()]
+    stale = lapsed(entries, all_series, today)
+    text = "\n\n\n".join("\n".join(lines(series_changes)) for series_changes in all_series)
     quarantined = ["", "QUARANTINE", *(f"  {line}" for line in stale)] if stale else []
-    answer(args, "history", {"series": list(map(as_document, every)), "quarantine": stale}, text, *quarantined)
-    return worst([*map(code, every), NOT_JUDGED if stale else PASSED])
+    answer(args, "history", {"series": list(map(as_document, all_series)), "quarantine": stale}, text, *quarantined)
+    return worst([*map(code, all_series), NOT_JUDGED if stale else PASSED])
 
 
-def code(one: Told) -> int:
+def code(series_changes: Told) -> int:
     """Return the exit code of the last night. Flaky cases and larger costs never change it."""
-    lacking: Sequence[object] = [*one.nights[-1].lacking, *one.of(State.UNJUDGED)]
-    return worst([BROKEN if one.of(State.BROKEN) else PASSED, NOT_JUDGED if lacking else PASSED])
+    lacking: Sequence[object] = [*series_changes.nights[-1].lacking, *series_changes.of(State.UNJUDGED)]
+    return worst([BROKEN if series_changes.of(State.BROKEN) else PASSED, NOT_JUDGED if lacking else PASSED])

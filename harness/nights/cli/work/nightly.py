@@ -45,29 +45,29 @@ def command(args: argparse.Namespace) -> int:
         raise BadInput(f"{min(unused)}: leave it out; with --of nothing is run")
     set_aside = quarantine.load(args.quarantine) if args.quarantine else ()
     args.trainer = trainer_under_test(args)
-    named = trainers.spec(args.trainer, None)
-    options = prepared(args, named)
-    cases, more = matrix.of_files(args)
-    if more:
-        tell(f"{more} more of other tiers are not run: --tier all")
+    trainer_name = trainers.spec(args.trainer, None)
+    options = prepared(args, trainer_name)
+    cases, count_of_other_tiers = matrix.of_files(args)
+    if count_of_other_tiers:
+        tell(f"{count_of_other_tiers} more of other tiers are not run: --tier all")
     today = datetime.now(UTC).date()
     refuse_foreign_files(args, str(today))
     runs = last_runs(args.of) if args.of else [ran(cases, options, args.jobs, args.again)]
     folder = nights.keep(args.nights, runs, str(today))
-    row = functools.partial(told, row_of(args.nights, runs), set_aside, today)
-    searching = dataclasses.replace(options, trainer=named)
+    changes_with = functools.partial(told, row_of(args.nights, runs), set_aside, today)
+    searching = dataclasses.replace(options, trainer=trainer_name)
     until = time.monotonic() + 60 * args.minutes
-    where = Where(repository(args), {case.name: case for case in cases}, searching, until, tell)
-    nights.keep_culprits(folder, searched(row(), where))
-    one = row(nights.culprits_in([args.nights]))
-    stale = lapsed(set_aside, [one], today)
-    report(one, runs, stale, args)
-    judged = [outcome for outcome in one.nights[-1].outcomes.values() if not outcome.skipped]
-    return worst([code(one), NOT_JUDGED if stale or not judged else PASSED])
+    search_settings = Where(repository(args), {case.name: case for case in cases}, searching, until, tell)
+    nights.keep_culprits(folder, searched(changes_with(), search_settings))
+    series_changes = changes_with(nights.culprits_in([args.nights]))
+    stale = lapsed(set_aside, [series_changes], today)
+    report(series_changes, runs, stale, args)
+    judged_outcomes = [outcome for outcome in series_changes.nights[-1].outcomes.values() if not outcome.skipped]
+    return worst([code(series_changes), NOT_JUDGED if stale or not judged_outcomes else PASSED])
 
 
 def refuse_foreign_files(args: argparse.Namespace, day: str) -> None:
-    """Raises EvidenceError, before anything is run, where what it will write would replace something else."""
+    """Raise EvidenceError, before anything is run, where what the command will write would replace something else."""
     from harness.core.report.page import is_page
 
     refuse_foreign_file(args.out / "page.html", is_page)
@@ -78,29 +78,33 @@ def refuse_foreign_files(args: argparse.Namespace, day: str) -> None:
 
 
 def tell(text: str) -> None:
+    """Print a line of progress on stderr."""
     say(text, to=sys.stderr)
 
 
-def prepared(args: argparse.Namespace, named: str) -> Options:
-    """Return options, with the commit's trainer in OUT/.trainer if one is named. named: as load takes it, without a source.
-    Raises BadInput and BisectError."""
+def prepared(args: argparse.Namespace, trainer_name: str) -> Options:
+    """Return options, with the commit's trainer in OUT/.trainer if one is named. Raises BadInput and BisectError.
+
+    trainer_name: as load takes it, without a source.
+    """
     if args.commit and (args.repo is None or args.of or args.trainer == own_commits.TRAINER):
         raise BadInput("--commit: it is of --repo, of a trainer that has sources, and without --of")
     if args.repo and args.source:
         raise BadInput("--source: leave it out, --repo has the sources")
     if args.repo and not args.of and args.trainer != own_commits.TRAINER:
-        checkout = checked_out(args, named) if args.commit else args.repo
-        of = TrainerSpec.parse(trainer_of(named, args.repo)(checkout))
-        args.trainer, args.source = of.name, of.source or None
+        checkout = checked_out(args, trainer_name) if args.commit else args.repo
+        trainer_spec = TrainerSpec.parse(trainer_of(trainer_name, args.repo)(checkout))
+        args.trainer = trainer_spec.name
+        args.source = trainer_spec.source or None
     return options_of(args, several_nodes=False)
 
 
 def checked_out(args: argparse.Namespace, trainer: str) -> Path:
-    """A clone of our own, so that nothing moves in the user's."""
-    there = args.out / CHECKOUT
-    commits.remove_clone(there)
-    there.parent.mkdir(parents=True, exist_ok=True)
-    checkout = commits.cloned(args.repo, there, files_of(trainer)).resolve()
+    """Make a clone of our own with the commit, so that nothing moves in the user's. Return its folder."""
+    folder = args.out / CHECKOUT
+    commits.remove_clone(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    checkout = commits.cloned(args.repo, folder, files_of(trainer)).resolve()
     commits.git(checkout, "checkout", "--quiet", "--detach", commits.resolve(args.repo, args.commit))
     return checkout
 
@@ -113,35 +117,45 @@ def repository(args: argparse.Namespace) -> Path | None:
 
 
 def ran(cases: Sequence[Case], options: Options, jobs: int | None, again: int) -> RecordedRun:
+    """Run the cases and record their verdicts. Return the run as it is recorded."""
     record = verdicts.begin(cases, options, "")
-    found, seconds = matrix.run(cases, options, record, jobs=jobs, again=again, remedy="")
-    tell(summary(found, seconds))
+    outcomes, seconds = matrix.run(cases, options, record, jobs=jobs, again=again, remedy="")
+    tell(summary(outcomes, seconds))
     runs, _ = verdicts.read(record.file)
     return next(run for run in runs if run.run == record.run)
 
 
 def row_of(folder: Path, runs: Sequence[RecordedRun]) -> list[nights.Night]:
-    """The nights of this trainer, device and launcher, up to this one."""
-    every, unread = runs_in([folder])
+    """Return the nights of this trainer, device and launcher, up to this one."""
+    all_runs, unread = runs_in([folder])
     for line in unread:
         complain(line)
-    mine = {run.run for run in runs}
-    for row in series(every).values():
-        if at := [number for number, night in enumerate(row) if mine & {run.run for run in night.runs}]:
-            return row[: at[-1] + 1]
+    run_names = {run.run for run in runs}
+    for nights_of_kind in series(all_runs).values():
+        last = None
+        for index, night in enumerate(nights_of_kind):
+            if any(run.run in run_names for run in night.runs):
+                last = index
+        if last is not None:
+            return nights_of_kind[: last + 1]
     raise AssertionError("this night was kept there")
 
 
-def report(one: Told, runs: Sequence[RecordedRun], stale: Sequence[str], args: argparse.Namespace) -> None:
-    """What changed, on stdout and as history.txt, summary.md for a CI job, and page.html."""
+def report(series_changes: Told, runs: Sequence[RecordedRun], stale: Sequence[str], args: argparse.Namespace) -> None:
+    """Write what changed to stdout, history.txt, summary.md for a CI job, and page.html.
+
+    stale: a sentence for each entry of the quarantine that sets nothing aside.
+    """
     from harness.core.report.page import html  # jinja2 takes a twentieth of a second
 
-    text = "\n".join([*lines(one), *(["", "QUARANTINE", *(f"  {line}" for line in stale)] if stale else [])])
-    found = [culprit.report for culprit in one.culprits_of_last if culprit.report]
-    text = "\n\n".join([text, *found])
+    text_lines = lines(series_changes)
+    if stale:
+        text_lines = [*text_lines, "", "QUARANTINE", *(f"  {line}" for line in stale)]
+    bisect_reports = [culprit.report for culprit in series_changes.culprits_of_last if culprit.report]
+    text = "\n\n".join(["\n".join(text_lines), *bisect_reports])
     page = page_of(runs, [], runs_in([args.nights])[0], args.out / "page.html")
-    write_text(args.out / "page.html", html(dataclasses.replace(page, since=one.since)))
+    write_text(args.out / "page.html", html(dataclasses.replace(page, since=series_changes.since)))
     write_text(args.out / "history.txt", text + "\n")
-    write_text(args.out / "summary.md", f"```\n{text}\n```\n\n{shown_as_markdown(runs, one.since)}")
-    data = {"series": [as_document(one)], "quarantine": stale, "page": args.out / "page.html"}
+    write_text(args.out / "summary.md", f"```\n{text}\n```\n\n{shown_as_markdown(runs, series_changes.since)}")
+    data = {"series": [as_document(series_changes)], "quarantine": stale, "page": args.out / "page.html"}
     answer(args, "nightly", data, text, f"\n{args.out / 'page.html'}")

@@ -32,54 +32,65 @@ FOR: Mapping[str, tuple[Kind, ...]] = {
 
 
 def command(args: argparse.Namespace) -> int:
-    """Raises BadInput for places and options that do not belong together."""
-    changes = bool(args.history) and not args.html
-    kinds = {place: kind_of(place) for place in args.places}
-    if changes:
-        kinds = {place: Kind.HISTORY if kind is Kind.RUN else kind for place, kind in kinds.items()}
+    """Show what is stored in the places. Return the exit code.
+
+    Raises BadInput for places and options that do not belong together.
+    """
+    shows_changes = bool(args.history) and not args.html
+    kinds = {path: kind_of(path) for path in args.places}
+    if shows_changes:
+        kinds = {path: Kind.HISTORY if kind is Kind.RUN else kind for path, kind in kinds.items()}
         kinds |= dict.fromkeys(args.history, Kind.HISTORY)
     if not kinds:
         raise BadInput("report: name what to show: a folder of a case, of a run, of a recording or of nights")
     _check_options(args, kinds)
-    found = set(kinds.values())
-    if vars(args)["as"] == CHROME and found == {Kind.RECORDING} and len(kinds) == 1:
+    stored_kinds = set(kinds.values())
+    if vars(args)["as"] == CHROME and stored_kinds == {Kind.RECORDING} and len(kinds) == 1:
         return recording_report.exported(args, args.places[0])
-    if found == {Kind.HISTORY}:
+    if stored_kinds == {Kind.HISTORY}:
         return history_report.shown(args, list(kinds), args.quarantine)
-    if found == {Kind.RECORDING} and len(kinds) == 1:
+    if stored_kinds == {Kind.RECORDING} and len(kinds) == 1:
         return recording_report.shown(args, args.places[0], args.layout, whole=args.all, file=args.html)
-    if found == {Kind.TRACES}:
+    if stored_kinds == {Kind.TRACES}:
         return trace_report.shown(args, args.places, args.layout)
-    if found == {Kind.DUMPS}:
+    if stored_kinds == {Kind.DUMPS}:
         return trace_report.shown_dumps(args, args.places)
-    if found <= {Kind.CASES, Kind.RUN}:
-        cases = [place for place, kind in kinds.items() if kind is Kind.CASES]
-        return _of_runs_and_cases(args, [place for place in kinds if place not in cases], cases)
-    of = ", ".join(f"{place} ({kind})" for place, kind in kinds.items())
-    raise BadInput(f"report: these are not shown together: {of}")
+    if stored_kinds <= {Kind.CASES, Kind.RUN}:
+        cases = [path for path, kind in kinds.items() if kind is Kind.CASES]
+        return _of_runs_and_cases(args, [path for path in kinds if path not in cases], cases)
+    places_text = ", ".join(f"{path} ({kind})" for path, kind in kinds.items())
+    raise BadInput(f"report: these are not shown together: {places_text}")
 
 
 def _check_options(args: argparse.Namespace, kinds: Mapping[Path, Kind]) -> None:
-    """Raises BadInput for an option that is for another kind of place."""
-    for option, of in FOR.items():
-        wrong = next((place for place, kind in kinds.items() if kind not in of), None)
-        if wrong and vars(args)[option]:
+    """Raise BadInput for an option that is for another kind of place."""
+    for option, allowed_kinds in FOR.items():
+        wrong_path = next((path for path, kind in kinds.items() if kind not in allowed_kinds), None)
+        if wrong_path and vars(args)[option]:
             raise BadInput(
-                f"--{option.replace('_', '-')}: it is for {' or '.join(of)}, and {wrong} holds {kinds[wrong]}"
+                f"--{option.replace('_', '-')}: it is for {' or '.join(allowed_kinds)}, "
+                f"and {wrong_path} holds {kinds[wrong_path]}"
             )
     if args.nodes_of and not args.gpu:
         raise BadInput("--nodes-of: it is of --gpu, whose links are compared")
     if args.all and args.json:
         raise BadInput("--all: leave it out; the document of --json has every line")
-    paged = {Kind.CASES, Kind.RUN}
-    if args.history and args.html and (wrong := next((at for at, kind in kinds.items() if kind not in paged), None)):
-        raise BadInput(f"--history: it is for a page of {' or '.join(sorted(paged))}, and {wrong} holds {kinds[wrong]}")
-    form, recorded = vars(args)["as"], Kind.RECORDING in kinds.values()
+    kinds_of_a_page = {Kind.CASES, Kind.RUN}
+    if args.history and args.html:
+        wrong_path = next((path for path, kind in kinds.items() if kind not in kinds_of_a_page), None)
+        if wrong_path:
+            raise BadInput(
+                f"--history: it is for a page of {' or '.join(sorted(kinds_of_a_page))}, "
+                f"and {wrong_path} holds {kinds[wrong_path]}"
+            )
+    form = vars(args)["as"]
+    recorded = Kind.RECORDING in kinds.values()
     if form and recorded != (form == CHROME):
         raise BadInput(f"--as {form}: it is for {Kind.RUN if recorded else Kind.RECORDING}")
 
 
 def _of_runs_and_cases(args: argparse.Namespace, runs: Sequence[Path], cases: Sequence[Path]) -> int:
+    """Show runs and folders of cases, as the options say. Return the exit code."""
     form = run_report.MADE.get(vars(args)["as"])
     if args.html and form:
         raise BadInput("--as: leave it out, or --html")

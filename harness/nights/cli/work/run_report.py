@@ -51,15 +51,16 @@ def show(args: argparse.Namespace, folders: Sequence[Path]) -> int:
     A case without a verdict is listed, and so is a case that several runs have. The first is never green.
     """
     runs, outcomes = _merged(folders)
-    lacking, told = problems(runs)
-    told = [*told, *other_trainers(run.begins.get("trainer", "") for run in runs)]
+    lacking, notes = problems(runs)
+    notes = [*notes, *other_trainers(run.begins.get("trainer", "") for run in runs)]
     grid = matrix_report(outcomes, None) if outcomes else "no case came to its end"
-    data = {"outcomes": list(map(as_document, outcomes)), "lacking": lacking, "notes": [*provenance(runs), *told]}
-    answer(args, "matrix", data, grid, "", *provenance(runs), *lacking, *told)
+    data = {"outcomes": list(map(as_document, outcomes)), "lacking": lacking, "notes": [*provenance(runs), *notes]}
+    answer(args, "matrix", data, grid, "", *provenance(runs), *lacking, *notes)
     return code_of_all(outcomes, lacking=bool(lacking))
 
 
 def show_as(folders: Sequence[Path], form: Form) -> int:
+    """Print the last run of each folder as one run, in a form for CI. Return the exit code."""
     runs, outcomes = _merged(folders)
     if text := form(runs, outcomes):
         say(text)
@@ -76,8 +77,8 @@ def _merged(folders: Sequence[Path]) -> tuple[list[RecordedRun], list[Outcome]]:
 
 
 def _markdown(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome], since: Mapping[str, str] | None = None) -> str:
-    lacking, told = problems(runs)
-    return markdown(outcomes, provenance(runs), [*lacking, *told], since)
+    lacking, notes = problems(runs)
+    return markdown(outcomes, provenance(runs), [*lacking, *notes], since)
 
 
 def shown_as_markdown(runs: Sequence[RecordedRun], since: Mapping[str, str]) -> str:
@@ -90,8 +91,9 @@ def _annotations(_: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
 
 
 def _folders(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
+    """Return the evidence folders of the cases that are not green, one a line."""
     places = places_of(runs)
-    failed = [str(places[one.case]) for one in outcomes if one.failed and one.case in places]
+    failed = [str(places[outcome.case]) for outcome in outcomes if outcome.failed and outcome.case in places]
     return "\n".join(folder.replace("\n", "\\n") for folder in failed)  # a line a folder, whatever letters it has
 
 
@@ -114,5 +116,6 @@ def last_runs(folders: Sequence[Path]) -> list[RecordedRun]:
 
 
 def code_of_all(outcomes: Sequence[Outcome], *, lacking: bool) -> int:
+    """Return the worst exit code of all cases, but those that were skipped. lacking: a case has no verdict."""
     codes = [code_of(outcome.verdict) for outcome in outcomes if not outcome.skipped]
     return worst([*codes, *([NOT_JUDGED] if lacking else [])])
