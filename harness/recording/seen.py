@@ -219,7 +219,7 @@ class Seen:
 
     def pass_ends(self, part: nn.Module) -> None:
         if self._clock.account.kind != "evaluation":
-            self._step().after.append((self._clock.account, after_forward(part, over=True)))
+            self._step().after.append((self._clock.account, after_forward(part, finished_only=True)))
             self._note_settings()
             self._note_late(part)
             self.numbers.pass_ends()

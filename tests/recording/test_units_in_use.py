@@ -22,9 +22,9 @@ def test_a_unit_of_which_a_module_has_yet_to_run_is_not_looked_at() -> None:
     )
     group = SimpleNamespace(fsdp_params=[unit], _training_state=SimpleNamespace(name="FORWARD"))
     model[1]._get_fsdp_state = lambda: SimpleNamespace(_fsdp_param_group=group)
-    assert set(after_forward(model, over=True).bytes) == {"0.weight", "0.bias"}
+    assert set(after_forward(model, finished_only=True).bytes) == {"0.weight", "0.bias"}
     group._training_state.name = "IDLE"
-    assert after_forward(model, over=True).bytes["1.weight"] == 48
+    assert after_forward(model, finished_only=True).bytes["1.weight"] == 48
 
 
 def test_a_unit_that_is_told_not_to_be_gathered_in_backward_claims_so() -> None:

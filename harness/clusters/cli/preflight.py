@@ -12,7 +12,7 @@ from harness.core.plan.figures.gpus import GPUS
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
-    add_layout(parser, or_command=True)
+    add_layout(parser, accepts_command=True)
     parser.add_argument(
         "--config",
         metavar="FILE.toml|MODULE:FUNCTION",

@@ -71,14 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def refuse_renamed(argv: Sequence[str]) -> None:
     """Raises Usage for a command that has another name now."""
-    if argv and (now := RENAMED.get(argv[0])):
-        message = f"`harness {argv[0]}` has another name now: {now}"
+    if argv and (replacement := RENAMED.get(argv[0])):
+        message = f"`harness {argv[0]}` has another name now: {replacement}"
         complain(message)
         raise Usage(message)
 
 
 def guarded(args: argparse.Namespace) -> int:
-    """The command's exit code. What keeps it from judging is a message and never a verdict."""
+    """Run the command and return its exit code. What keeps it from judging is a message and never a verdict."""
     expected: tuple[type[Exception], ...] = ()
     try:
         expected = importlib.import_module("harness.core.cli.work.expected").EXPECTED
@@ -113,8 +113,8 @@ def parser(typed: str = "") -> argparse.ArgumentParser:
     top.add_argument("--version", action=Version, nargs=0, help="of the harness, its records, torch and Python")
     commands = top.add_subparsers(metavar="COMMAND", title="commands", required=True, parser_class=CommandParser)
     for name, (package, help) in all_commands().items():
-        described = f"{help[0].upper()}{help[1:]}" + ("" if help.endswith("?") else ".")
-        of_command = commands.add_parser(name, command=name, package=package, help=help, description=described)
+        description = f"{help[0].upper()}{help[1:]}" + ("" if help.endswith("?") else ".")
+        command_parser = commands.add_parser(name, command=name, package=package, help=help, description=description)
         if name == typed:
-            of_command.add_options()
+            command_parser.add_options()
     return top

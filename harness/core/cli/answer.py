@@ -29,13 +29,13 @@ def asked(argv: Sequence[str]) -> bool:
 
 @contextmanager
 def only_the_document() -> Iterator[None]:
-    """What a trainer, a library or a command that is recorded prints goes to stderr."""
+    """Send to stderr what a trainer, a library or a command that is recorded prints meanwhile."""
     with ExitStack() as stack:
         if sys.stdout is not None and sys.stderr is not None:  # neither was closed by who called
             sys.stdout.flush()
-            kept = os.dup(1)
-            stack.callback(os.close, kept)
-            stack.callback(os.dup2, kept, 1)
+            saved_stdout = os.dup(1)
+            stack.callback(os.close, saved_stdout)
+            stack.callback(os.dup2, saved_stdout, 1)
             os.dup2(2, 1)
         stack.enter_context(redirect_stdout(sys.stderr))
         yield
@@ -43,5 +43,5 @@ def only_the_document() -> Iterator[None]:
 
 def print_document(args: argparse.Namespace, code: int) -> None:
     """Print what the command answered, or why it did not. Raises OutputError."""
-    failed = document("error", {"message": getattr(args, "failed", ""), "exit": code})
-    write(getattr(args, "answered", failed) + "\n", sys.stdout)
+    error_document = document("error", {"message": getattr(args, "failed", ""), "exit": code})
+    write(getattr(args, "answered", error_document) + "\n", sys.stdout)

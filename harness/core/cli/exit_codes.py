@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-PASSED, BROKEN, NOT_JUDGED, SKIP_COMMIT, INTERRUPTED = 0, 1, 2, 125, 130
+PASSED = 0
+BROKEN = 1
+NOT_JUDGED = 2
+SKIP_COMMIT = 125
+INTERRUPTED = 130
 
 SAID = """\
 exit codes:
@@ -19,5 +23,5 @@ exit codes:
 
 def worst(codes: Iterable[int]) -> int:
     """Return the code that outweighs the others. Without any code nothing was judged."""
-    found = set(codes)
-    return next((code for code in (BROKEN, NOT_JUDGED, PASSED) if code in found), NOT_JUDGED)
+    distinct_codes = set(codes)
+    return next((code for code in (BROKEN, NOT_JUDGED, PASSED) if code in distinct_codes), NOT_JUDGED)

@@ -18,19 +18,20 @@ ENDS: dict[signal.Signals, Any] = {
 
 @contextmanager
 def one_interrupt() -> Iterator[None]:
-    """The first Ctrl-C, SIGTERM or lost terminal ends what is under way; while that is cleaned up, another would leave a
-    traceback and processes."""
+    """Let the first Ctrl-C, SIGTERM or lost terminal end what is under way, and ignore the next ones.
 
-    def interrupted(*_: object) -> None:
-        for number in mine:
+    While that is cleaned up, another would leave a traceback and processes."""
+
+    def interrupt(*_: object) -> None:
+        for number in handled:
             signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    main = threading.current_thread() is threading.main_thread()
-    mine = [number for number, usual in ENDS.items() if main and signal.getsignal(number) == usual]
-    for number in mine:
-        signal.signal(number, interrupted)
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    handled = [number for number, usual in ENDS.items() if is_main_thread and signal.getsignal(number) == usual]
+    for number in handled:
+        signal.signal(number, interrupt)
     yield
-    for number in mine:
-        if signal.getsignal(number) is interrupted:
+    for number in handled:
+        if signal.getsignal(number) is interrupt:
             signal.signal(number, ENDS[number])

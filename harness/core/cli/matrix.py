@@ -37,7 +37,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--all", action="store_true", help="only list every pair of options, with its case or its reason"
     )
     add_parts(parser)
-    add_again(parser, usual=1)
+    add_again(parser, default=1)
     add_how_to_run(parser)
 
 
@@ -48,7 +48,7 @@ def add_tier(parser: argparse.ArgumentParser) -> None:
 
 
 def add_parts(parser: argparse.ArgumentParser) -> None:
-    """What of the selected cases is run, and what a run does when it is not the first."""
+    """Let a person type which of the selected cases are run, and what a run does when it is not the first."""
     part = parser.add_argument_group("which part of them; every run is recorded in OUT/verdicts.jsonl")
     part.add_argument("--shard", metavar="I/N", help="the I-th of N parts, which several machines run")
     part.add_argument(

@@ -44,15 +44,15 @@ class Parser(argparse.ArgumentParser):
         raise Usage(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """What a command does not know it says itself, with its own usage; argparse leaves that to the parser of all."""
-        found, unknown = super().parse_known_args(args, namespace)
+        """Parse, and refuse what a command does not know with its own usage; argparse leaves that to the parser of all."""
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown and self._subparsers is None:
-            near = [
+            close_matches = [
                 difflib.get_close_matches(word.partition("=")[0], self._option_string_actions, 1) for word in unknown
             ]
-            meant = next((f"; did you mean {one[0]}?" for one in near if one), "")
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
-        return found, unknown
+            suggestion = next((f"; did you mean {matches[0]}?" for matches in close_matches if matches), "")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion}")
+        return parsed, unknown
 
 
 class CommandParser(Parser):
@@ -61,7 +61,8 @@ class CommandParser(Parser):
     def __init__(self, command: str, package: str, **how: Any) -> None:
         """package: where the command's files are."""
         super().__init__(**how)
-        self.command, self.package = command, package
+        self.command = command
+        self.package = package
         self.has_options = False
         self.set_defaults(command=command, package=package, json=False)
 
@@ -97,12 +98,12 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_jobs(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("-j", "--jobs", type=positive_int, metavar="N", help=what)
+def add_jobs(parser: argparse.ArgumentParser, help_text: str) -> None:
+    parser.add_argument("-j", "--jobs", type=positive_int, metavar="N", help=help_text)
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """What a case's recipe may be changed in."""
+    """Let a person change the seed or dtype of a case's recipe."""
     parser.add_argument("--seed", type=int, metavar="N", help="another seed; goldens do not apply")
     parser.add_argument(
         "--dtype",
@@ -112,35 +113,35 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_how_to_run(parser: argparse.ArgumentParser, more: Sequence[str] = (), what: str = "") -> Any:
-    """Return the group of these options. more, what: other choices of --server, and what they mean."""
-    how = parser.add_argument_group("how ranks are started")
-    add_trainer(how)
-    how.add_argument(
+def add_how_to_run(parser: argparse.ArgumentParser, server_choices: Sequence[str] = (), server_help: str = "") -> Any:
+    """Add these options and return their group. server_choices, server_help: further choices of --server, what they mean."""
+    group = parser.add_argument_group("how ranks are started")
+    add_trainer(group)
+    group.add_argument(
         "--source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release that pip brings"
     )
-    how.add_argument("--launcher", default="local", choices=("local", "torchrun"))
-    how.add_argument(
+    group.add_argument("--launcher", default="local", choices=("local", "torchrun"))
+    group.add_argument(
         "--torchrun-args", default="", metavar="ARGS", help='for several nodes: "--nnodes 2 --rdzv-endpoint HOST:PORT"'
     )
-    how.add_argument(
+    group.add_argument(
         "--server",
-        choices=(*SERVERS, *more),
+        choices=(*SERVERS, *server_choices),
         help=f"the process that forks ranks: resident is kept for the next commands, own ends with this one; default resident, "
-        f"in CI own{what}",
+        f"in CI own{server_help}",
     )
-    how.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    how.add_argument("--ranks-per-gpu", type=positive_int, default=1, metavar="N", help="may share one; default 1")
-    how.add_argument(
+    group.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    group.add_argument("--ranks-per-gpu", type=positive_int, default=1, metavar="N", help="may share one; default 1")
+    group.add_argument(
         "--backend",
         choices=("nccl", "gloo"),
         default="",
         help="on GPUs; default nccl, gloo where ranks share one it cannot",
     )
-    add_out(how, help="where evidence goes; default out")
+    add_out(group, help="where evidence goes; default out")
     usual = Options().timeout
-    how.add_argument("--timeout", type=seconds, metavar="S", help=f"seconds for one launch; default {usual:g}")
-    return how
+    group.add_argument("--timeout", type=seconds, metavar="S", help=f"seconds for one launch; default {usual:g}")
+    return group
 
 
 def add_trainer(parser: Any) -> None:
@@ -170,10 +171,10 @@ def seconds(text: str) -> float:
     return value
 
 
-def add_again(parser: argparse._ActionsContainer, *, usual: int) -> None:
-    """Let a person say how often a failing case is made again, in fresh ranks; `usual` times where it is not said."""
-    what = f"make a failing case again N times, in fresh ranks, to see whether it always fails; default {usual}"
-    parser.add_argument("--again", type=count, default=usual, metavar="N", help=what)
+def add_again(parser: argparse._ActionsContainer, *, default: int) -> None:
+    """Let a person say how often a failing case is made again, in fresh ranks; `default` times if it is not typed."""
+    help_text = f"make a failing case again N times, in fresh ranks, to see whether it always fails; default {default}"
+    parser.add_argument("--again", type=count, default=default, metavar="N", help=help_text)
 
 
 def positive_int(text: str) -> int:

@@ -22,10 +22,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--bisect", action="store_true", help="exit 125 where nothing could be judged, for `git bisect run`"
     )
     add_recipe(parser)
-    add_again(parser, usual=0)
-    what = "; without CASE: show those that stay, end them, or end-all of other environments"
-    how = add_how_to_run(parser, OF_SERVERS, what)
-    how.add_argument(
+    add_again(parser, default=0)
+    server_help = "; without CASE: show those that stay, end them, or end-all of other environments"
+    group = add_how_to_run(parser, OF_SERVERS, server_help)
+    group.add_argument(
         "--join",
         type=Path,
         metavar="DIR",

@@ -62,7 +62,7 @@ def launch(
 
 
 def ended_or_interrupted(job: Job, ranks: LocalRanks | TorchrunRanks) -> tuple[Fate, ...]:
-    """Return how every rank ended. An interrupt says where the ranks are, while they still are there."""
+    """Return how every rank ended. A KeyboardInterrupt carries lines on where the ranks are, while they still are there."""
     try:
         return supervise(job, ranks)
     except KeyboardInterrupt:

@@ -55,27 +55,27 @@ from harness.core.launch.sequences import (
 
 
 def judge(fates: Sequence[Fate]) -> list[Exit]:
-    """One Exit per rank, the culprits blamed, with the reason."""
+    """Return one Exit per rank, the culprits blamed, with the reason."""
     blamed = culprits(fates)
     between = "" if blamed else undelivered(fates)
     diverged = bool(blamed) and blamed == disagreeing(fates)
     return [replace(exit_of(fate, blamed.get(fate.rank), diverged), undelivered=between) for fate in fates]
 
 
-def exit_of(fate: Fate, why: str | None, diverged: bool = False) -> Exit:
-    """`why`: None for a rank that is not to blame, "" for one whose own error says it all."""
-    how = how_it_ended(fate)
+def exit_of(fate: Fate, reason: str | None, diverged: bool = False) -> Exit:
+    """Return the exit record of a rank. reason: None if the rank is not to blame, "" if its own error says it all."""
+    manner = how_it_ended(fate)
     return Exit(
         rank=fate.rank,
-        how=how,
+        how=manner,
         code=fate.status if fate.status is not None and fate.status >= 0 else None,
-        signal=signal_name(fate.status) if how in ("signal", "killed") else None,
+        signal=signal_name(fate.status) if manner in ("signal", "killed") else None,
         error=what_happened(fate),
-        stack="" if how == "ok" else render(useful(frames(fate))),
+        stack="" if manner == "ok" else render(useful(frames(fate))),
         last_collective=describe(fate.issued[-1]) if fate.issued else "",
-        blamed=why is not None,
-        reason=why or "",
-        diverged=diverged and bool(why),
+        blamed=reason is not None,
+        reason=reason or "",
+        diverged=diverged and bool(reason),
         log=fate.log,
         left=fate.left,
     )
@@ -94,20 +94,21 @@ def signal_name(status: int | None) -> str | None:
 
 
 def what_happened(fate: Fate) -> str:
-    """One line."""
-    how = how_it_ended(fate)
-    if how == "raised" and fate.failure:
+    """Return how a rank ended, in one line; empty for one that exited 0."""
+    manner = how_it_ended(fate)
+    if manner == "raised" and fate.failure:
         return raised_words(fate.failure)
-    if how == "raised":
+    if manner == "raised":
         return f"exited with code {fate.status} without an exception"
-    if how == "signal":
+    if manner == "signal":
         return one_line(f"died by {signal_name(fate.status)}, not sent by the harness. {last_words(fate)}")
-    return {"ok": "", "killed": fate.killed, "lost": f"how it ended is unknown. {fate.trouble}".strip()}[how]
+    return {"ok": "", "killed": fate.killed, "lost": f"how it ended is unknown. {fate.trouble}".strip()}[manner]
 
 
 def raised_words(failure: dict[str, Any]) -> str:
-    """The exception that came first, then what it was raised again as: that may hide it."""
-    text, where = f"{failure['type']}: {failure['message']}", failure.get("module")
+    """Return the exception that came first, then what it was raised again as: that may hide it."""
+    text = f"{failure['type']}: {failure['message']}"
+    where = failure.get("module")
     kind, message = failure.get("cause") or (failure["type"], failure["message"])
     first = one_line(f"{kind}: {message}") + (f" (in {where})" if where else "")
     return f"{first}; raised again as {one_line(text)}" if failure.get("cause") else first
@@ -117,7 +118,7 @@ GLOO_PADDING = re.compile(r"\[(enforce fail at )?\S+/(gloo/\S+?:\d+)\]|This is t
 
 
 def one_line(text: str) -> str:
-    """At most 300 characters, without the builder's paths and the good wishes of gloo."""
+    """Return a text as one line of at most 300 characters, without the builder's paths and the good wishes of gloo."""
     line = " ".join(GLOO_PADDING.sub(r"\2", " ".join(without_tracebacks(text).split())).split())
     return line if len(line) <= 300 else f"{line[:297]}..."
 
@@ -151,10 +152,10 @@ def lagging(fates: Sequence[Fate]) -> dict[int, str]:
 
 def failed_alone(fates: Sequence[Fate]) -> dict[int, str]:
     """Deaths first: what is raised after one may be what came of it, in whatever words."""
-    gone = [fate for fate in fates if died(fate) or fate.stopped]
-    first = min((0.0 if fate.stopped else fate.ended for fate in gone), default=float("inf"))
+    dead_or_stopped = [fate for fate in fates if died(fate) or fate.stopped]
+    first = min((0.0 if fate.stopped else fate.ended for fate in dead_or_stopped), default=float("inf"))
     raised = [fate for fate in fates if failed(fate) and fate.status > 0 and not lost_peer(fate)]  # type: ignore[operator]
-    alone = {fate.rank for fate in [*gone, *(fate for fate in raised if moment(fate) < first)]}
+    alone = {fate.rank for fate in [*dead_or_stopped, *(fate for fate in raised if moment(fate) < first)]}
     return {fate.rank: stopped_words(fate) for fate in fates if fate.rank in alone}
 
 
@@ -176,10 +177,11 @@ def undelivered(fates: Sequence[Fate]) -> str:
     seen."""
     if any(fate.status == 0 or died(fate) for fate in fates):
         return ""
-    lost, killed = sorted(filter(failed, fates), key=moment), [fate for fate in fates if fate.killed]
-    asked = lost if all(map(lost_peer, fates)) else lost[:1]
-    waited = list(filter(timed_out, asked)) if lost else killed * all(map(in_collective, killed))
-    issued = next((fate.issued[-1] for fate in waited if issued_by_all(fate, fates)), None)
+    failed_fates = sorted(filter(failed, fates), key=moment)
+    killed = [fate for fate in fates if fate.killed]
+    asked_fates = failed_fates if all(map(lost_peer, fates)) else failed_fates[:1]
+    waiting_fates = list(filter(timed_out, asked_fates)) if failed_fates else killed * all(map(in_collective, killed))
+    issued = next((fate.issued[-1] for fate in waiting_fates if issued_by_all(fate, fates)), None)
     if issued is None:
         return ""
     hosts: dict[str, list[int]] = defaultdict(list)
@@ -191,13 +193,16 @@ def undelivered(fates: Sequence[Fate]) -> str:
 
 
 def issued_by_all(fate: Fate, fates: Sequence[Fate]) -> bool:
-    """What this rank issued last, before the first of all gave up; of a send or receive nothing is said."""
+    """Return whether all members had issued what this rank issued last, before the first of all gave up.
+
+    False if that was a send or receive."""
     if not fate.issued or fate.issued[-1].op in POINT_TO_POINT:
         return False
-    mine, first = fate.issued[-1], min(map(gave_up, fates))
-    if mine.op in MAKING:
-        return all(has_come(peer, mine, first) for peer in members(mine, fates))
-    return all(position(peer, place(mine), first) >= mine.seq for peer in members(mine, fates))
+    last_issued = fate.issued[-1]
+    first = min(map(gave_up, fates))
+    if last_issued.op in MAKING:
+        return all(has_come(peer, last_issued, first) for peer in members(last_issued, fates))
+    return all(position(peer, place(last_issued), first) >= last_issued.seq for peer in members(last_issued, fates))
 
 
 def first_failed(fates: Sequence[Fate]) -> dict[int, str]:
@@ -208,16 +213,16 @@ def first_failed(fates: Sequence[Fate]) -> dict[int, str]:
 def left_early(fates: Sequence[Fate]) -> dict[int, str]:
     """A rank that exits closes its connections; those that still wanted something of it fail."""
     first = min(map(moment, filter(lost_peer, fates)), default=0.0)
-    gone = [fate for fate in fates if fate.status == 0 and fate.ended < first]
-    return {fate.rank: "exited while others still waited for a collective" for fate in gone}
+    early_leavers = [fate for fate in fates if fate.status == 0 and fate.ended < first]
+    return {fate.rank: "exited while others still waited for a collective" for fate in early_leavers}
 
 
 def stuck(fates: Sequence[Fate]) -> dict[int, str]:
     killed = [fate for fate in fates if fate.killed]
-    guilty = [fate for fate in killed if busy(fate)]
-    if not guilty and not any(map(failed, fates)) and not undelivered(fates):
-        guilty = killed
-    return {fate.rank: stuck_words(fate) for fate in guilty}
+    stuck_fates = [fate for fate in killed if busy(fate)]
+    if not stuck_fates and not any(map(failed, fates)) and not undelivered(fates):
+        stuck_fates = killed
+    return {fate.rank: stuck_words(fate) for fate in stuck_fates}
 
 
 def stuck_words(fate: Fate) -> str:

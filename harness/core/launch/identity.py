@@ -39,8 +39,12 @@ class Unsafe(OSError):
 
 def folder() -> Path:
     """Return the folder of this user's sockets; no other user may look into it. Raises Unsafe."""
-    given = os.environ.get("XDG_RUNTIME_DIR", "")
-    path = Path(given, "harness") if given and owned(Path(given)) else Path(f"/tmp/harness-{os.geteuid()}")
+    runtime_folder = os.environ.get("XDG_RUNTIME_DIR", "")
+    path = (
+        Path(runtime_folder, "harness")
+        if runtime_folder and owned(Path(runtime_folder))
+        else Path(f"/tmp/harness-{os.geteuid()}")
+    )
     path.mkdir(mode=0o700, exist_ok=True)
     if not owned(path) or path.lstat().st_mode & 0o077:
         raise Unsafe(f"{path} is open to others: remove it")
@@ -48,17 +52,17 @@ def folder() -> Path:
 
 
 def owned(path: Path) -> bool:
-    """Whether it is a folder, no link to one, and ours."""
+    """Return whether a path is a folder, no link to one, and ours."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def identity(modules: Iterable[str]) -> str:
-    """What names the server for a command like this one, which has `modules` imported."""
-    what = {
+    """Return sixteen digits that name the server for a command like this one, which has `modules` imported."""
+    circumstances_of_server = {
         "interpreter": [sys.executable, sys.version, sys.prefix, list(sys.flags)],
         "harness": str(ROOT),
         "packages": [[folder, installed(folder)] for folder in (*site.getsitepackages(), site.getusersitepackages())],
@@ -69,7 +73,7 @@ def identity(modules: Iterable[str]) -> str:
         "namespaces": [os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES] + [os.readlink("/proc/self/root")],
         "cgroup": Path("/proc/self/cgroup").read_text(),
     }
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(circumstances_of_server).encode()).hexdigest()[:16]
 
 
 def harmless(name: str) -> bool:
@@ -77,7 +81,7 @@ def harmless(name: str) -> bool:
 
 
 def installed(folder: str) -> int:
-    """Changes whenever a package comes or goes."""
+    """Return when the folder was last changed (nanoseconds), which it is whenever a package comes or goes; 0 without it."""
     try:
         return os.stat(folder).st_mtime_ns
     except OSError:
@@ -88,22 +92,22 @@ def installed(folder: str) -> int:
 
 
 def imported() -> dict[str, Stamp]:
-    """The files of all modules that are imported here, as they are now."""
+    """Return the stamps, as they are now, of the files of all modules that are imported here."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    return {file: found for file in files if file and (found := stamp(file))}
+    return {file: file_stamp for file in files if file and (file_stamp := stamp(file))}
 
 
 def stamp(file: str) -> Stamp | None:
     try:
-        found = os.stat(file)
+        status = os.stat(file)
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def changed(files: Mapping[str, Stamp], began: int) -> str | None:
-    """A file that is not what it was, or was written after we `began` (nanoseconds) to import."""
-    return next((file for file, was in files.items() if was[-1] > began or stamp(file) != was), None)
+    """Return a file that is not what it was, or was written after we `began` (nanoseconds) to import; None if there is none."""
+    return next((file for file, old_stamp in files.items() if old_stamp[-1] > began or stamp(file) != old_stamp), None)
 
 
 # ---- what is the command's
@@ -119,14 +123,14 @@ def circumstances() -> dict[str, Any]:
     }
 
 
-def adopt(theirs: Mapping[str, Any], *, working_directory: int, output: int) -> None:
+def adopt(other: Mapping[str, Any], *, working_directory: int, output: int) -> None:
     """Take on the circumstances of another process; two of its file descriptors."""
     os.environ.clear()
-    os.environ.update(theirs["environment"])
-    os.umask(theirs["umask"])
-    for name, soft in theirs["limits"].items():
+    os.environ.update(other["environment"])
+    os.umask(other["umask"])
+    for name, soft in other["limits"].items():
         resource.setrlimit(LIMITS[name], (soft, resource.getrlimit(LIMITS[name])[1]))
-    os.sched_setaffinity(0, theirs["processors"])
+    os.sched_setaffinity(0, other["processors"])
     os.fchdir(working_directory)
     for standard in (1, 2):
         os.dup2(output, standard)
@@ -135,6 +139,6 @@ def adopt(theirs: Mapping[str, Any], *, working_directory: int, output: int) -> 
 
 
 def umask() -> int:
-    """Read, not set and set back: a thread may be making a file."""
+    """Return this process's umask. It is read, not set and set back: a thread may be making a file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)

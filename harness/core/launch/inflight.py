@@ -86,7 +86,7 @@ _current: Inflight | None = None
 
 
 def current() -> Inflight | None:
-    """This rank's record; None in a process that was not launched."""
+    """Return this rank's record; None in a process that was not launched."""
     return _current
 
 
@@ -98,7 +98,7 @@ def open_current(path: Path) -> Inflight:
 
 
 def read_inflight(path: Path) -> list[Issued]:
-    """The last two of every sequence, oldest first: the last one is the rank's latest. [] without a file."""
+    """Return the last two calls of every sequence, oldest first: the last one is the rank's latest. [] without a file."""
     if not path.exists() or not path.with_suffix(".groups").exists():
         return []
     groups = read_groups(path.with_suffix(".groups"))

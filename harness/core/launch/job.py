@@ -57,7 +57,7 @@ class Job:
 
 
 def rank_file(directory: Path, kind: str, rank: int) -> Path:
-    """The file of `kind` (a key of SUFFIXES) that belongs to `rank`."""
+    """Return the file of `kind` (a key of SUFFIXES) that belongs to `rank`."""
     return Path(directory) / kind / f"rank_{rank:02d}.{SUFFIXES[kind]}"
 
 
@@ -68,7 +68,8 @@ def prepare(job: Job) -> Path:
     try:
         for kind in SUFFIXES:
             (directory / kind).mkdir(parents=True, exist_ok=True)
-        needed, free = BYTES_PER_RANK * job.world_size, shutil.disk_usage(directory).free
+        needed = BYTES_PER_RANK * job.world_size
+        free = shutil.disk_usage(directory).free
         if free < needed:
             raise LaunchError(f"{directory}: {free} bytes free, {job.world_size} ranks need {needed}: make room there")
         value = {**asdict(job), "directory": str(directory), "sys_path": absolute_sys_path()}
@@ -84,26 +85,26 @@ def refuse_unusable(job: Job, directory: Path) -> None:
         raise LaunchError(f"{directory}: holds the records of an earlier launch: choose a fresh directory")
     if set("?#;") & set(str(directory)):
         raise LaunchError(f"{directory}: torch cuts a file:// store's path at '?', '#' and ';': choose another name")
-    for name, seconds, most in (("timeout", job.timeout, 5 * LONGEST), ("group_timeout", job.group_timeout, GROUPS)):
-        if not 0 < seconds <= most:  # nan is not above 0
-            raise LaunchError(f"{name}: expected seconds above 0 and at most {most:g}, got {seconds:g}")
+    for name, seconds, largest in (("timeout", job.timeout, 5 * LONGEST), ("group_timeout", job.group_timeout, GROUPS)):
+        if not 0 < seconds <= largest:  # nan is not above 0
+            raise LaunchError(f"{name}: expected seconds above 0 and at most {largest:g}, got {seconds:g}")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and limit < BYTES_PER_RANK:
-        least = f"a rank's log and records need {BYTES_PER_RANK}"
-        raise LaunchError(f"{directory}: a file may have {limit} bytes (ulimit -f), {least}: raise that limit")
+        requirement = f"a rank's log and records need {BYTES_PER_RANK}"
+        raise LaunchError(f"{directory}: a file may have {limit} bytes (ulimit -f), {requirement}: raise that limit")
 
 
 def absolute_sys_path() -> list[str]:
-    """What the harness can import, its ranks can: sys.path with "" and relative entries made absolute."""
+    """Return sys.path with "" and relative entries made absolute, so that ranks can import what the harness can."""
     return [os.path.abspath(entry) for entry in sys.path]
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Complete or absent."""
+    """Write a file that is complete or absent, whenever this process ends."""
     with whole_file(path) as file:
         file.write(json.dumps(value).encode())
 
 
 def read_json(path: Path) -> Any:
-    """The value, or None where the file was never finished."""
+    """Return the value, or None where the file was never finished."""
     return json_of(read_bytes(path)) if path.exists() else None

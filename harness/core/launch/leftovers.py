@@ -36,12 +36,12 @@ def leftovers(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
     """Return what is left of a launch's ranks, once these ranks have ended."""
     marks = {f"{MARK}={directory.absolute()}:{rank}\0".encode(): rank for rank in ranks}
     records = {str(rank_file(directory.resolve(), "inflight", rank)).encode(): rank for rank in marks.values()}
-    found = []
+    survivors = []
     for process in Path("/proc").glob("[0-9]*"):
         rank = rank_of(process, marks, records)
         if rank is not None:
-            found.append(Leftover(rank, int(process.name), command(process)))
-    return sorted(found, key=lambda each: (each.rank, each.pid))
+            survivors.append(Leftover(rank, int(process.name), command(process)))
+    return sorted(survivors, key=lambda survivor: (survivor.rank, survivor.pid))
 
 
 def rank_of(process: Path, marks: dict[bytes, int], records: dict[bytes, int]) -> int | None:
@@ -69,18 +69,21 @@ def outliving(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
 
     It looks at least twice: a look misses a process whose parent forks it after the listing and ends before its turn.
     """
-    ranks, give_up, looks = list(ranks), time.monotonic() + HELPER_PATIENCE, 0
-    while (found := leftovers(directory, ranks)) and (looks < 1 or time.monotonic() < give_up):
+    ranks = list(ranks)
+    deadline = time.monotonic() + HELPER_PATIENCE
+    looks = 0
+    while (survivors := leftovers(directory, ranks)) and (looks < 1 or time.monotonic() < deadline):
         looks += 1
         time.sleep(0.1)
-    return found
+    return survivors
 
 
 def end_leftovers(directory: Path, ranks: Iterable[int]) -> None:
-    """Kill them, and what they start meanwhile."""
-    ranks, give_up = list(ranks), time.monotonic() + HELPER_PATIENCE
-    while (found := leftovers(directory, ranks)) and time.monotonic() < give_up:
-        for each in found:
+    """Kill what is left of these ranks, and what that starts meanwhile."""
+    ranks = list(ranks)
+    deadline = time.monotonic() + HELPER_PATIENCE
+    while (survivors := leftovers(directory, ranks)) and time.monotonic() < deadline:
+        for survivor in survivors:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(each.pid, signal.SIGKILL)
+                os.kill(survivor.pid, signal.SIGKILL)
         time.sleep(0.02)

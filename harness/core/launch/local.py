@@ -29,18 +29,22 @@ class LocalRanks:
 
     def __init__(self, server: RankServer, job_file: Path, world_size: int, modules: Iterable[str] = ()) -> None:
         """modules: what the server imports first, if it has not."""
-        self.server, self.job_file, self.world_size, self.modules = server, job_file, world_size, tuple(modules)
+        self.server = server
+        self.job_file = job_file
+        self.world_size = world_size
+        self.modules = tuple(modules)
         self.job = next(server.numbers)
         self.started = 0
         self.pids: dict[int, int] = {}
         self.statuses: dict[int, int] = {}
         self.ended: dict[int, float] = {}
         self.hosts: dict[int, str] = {}
-        self.gone, self.trouble = False, ""
+        self.gone = False
+        self.trouble = ""
 
-    def wait(self, done: Callable[[], bool], seconds: float) -> bool:
+    def wait(self, is_done: Callable[[], bool], seconds: float) -> bool:
         with self.server.news:
-            return self.server.news.wait_for(done, seconds)
+            return self.server.news.wait_for(is_done, seconds)
 
     def signal(self, number: int) -> None:
         self.server.ask(signal=number, job=self.job)
@@ -56,10 +60,11 @@ class LocalRanks:
             self.statuses[report["rank"]] = report["status"]
             self.ended[report["rank"]] = report["ended"]
         else:
-            self.gone, self.trouble = True, report["error"]
+            self.gone = True
+            self.trouble = report["error"]
 
     def start(self) -> None:
-        """To be called inside the context, so that an interrupt meets something that will clean up."""
+        """Ask the server for the ranks. Call it inside the context, so that an interrupt meets something that will clean up."""
         self.server.ready()
         self.server.jobs[self.job] = self
         self.started = self.world_size
@@ -90,8 +95,10 @@ class RankServer:
         self.jobs: dict[int, LocalRanks] = {}
         self.numbers = itertools.count(1)
         self.seconds: float | None = None  # what starting took; None until it is ready
-        self.gone, self.closed = False, False
-        self.ill, self.status = "", ""
+        self.gone = False
+        self.closed = False
+        self.ill = ""
+        self.status = ""
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - the server holds it too
         self.link: Link | None = None
         self.owner = os.getpid()
@@ -100,36 +107,37 @@ class RankServer:
 
     @property
     def pid(self) -> int:
-        """Once it is ready."""
+        """Return the server's pid. Call it once the server is ready."""
         assert self.link is not None
         return self.link.pid
 
-    def listen(self, link: Callable[[Iterable[str], IO[bytes]], Link]) -> None:
+    def listen(self, make_link: Callable[[Iterable[str], IO[bytes]], Link]) -> None:
         try:
-            found = link(self.modules, self.errors)
+            connected = make_link(self.modules, self.errors)
         except OSError as error:
             self.ill = str(error)
             return self.end(f"the rank server did not start: {error}")
         with self.news:
-            self.link = found
+            self.link = connected
             self.news.notify_all()
             if self.closed:
-                found.hang_up()
-        reports = open(found.reports, encoding="utf-8", closefd=False)  # noqa: SIM115 - the link closes it
+                connected.hang_up()
+        reports = open(connected.reports, encoding="utf-8", closefd=False)  # noqa: SIM115 - the link closes it
         with contextlib.suppress(ConnectionResetError):
             for line in reports:
                 self.hear(json.loads(line))
-        self.status = found.end()
-        self.end(f"the rank server (pid {found.pid}) ended: {self.last_words()}")
+        self.status = connected.end()
+        self.end(f"the rank server (pid {connected.pid}) ended: {self.last_words()}")
 
-    def end(self, why: str) -> None:
-        """It is gone, and so are all ranks."""
+    def end(self, reason: str) -> None:
+        """Note that the server is gone, and so are all ranks."""
         with self.news:
             self.gone = True
             for ranks in list(self.jobs.values()):
                 for rank in set(ranks.pids) - set(ranks.statuses):
                     kill_group(ranks.pids[rank])  # the rank died with the server, what it started did not
-                ranks.gone, ranks.trouble = True, why
+                ranks.gone = True
+                ranks.trouble = reason
             self.news.notify_all()
 
     def hear(self, report: dict[str, Any]) -> None:
@@ -140,8 +148,8 @@ class RankServer:
                 self.jobs[report["job"]].hear(report)
             self.news.notify_all()
 
-    def kill(self, why: str) -> None:
-        self.ill = why
+    def kill(self, reason: str) -> None:
+        self.ill = reason
         if self.link:
             self.link.kill()
 
@@ -172,8 +180,10 @@ class RankServer:
         if self.owner != os.getpid() or self.closed:
             return
         with self.news:
-            over, self.gone, self.closed = self.gone, True, True
-            if self.link is None or over:  # listen() hangs up as soon as there is one
+            was_gone = self.gone
+            self.gone = True
+            self.closed = True
+            if self.link is None or was_gone:  # listen() hangs up as soon as there is one
                 return
             self.link.hang_up()
         self.listener.join(CLOSE_PATIENCE)
@@ -193,14 +203,16 @@ _default_lock = threading.Lock()
 
 
 def importable(modules: Iterable[str], device: str) -> tuple[str, ...]:
-    """What a server may import for the ranks of a job. For GPUs nothing of a trainer: torchao (0.18) asks for one when it is
-    imported, which starts CUDA, and no process forked after that can use it."""
+    """Return the modules that a server may import for the ranks of a job; for GPUs none of a trainer.
+
+    torchao (0.18) asks for a GPU when it is imported, which starts CUDA, and no process forked after that can use it."""
     return tuple(modules) if device == "cpu" else ()
 
 
 def default_server(modules: Iterable[str] = (), *, device: str = "cpu") -> RankServer:
-    """This process's server, met or started now, with these modules, if there is none or the last one died. Call it early:
-    one that starts takes 3 s."""
+    """Return this process's server. If there is none, or the last one died, meet or start one with these modules.
+
+    Call it early: to start one takes 3 s."""
     global _default
     with _default_lock:
         if _default is None or _default.gone or _default.owner != os.getpid():

@@ -4,7 +4,6 @@ torch for that where the driver's own tool is at hand, and touches no GPU."""
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import re
 import subprocess
@@ -35,16 +34,17 @@ def limit_of_cores() -> int | None:
 
 
 def memory() -> int:
-    """Bytes that processes of this machine can have, swap included, and no more than a container's limit."""
-    known = in_bytes(MEMORY)
+    """Return the bytes that processes of this machine can have, swap included, and no more than a container's limit."""
+    meminfo = in_bytes(MEMORY)
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(known.get("MemTotal", pages) + known.get("SwapTotal", 0), limit_of_memory())
+    return min(meminfo.get("MemTotal", pages) + meminfo.get("SwapTotal", 0), limit_of_memory())
 
 
 def free_memory() -> int:
     """Return what is free of these, caches of files included. All of them if the system does not report it."""
-    known, used = in_bytes(MEMORY), in_bytes(MEMORY_USED).get("anon", 0)
-    free = known["MemAvailable"] + known.get("SwapFree", 0) if "MemAvailable" in known else memory()
+    meminfo = in_bytes(MEMORY)
+    used = in_bytes(MEMORY_USED).get("anon", 0)
+    free = meminfo["MemAvailable"] + meminfo.get("SwapFree", 0) if "MemAvailable" in meminfo else memory()
     return min(free, limit_of_memory() - used)
 
 
@@ -55,43 +55,50 @@ def limit_of_memory() -> int:
 
 
 def in_bytes(table: Path) -> dict[str, int]:
-    """Numbers of a file of the kernel's, by name: `MemTotal: 16 kB`, `anon 16384`; none where there is no such file."""
+    """Return the bytes in a file of the kernel's, by name: `MemTotal: 16 kB`, `anon 16384`; none without such a file."""
     lines = table.read_text().splitlines() if table.exists() else []
-    words = [line.split() for line in lines]
-    return {name.rstrip(":"): int(number) * (1024 if unit else 1) for name, number, *unit in words}
+    fields = [line.split() for line in lines]
+    return {name.rstrip(":"): int(number) * (1024 if unit else 1) for name, number, *unit in fields}
 
 
 def core_slots() -> tuple[str, ...]:
-    """RANKS_PER_CORE for each core, or as many as HARNESS_SLOTS says; named alike in processes that count differently."""
-    usable, told = cores(), os.environ.get(COUNT, "")
-    if told and (not told.isdecimal() or int(told) < 1):
-        raise ValueError(f"{COUNT}: expected how many ranks this machine carries at a time, found {told!r}")
-    count = int(told) if told else RANKS_PER_CORE * len(usable)
-    names = (f"core_{core:03d}_{turn}" for turn in itertools.count() for core in usable)
-    return tuple(itertools.islice(names, count))
+    """Return the names of slots: RANKS_PER_CORE for each core, or as many as HARNESS_SLOTS says.
+
+    Processes that count differently name them alike."""
+    usable = cores()
+    typed_count = os.environ.get(COUNT, "")
+    if typed_count and (not typed_count.isdecimal() or int(typed_count) < 1):
+        raise ValueError(f"{COUNT}: expected how many ranks this machine carries at a time, found {typed_count!r}")
+    count = int(typed_count) if typed_count else RANKS_PER_CORE * len(usable)
+    names = []
+    for number in range(count):
+        turn, index = divmod(number, len(usable))
+        names.append(f"core_{usable[index]:03d}_{turn}")
+    return tuple(names)
 
 
 def gpus() -> tuple[str, ...]:
     """Return UUIDs, as CUDA_VISIBLE_DEVICES may name GPUs: processes that see others of them name them alike."""
-    told = os.environ.get("CUDA_VISIBLE_DEVICES")
-    known = uuids()
-    if not known:
-        return counted_by_torch(told)
-    return known if told is None else named(told, known)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    all_uuids = uuids()
+    if not all_uuids:
+        return counted_by_torch(visible)
+    return all_uuids if visible is None else named(visible, all_uuids)
 
 
-def named(visible: str, known: tuple[str, ...]) -> tuple[str, ...]:
+def named(visible: str, all_uuids: tuple[str, ...]) -> tuple[str, ...]:
     """Return what CUDA_VISIBLE_DEVICES names, by number or by the beginning of a UUID, up to the first that is not there."""
-    found: list[str] = []
+    selected: list[str] = []
     for word in filter(None, (part.strip() for part in visible.split(","))):
         if word.isdecimal():
-            matching = known[int(word) : int(word) + 1]
+            matching = all_uuids[int(word) : int(word) + 1]
         else:  # a part of a GPU (MIG) is not listed and is what it is called
-            matching = (word,) if word.startswith("MIG-") else tuple(uuid for uuid in known if uuid.startswith(word))
+            beginning_so = tuple(uuid for uuid in all_uuids if uuid.startswith(word))
+            matching = (word,) if word.startswith("MIG-") else beginning_so
         if len(matching) != 1:
             break
-        found += matching
-    return tuple(dict.fromkeys(found))
+        selected += matching
+    return tuple(dict.fromkeys(selected))
 
 
 @functools.cache
@@ -107,7 +114,7 @@ def kind_of_gpu() -> str:
 
 
 def answered(question: tuple[str, ...]) -> list[str]:
-    """Lines of the driver's own tool; none where there is none."""
+    """Return the lines that the driver's own tool prints; none where there is no such tool."""
     try:
         listed = subprocess.run(question, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
@@ -116,7 +123,7 @@ def answered(question: tuple[str, ...]) -> list[str]:
 
 
 def counted_by_torch(visible: str | None) -> tuple[str, ...]:
-    """Without the driver's tool, and on other makes: torch counts them without touching one."""
+    """Return the GPUs by number, without the driver's tool and on other makes. torch counts them without touching one."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -25,10 +25,10 @@ class Link(Protocol):
     def kill(self) -> None: ...
 
     def hang_up(self) -> None:
-        """It ends all its ranks and itself."""
+        """Have the server end all its ranks and itself."""
 
     def end(self) -> str:
-        """Free what there is after its last report, and say how it ended."""
+        """Free what there is after the server's last report, and return how it ended."""
 
 
 class OwnServer:
@@ -49,7 +49,8 @@ class OwnServer:
         )
         os.close(theirs_in)
         os.close(theirs_out)
-        self.pid, self.kill = self.process.pid, self.process.kill
+        self.pid = self.process.pid
+        self.kill = self.process.kill
 
     def hang_up(self) -> None:
         os.close(self.requests)

@@ -14,14 +14,14 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent: int, *, by: int = signal.SIGKILL) -> None:
-    """Have the kernel send us `by` when `parent`, our parent's pid, dies. Linux only; elsewhere nothing.
+def die_with_parent(parent: int, *, signal_number: int = signal.SIGKILL) -> None:
+    """Have the kernel send us this signal when `parent`, our parent's pid, dies. Linux only; elsewhere nothing.
 
     Trap: for the kernel the parent is the *thread* that forked us. It must live as long as we may.
     """
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent:  # it died before prctl took hold
         os._exit(1)
 
@@ -38,7 +38,7 @@ def detach(log: Path) -> None:
 
 
 def kill_group(leader: int) -> None:
-    """A rank and all it started. Nothing if it died, or has yet to make its session."""
+    """Kill a rank and all it started. Nothing if it died, or has yet to make its session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -68,12 +68,12 @@ def redirect(source: int, target: int) -> None:
 
 
 def loopback() -> dict[str, str]:
-    """Keeps gloo on this machine and away from its name server: else it looks its own host name up."""
+    """Return the variables that keep gloo on this machine and away from its name server: else it looks its host name up."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, as the kernel knows them."""
+    """Return the process and user at the other end, as the kernel knows them."""
     pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, user

@@ -14,7 +14,7 @@ ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", 
 
 
 def python_path() -> str:
-    """PYTHONPATH for them: ours, and before it the folder of the harness, unless that is one of installed packages.
+    """Return PYTHONPATH for them: ours, and before it the folder of the harness, unless that is one of installed packages.
 
     Installed packages are found without it. In front of another environment's they would hide the versions there.
     """
@@ -30,5 +30,5 @@ def module_command(module: str, *arguments: str, python: str = sys.executable) -
 
 
 def environment() -> dict[str, str]:
-    """Ours, one thread per library, and the harness importable from wherever we run."""
+    """Return our environment, with one thread per library, and the harness importable from wherever we run."""
     return {**os.environ, **ONE_THREAD, "PYTHONPATH": python_path()}

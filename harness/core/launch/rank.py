@@ -44,12 +44,17 @@ def run_forked(job_file: Path, rank: int, parent: int) -> NoReturn:
 
 
 def local_environment(job: dict[str, Any], rank: int) -> dict[str, str]:
-    """What torchrun would set, and a meeting place that needs neither a port nor a name server."""
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["world_size"], "LOCAL_WORLD_SIZE": job["world_size"]}
+    """Return the variables that torchrun would set, and a meeting place that needs neither a port nor a name server."""
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": job["world_size"],
+        "LOCAL_WORLD_SIZE": job["world_size"],
+    }
     return {
         **loopback(),
         **job["env"],
-        **{name: str(value) for name, value in here.items()},
+        **{name: str(value) for name, value in variables.items()},
         "INIT_METHOD": f"file://{job['directory']}/store",
     }
 
@@ -86,7 +91,7 @@ def run(job: dict[str, Any], rank: int, *, environment: dict[str, str]) -> NoRet
 
 
 def wind_up() -> None:
-    """What the interpreter does when a program ends: wait for its threads, then call what it registered with atexit.
+    """Do what the interpreter does when a program ends: wait for its threads, then call what it registered with atexit.
 
     A trainer that hangs there hangs here. Nothing is freed afterwards: freeing process groups may hang.
     """
@@ -115,7 +120,7 @@ def take_dump_signal() -> None:
 
 
 def wait_to_be_asked() -> None:
-    """Until the end, with SIGUSR1 let in. `threading` does not list this thread, and waits for it nowhere."""
+    """Wait until the process ends, with SIGUSR1 let in. `threading` does not list this thread, and waits for it nowhere."""
     take_dump_signal()
     never = _thread.allocate_lock()
     never.acquire()
@@ -133,7 +138,7 @@ def set_up_torch(job: dict[str, Any]) -> None:
 
 
 def share_gpus(job: dict[str, Any]) -> None:
-    """Ranks that share a GPU have its number for LOCAL_RANK, by which trainers choose theirs."""
+    """Set LOCAL_RANK, by which trainers choose their GPU, to the same number for ranks that share one."""
     if job["device"] == "cuda" and job["ranks_per_gpu"] > 1:
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) // job["ranks_per_gpu"])
 
@@ -165,16 +170,18 @@ def note_groups(world_size: int) -> None:
     """
     from torch.distributed import distributed_c10d
 
-    name_of, record, made = distributed_c10d._process_group_name, inflight.current(), itertools.count()
+    name_of = distributed_c10d._process_group_name
+    record = inflight.current()
+    issue_numbers = itertools.count()
 
-    def named(ranks: Any, use_hashed_name: bool) -> Any:
+    def name_and_record(ranks: Any, use_hashed_name: bool) -> Any:
         name = name_of(ranks, use_hashed_name)
         if record is not None and not use_hashed_name:
             op = inflight.MAKING[bool(ranks)]
-            record.issue(str(name), tuple(ranks) or tuple(range(world_size)), next(made), op, 0, 0, "")
+            record.issue(str(name), tuple(ranks) or tuple(range(world_size)), next(issue_numbers), op, 0, 0, "")
         return name
 
-    distributed_c10d._process_group_name = named
+    distributed_c10d._process_group_name = name_and_record
 
 
 def resolve(entry: str) -> Callable[[dict[str, Any]], Any]:
@@ -218,21 +225,23 @@ def printable(value: Any) -> Any:
 
 
 def links(error: BaseException) -> list[BaseException]:
-    """What it was raised from, or while that was handled, and what that was; a circle is followed once."""
-    found: list[BaseException] = []
+    """Return the exceptions from which one was raised, or while handling which; nearest first. A circle is followed once."""
+    linked: list[BaseException] = []
     link = error.__cause__ or error.__context__
-    while link is not None and link is not error and all(link is not each for each in found):
-        found.append(link)
+    while link is not None and link is not error and all(link is not seen_link for seen_link in linked):
+        linked.append(link)
         link = link.__cause__ or link.__context__
-    return found
+    return linked
 
 
 def causes(error: BaseException) -> list[BaseException]:
-    """It, what it was said to be raised from, and so on: `raise ... from`."""
-    found = [error]
-    while (link := found[-1].__cause__) is not None and all(link is not each for each in found):
-        found.append(link)
-    return found
+    """Return an exception, what it was said to be raised from, and so on: `raise ... from`."""
+    chain_of_causes = [error]
+    while (link := chain_of_causes[-1].__cause__) is not None and all(
+        link is not seen_cause for seen_cause in chain_of_causes
+    ):
+        chain_of_causes.append(link)
+    return chain_of_causes
 
 
 def first_cause(error: BaseException) -> list[str] | None:
@@ -245,18 +254,23 @@ def chain(error: BaseException) -> list[list[str]]:
 
 
 def inside(error: BaseException) -> list[list[Any]]:
-    """The frames of the first cause, innermost first, then of what it was raised again as."""
-    tracebacks = [traceback.extract_tb(each.__traceback__) for each in reversed(causes(error))]
-    return [[frame.filename, frame.lineno, frame.name] for frames in tracebacks for frame in reversed(frames)]
+    """Return the frames of the first cause, innermost first, then of what it was raised again as: file, line, function."""
+    frames: list[list[Any]] = []
+    for cause in reversed(causes(error)):
+        stack = traceback.extract_tb(cause.__traceback__)
+        frames += [[frame.filename, frame.lineno, frame.name] for frame in reversed(stack)]
+    return frames
 
 
 def module_of(error: BaseException) -> str:
-    """The module in whose forward the first cause was raised, by its name in the outermost one; empty in that one itself."""
+    """Return the module in whose forward the first cause was raised, by its name in the outermost module.
+
+    Empty if that is the outermost one itself, or no module was entered."""
     kind = getattr(sys.modules.get("torch.nn"), "Module", ())
     owners: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(causes(error)[-1].__traceback__)]
     entered = [owner for owner in owners if isinstance(owner, kind)]
-    names = {id(each): name for name, each in entered[0].named_modules()} if entered else {}
-    return next((names[id(each)] for each in reversed(entered) if id(each) in names), "")
+    names = {id(module): name for name, module in entered[0].named_modules()} if entered else {}
+    return next((names[id(module)] for module in reversed(entered) if id(module) in names), "")
 
 
 DETAILS: dict[str, Callable[[BaseException], Any]] = {
@@ -282,26 +296,28 @@ def flush() -> None:
 
 
 def main(job_file: Path) -> int:
-    """torchrun's worker. SIGTERM, which torchrun sends when another rank failed, is ignored: the harness kills.
+    """Be torchrun's worker; return its exit code. torchrun's SIGTERM when another rank failed is ignored: the harness kills.
 
-    torchrun's own death reaches it as SIGUSR2, so that it can take along what the rank started.
+    torchrun's own death reaches the worker as SIGUSR2, so that it can take along what the rank started.
     """
-    die_with_parent(int(os.environ["HARNESS_AGENT"]), by=signal.SIGUSR2)
+    die_with_parent(int(os.environ["HARNESS_AGENT"]), signal_number=signal.SIGUSR2)
     for number in (signal.SIGTERM, signal.SIGUSR1):  # the second: until the rank can dump its stack
         signal.signal(number, signal.SIG_IGN)
-    job, rank, guard = read_json(job_file), int(os.environ["RANK"]), os.getpid()
-    record = rank_file(job["directory"], "exits", rank)
+    job = read_json(job_file)
+    rank = int(os.environ["RANK"])
+    guard_pid = os.getpid()
+    exit_file = rank_file(job["directory"], "exits", rank)
     pid = os.fork()
     if pid == 0:
-        die_with_parent(guard)
+        die_with_parent(guard_pid)
         run(job, rank, environment=job["env"])
     signal.signal(signal.SIGUSR2, lambda *_: kill_group(pid))
-    known = {"pid": pid, "host": socket.gethostname()}
-    write_json(record, {**known, "status": None})
+    record_head = {"pid": pid, "host": socket.gethostname()}
+    write_json(exit_file, {**record_head, "status": None})
     status = bury(pid)
     if status == -signal.SIGKILL:
         end_leftovers(Path(job["directory"]), [rank])
-    write_json(record, {**known, "status": status, "ended": time.time()})
+    write_json(exit_file, {**record_head, "status": status, "ended": time.time()})
     return int(status != 0)
 
 

@@ -43,7 +43,7 @@ def failed(fate: Fate) -> bool:
 
 
 def winding_up(fate: Fate) -> bool:
-    """Its work was done: threads that it waited for, or what was to be called at its exit, kept it."""
+    """Return whether a rank's work was done, and threads that it waited for, or what was to be called at its exit, kept it."""
     return any(frame.function == "wind_up" and LAUNCH.search(frame.file) for frame in frames(fate))
 
 
@@ -62,21 +62,25 @@ SHOWN = 8
 
 
 def frames(fate: Fate) -> list[Frame]:
-    """Innermost first: of the exception, or of the main thread when its stack was dumped."""
+    """Return the frames of a rank, innermost first: of the exception, or of the main thread when its stack was dumped."""
     if fate.failure:
         return [Frame(*frame) for frame in fate.failure["inside"]]
     return parse_stack(fate.stack)
 
 
 def parse_stack(text: str) -> list[Frame]:
-    """The main thread's frames in the last dump of a stacks file, whose first line names that thread. If it only waits for a
-    trainer in another thread, that one's frames."""
-    main, found = re.match(r"main thread (0x[0-9a-f]+)", text), threads(text)
-    stack = found.get(main.group(1), []) if main else []
+    """Return the main thread's frames in the last dump of a stacks file, whose first line names that thread.
+
+    If it only waits for a trainer in another thread, return that one's frames."""
+    main_thread = re.match(r"main thread (0x[0-9a-f]+)", text)
+    frames_by_thread = threads(text)
+    stack = frames_by_thread.get(main_thread.group(1), []) if main_thread else []
     if not any(OWN_THREAD.search(frame.file) for frame in stack):
         return stack
-    others = (one for one in found.values() if any(_begins_own_thread(frame) for frame in one))
-    return next(others, stack)
+    for frames_of_thread in frames_by_thread.values():
+        if any(_begins_own_thread(frame) for frame in frames_of_thread):
+            return frames_of_thread
+    return stack
 
 
 def _begins_own_thread(frame: Frame) -> bool:
@@ -88,56 +92,61 @@ def threads(text: str) -> dict[str, list[Frame]]:
     parts = re.split(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*$", text, flags=re.MULTILINE)
     bodies = dict(zip(parts[1::2], parts[2::2], strict=True))
     frame = r'File "(.+)", line (\d+) in (.+)'
-    return {
-        number: [Frame(file, int(line), name) for file, line, name in re.findall(frame, body)]
-        for number, body in bodies.items()
-    }
+    frames_by_thread: dict[str, list[Frame]] = {}
+    for number, body in bodies.items():
+        frames_by_thread[number] = [Frame(file, int(line), name) for file, line, name in re.findall(frame, body)]
+    return frames_by_thread
 
 
 def useful(stack: Sequence[Frame]) -> list[Frame]:
-    """Up to eight frames of the trainer, under the library call it is in; the library's alone without a trainer."""
+    """Return up to eight frames of the trainer, under the library call it is in; the library's alone without a trainer."""
     stack = [frame for frame in stack if not LAUNCH.search(frame.file)]
-    own = [frame for frame in stack if not LIBRARY.search(frame.file)]
-    if not own:
+    trainer_frames = [frame for frame in stack if not LIBRARY.search(frame.file)]
+    if not trainer_frames:
         return list(stack[:SHOWN])
-    return [*stack[: stack.index(own[0])][:1], *own[:SHOWN]]
+    return [*stack[: stack.index(trainer_frames[0])][:1], *trainer_frames[:SHOWN]]
 
 
 def render(stack: Iterable[Frame]) -> str:
-    """`file:line in function`, innermost first; library paths from the package on."""
+    """Return a line for each frame, `file:line in function`, innermost first; library paths from the package on."""
     return "\n".join(f"{re.sub('.*/(site|dist)-packages/', '', f.file)}:{f.line} in {f.function}" for f in stack)
 
 
 def busy(fate: Fate) -> bool:
-    """Its stacks say that it computes or sleeps in its own code, so it waits for no rank. False without a stack."""
-    calls = called(frames(fate))
-    others = [called(stack) for stack in threads(fate.stack).values()] if not fate.failure else []
-    in_torch = any("/torch/distributed/" in each.file for other in others for each in other)
-    waits = (MAY_WAIT.search(each.file) or each.function in WAITS or calls_wait(each) for each in calls)
-    return bool(calls) and not in_torch and not any(waits)
+    """Return whether a rank's stacks show that it computes or sleeps in its own code, and so waits for no rank.
+
+    False without a stack."""
+    current_calls = called(frames(fate))
+    calls_of_all_threads: list[Frame] = []
+    if not fate.failure:
+        for stack in threads(fate.stack).values():
+            calls_of_all_threads += called(stack)
+    is_in_torch = any("/torch/distributed/" in frame.file for frame in calls_of_all_threads)
+    waits = (MAY_WAIT.search(frame.file) or frame.function in WAITS or calls_wait(frame) for frame in current_calls)
+    return bool(current_calls) and not is_in_torch and not any(waits)
 
 
 def calls_wait(frame: Frame) -> bool:
-    """Whether the line of source is one that waits: torch's Work.wait() is written in C++, and in no stack."""
+    """Return whether the line of source is one that waits: torch's Work.wait() is written in C++, and in no stack."""
     return bool(re.search(rf"\.({'|'.join(WAITS)})\(", linecache.getline(frame.file, frame.line)))
 
 
 def in_collective(fate: Fate) -> bool:
-    """Its stack says that it is in torch.distributed, so it waits for others. False without a stack."""
+    """Return whether a rank's stack shows that it is in torch.distributed, and so waits for others. False without a stack."""
     return not winding_up(fate) and any("/torch/distributed/" in frame.file for frame in called(frames(fate)))
 
 
 def called(stack: Sequence[Frame]) -> Sequence[Frame]:
     """Return the calls that a thread is in, innermost first, up to the first one that is not a library's."""
-    own = (number for number, frame in enumerate(stack) if not LIBRARY.search(frame.file))
-    return stack[: next(own, len(stack)) + 1]
+    trainer_frame_numbers = (number for number, frame in enumerate(stack) if not LIBRARY.search(frame.file))
+    return stack[: next(trainer_frame_numbers, len(stack)) + 1]
 
 
 def last_words(fate: Fate) -> str:
-    """What C++ says when it terminates, or the last line of the log."""
+    """Return what C++ writes into the log when it terminates, or the log's last line."""
     lines = [line.strip() for line in fate.log_tail.splitlines() if line.strip()]
-    thrown = [line for line in lines if line.startswith("what():")]
-    return (thrown or lines or [""])[-1]
+    exception_lines = [line for line in lines if line.startswith("what():")]
+    return (exception_lines or lines or [""])[-1]
 
 
 def thrown(fate: Fate) -> str:
@@ -150,14 +159,14 @@ TIMED_OUT = re.compile(r"[Tt]imed ?out|[Tt]imeout")
 
 
 def lost_peer(fate: Fate) -> bool:
-    """It failed because another rank did not answer, also if what it raised was caught and raised again as something else.
+    """Return whether a rank failed because another rank did not answer.
 
-    NCCL's watchdog says so by SIGABRT.
+    Also if what it raised was caught and raised again as something else. NCCL's watchdog ends such a rank by SIGABRT.
     """
     if fate.failure:
         links = [(fate.failure["type"], fate.failure["message"]), *fate.failure.get("chain", ())]
-        within = next((frame.file for frame in frames(fate)), "")
-        return any(tells_of_lost_peer(*link, within=within) for link in links)
+        innermost_file = next((frame.file for frame in frames(fate)), "")
+        return any(tells_of_lost_peer(*link, within=innermost_file) for link in links)
     watchdog = "Watchdog caught collective operation timeout" in fate.log_tail
     return fate.status == -signal.SIGABRT and (watchdog or tells_of_lost_peer("", thrown(fate)))
 

@@ -45,7 +45,8 @@ LARGEST_GREETING = 10_000_000  # bytes; an environment has at most a few
 
 class Resident:
     def __init__(self, path: Path, idle: float, began: int) -> None:
-        self.path, self.idle = path, idle
+        self.path = path
+        self.idle = idle
         self.listener: socket.socket | None = listening(path)
         self.inode = path.stat().st_ino
         self.commands: set[int] = set()  # pids of their servers
@@ -84,14 +85,14 @@ class Resident:
             self.commands.add(pid)
 
     def reap(self) -> None:
-        while self.commands and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            self.commands.discard(ended[0])
+        while self.commands and (pid_and_status := os.waitpid(-1, os.WNOHANG))[0]:
+            self.commands.discard(pid_and_status[0])
             self.latest = time.monotonic()
-            if os.waitstatus_to_exitcode(ended[1]) == RETIRE:
+            if os.waitstatus_to_exitcode(pid_and_status[1]) == RETIRE:
                 self.retire()
 
     def retire(self) -> None:
-        """The name goes first: who finds us silent later may have given it to another."""
+        """Take no further command. The socket's name goes first: a later command may have given it to another server."""
         if self.listener and self.path.exists() and self.path.stat().st_ino == self.inode:
             self.path.unlink()
             for suffix in (".ready", ".log"):
@@ -127,9 +128,9 @@ class Resident:
         command = os.pidfd_open(pid)
         request, descriptors = greeting(connection)
         if "status" in request or "stop" in request:
-            ends = "stop" in request or request.get("stop_if") == [sys.prefix, str(ROOT)]
-            say(connection, self.status() | {"stays": not ends})
-            return RETIRE if ends else 0
+            retires = "stop" in request or request.get("stop_if") == [sys.prefix, str(ROOT)]
+            say(connection, self.status() | {"stays": not retires})
+            return RETIRE if retires else 0
         if file := changed(self.files, self.began):
             say(connection, {"changed": file})
             return RETIRE
@@ -138,7 +139,7 @@ class Resident:
         return 0
 
     def status(self) -> dict[str, Any]:
-        """The command that asks is none of them: it was forked before it was counted."""
+        """Return what this process reports of itself. The command that asks is not counted: its server was forked before."""
         return {
             "pid": os.getppid(),
             "root": str(ROOT),
@@ -150,15 +151,16 @@ class Resident:
 
 
 def serve(connection: socket.socket, command: int, modules: Iterable[str]) -> None:
-    """What server.py does for the command that started it, for one that did not."""
+    """Serve a command that did not start this process, as server.py serves the one that did."""
 
-    def alive() -> bool:
+    def is_alive() -> bool:
         return not select.select([command], [], [], 0)[0]
 
     say(connection, {"server": os.getpid()})
-    began, stream = time.monotonic(), connection.fileno()
+    began = time.monotonic()
+    stream = connection.fileno()
     server._import.cache_clear()
-    ranks = server.Server(stream, stream, alive, private=[command])
+    ranks = server.Server(stream, stream, is_alive, private=[command])
     server.import_once(modules)
     ranks.serve(time.monotonic() - began)
 
@@ -171,14 +173,14 @@ def listening(path: Path) -> socket.socket:
 
 
 def greeting(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Raises OSError for one that is not whole in time."""
+    """Return a command's request and its file descriptors. Raises OSError if the request is not whole in time."""
     connection.settimeout(GREETING_PATIENCE)
     data, descriptors, _, _ = socket.recv_fds(connection, 65536, 2)
     while data and not data.endswith(b"\n") and len(data) < LARGEST_GREETING:
-        more = connection.recv(65536)
-        if not more:
+        chunk = connection.recv(65536)
+        if not chunk:
             raise ConnectionResetError
-        data += more
+        data += chunk
     connection.settimeout(None)
     return json.loads(data), descriptors
 
@@ -188,19 +190,19 @@ def say(connection: socket.socket, value: dict[str, Any]) -> None:
 
 
 def main(path: Path, idle: float, began: int, modules: Iterable[str]) -> None:
-    """In the background: who started us waits for the first process, which ends once we can be reached."""
-    told, tell = os.pipe()
+    """Run in the background. The command that started us waits for the first process, which ends once we can be reached."""
+    read_end, write_end = os.pipe()
     if os.fork():
-        os.close(tell)
-        os._exit(0 if os.read(told, 1) else 1)
+        os.close(write_end)
+        os._exit(0 if os.read(read_end, 1) else 1)
     os.setsid()
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     resident = Resident(path, idle, began)
-    os.write(tell, b"1")
-    os.close(tell)
-    os.close(told)
+    os.write(write_end, b"1")
+    os.close(write_end)
+    os.close(read_end)
     resident.prepare(modules)
     try:
         resident.serve()

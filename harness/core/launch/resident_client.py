@@ -36,13 +36,15 @@ GLANCE = 0.5
 
 
 def wanted(environment: Mapping[str, str] = os.environ) -> bool:
-    """Not in CI, where no second command follows; the kernel must be one that reports when a command has died."""
+    """Return whether a server that stays is wanted: not in CI, where no second command follows, unless it is requested.
+
+    The kernel must be one that reports when a command has died."""
     in_ci = environment.get("CI", "").lower() not in ("", "0", "false")
     return environment.get(KIND, "" if not in_ci else "own") != "own" and hasattr(os, "pidfd_open")
 
 
 def any_server(modules: Iterable[str], output: IO[bytes]) -> Link:
-    """One that outlives the command, where that is wanted and can be had."""
+    """Return a server that outlives the command, where that is wanted and can be had; else this command's own."""
     if not wanted():
         return OwnServer(modules, output)
     try:
@@ -53,7 +55,7 @@ def any_server(modules: Iterable[str], output: IO[bytes]) -> Link:
 
 
 def choose(kind: str | None) -> None:
-    """For this process and those that it starts; None leaves it as it is."""
+    """Choose the kind of server for this process and those that it starts; None leaves it as it is."""
     if kind:
         os.environ[KIND] = kind
 
@@ -89,13 +91,13 @@ class ResidentServer:
 
 
 def connect(modules: Iterable[str], output: IO[bytes]) -> ResidentServer:
-    """A server that writes to `output`; one is started where there is none. Raises OSError, NoResident among them."""
+    """Return a server that writes to `output`; start one where there is none. Raises OSError, NoResident among them."""
     modules = tuple(modules)
     path = folder() / f"{identity(modules)}.sock"
     answer: dict[str, Any] = {}
     with one_at_a_time(path):
-        for meet in (reached, functools.partial(started, modules=modules)):
-            if connection := meet(path):
+        for open_connection in (reached, functools.partial(started, modules=modules)):
+            if connection := open_connection(path):
                 answer = greeted(connection, path, modules, output)
                 if "server" in answer:
                     return ResidentServer(connection, answer["server"])
@@ -108,7 +110,7 @@ def connect(modules: Iterable[str], output: IO[bytes]) -> ResidentServer:
 
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """The kernel lets go for who dies."""
+    """Hold the lock beside this path. The kernel releases it when the process dies."""
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -132,10 +134,10 @@ def started(path: Path, modules: Iterable[str]) -> socket.socket:
     """Start it in the background, with no terminal, no folder and a separate log."""
     if path.exists():
         note("the resident rank server had died; another one is started")
-    for left in (path, path.with_suffix(".ready")):
-        left.unlink(missing_ok=True)
+    for stale_file in (path, path.with_suffix(".ready")):
+        stale_file.unlink(missing_ok=True)
     with open(path.with_suffix(".log"), "wb") as log:
-        done = subprocess.run(
+        finished = subprocess.run(
             module_command("harness.core.launch.resident", str(path), str(IDLE), str(time.time_ns()), *modules),
             cwd="/",
             env=environment(),
@@ -144,13 +146,15 @@ def started(path: Path, modules: Iterable[str]) -> socket.socket:
             stderr=log,
         )
     connection = reached(path)
-    if done.returncode or connection is None:
+    if finished.returncode or connection is None:
         raise NoResident(f"it did not start, see {path.with_suffix('.log')}")
     return connection
 
 
 def greeted(connection: socket.socket, path: Path, modules: Iterable[str], output: IO[bytes]) -> dict[str, Any]:
-    """Its answer. {} from one that ended, or that is silent and therefore killed, which is said."""
+    """Return a server's answer to the greeting of a command.
+
+    {} if it ended, or was silent and therefore killed, on which a line is printed."""
     working_directory = os.open(".", os.O_PATH)
     try:
         answer = asked(connection, path, {"modules": modules, **circumstances()}, [working_directory, output.fileno()])
@@ -166,7 +170,7 @@ def greeted(connection: socket.socket, path: Path, modules: Iterable[str], outpu
 def asked(
     connection: socket.socket, path: Path, request: dict[str, Any], descriptors: Iterable[int] = ()
 ) -> dict[str, Any] | None:
-    """Its answer; {} if it ended, None if it is silent. It may still be importing, which takes what it takes."""
+    """Return a server's answer; {} if it ended, None if it is silent. It may still be importing, which takes a while."""
     try:
         data = json.dumps(request).encode() + b"\n"
         sent = socket.send_fds(connection, [data[:4096]], list(descriptors))
@@ -177,21 +181,23 @@ def asked(
 
 
 def heard(connection: socket.socket, path: Path) -> dict[str, Any] | None:
-    data, began, ready = b"", time.monotonic(), 0.0
+    data = b""
+    began = time.monotonic()
+    ready_since = 0.0
     connection.settimeout(GLANCE)
     while not data.endswith(b"\n"):
         try:
-            more = connection.recv(1)  # what comes after the answer is another's
+            chunk = connection.recv(1)  # what comes after the answer is another's
         except TimeoutError:
             now = time.monotonic()
-            if not ready and path.with_suffix(".ready").exists():
-                ready = now
-            if now - began > START_PATIENCE or (ready and now - ready > ANSWER_PATIENCE):
+            if not ready_since and path.with_suffix(".ready").exists():
+                ready_since = now
+            if now - began > START_PATIENCE or (ready_since and now - ready_since > ANSWER_PATIENCE):
                 return None
             continue
-        if not more:
+        if not chunk:
             return {}
-        data += more
+        data += chunk
         if len(data) > LARGEST_ANSWER:
             return None
     connection.settimeout(None)
@@ -211,27 +217,29 @@ def note(text: str) -> None:
 
 
 def status_of_all() -> list[dict[str, Any]]:
-    """What each says of itself (resident.py); the pid alone of one that is silent."""
+    """Return what each server reports of itself (resident.py); the pid alone of one that is silent."""
     return [status for _, status in ask_all({"status": True})]
 
 
 def stop(*, every: bool = False) -> list[dict[str, Any]]:
     """End the servers of this environment, or every one of this user, and return what each says of itself; one of another
     environment "stays". One that serves commands ends with them; one that is silent is killed."""
-    found = []
+    statuses = []
     request = {"stop": True} if every else {"status": True, "stop_if": environment_of_ours()}  # others' may be older
     for path, status in ask_all(request):
-        silent = "commands" not in status
-        ours = interpreter_of(status["pid"]) == Path(sys.executable).parent if silent else not status.get("stays", True)
-        if not (every or ours):
-            found.append(status | {"stays": True})
+        is_silent = "commands" not in status
+        is_ours = (
+            interpreter_of(status["pid"]) == Path(sys.executable).parent if is_silent else not status.get("stays", True)
+        )
+        if not (every or is_ours):
+            statuses.append(status | {"stays": True})
             continue
-        found.append(status)
-        if silent:
+        statuses.append(status)
+        if is_silent:
             kill(status["pid"])
         else:
             wait_for_the_end(path)
-    return found
+    return statuses
 
 
 def environment_of_ours() -> list[str]:
@@ -248,15 +256,15 @@ def interpreter_of(pid: int) -> Path | None:
 
 
 def wait_for_the_end(path: Path) -> None:
-    give_up = time.monotonic() + ANSWER_PATIENCE
-    while path.exists() and time.monotonic() < give_up:
+    deadline = time.monotonic() + ANSWER_PATIENCE
+    while path.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def ask_all(request: dict[str, Any]) -> list[tuple[Path, dict[str, Any]]]:
-    found = []
+    answers = []
     for path in sorted(folder().glob("*.sock")):
         if connection := reached(path):
             with connection:
-                found.append((path, asked(connection, path, request) or {"pid": peer(connection)[0]}))
-    return found
+                answers.append((path, asked(connection, path, request) or {"pid": peer(connection)[0]}))
+    return answers

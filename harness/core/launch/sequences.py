@@ -38,30 +38,30 @@ def sequenced(fates: Iterable[Fate]) -> list[Place]:
 def disagreeing(fates: Sequence[Fate]) -> dict[int, str]:
     """Return the minority at the first place, in time, where members issued different collectives. If there is none, return the
     ranks that torch's monitored_barrier named there, or the one that most others wait for; else all."""
-    there: dict[tuple[Place, int], dict[int, Issued]] = defaultdict(dict)
+    calls_by_position: dict[tuple[Place, int], dict[int, Issued]] = defaultdict(dict)
     for fate in fates:
         for each in collectives(fate):
-            there[place(each), each.seq][fate.rank] = each
-    found = [
+            calls_by_position[place(each), each.seq][fate.rank] = each
+    disagreements = [
         (max(each.time for each in issued.values()), seq, issued)
-        for (_, seq), issued in there.items()
+        for (_, seq), issued in calls_by_position.items()
         if minority({rank: signature(each) for rank, each in issued.items()})
     ]
-    if not found:
+    if not disagreements:
         return mismatched_sends(fates)
-    _, _, issued = min(found, key=lambda each: each[:2])
-    odd = minority({rank: signature(each) for rank, each in issued.items()})
+    _, _, issued = min(disagreements, key=lambda each: each[:2])
+    minority_ranks = minority({rank: signature(each) for rank, each in issued.items()})
     missed = {rank for fate in fates for rank, each in missed_barrier(fate).items() if each == issued.get(fate.rank)}
-    odd = [rank for rank in odd if rank in missed] or most_awaited(odd, fates)
-    return {rank: against(rank, issued) for rank in odd}
+    minority_ranks = [rank for rank in minority_ranks if rank in missed] or most_awaited(minority_ranks, fates)
+    return {rank: against(rank, issued) for rank in minority_ranks}
 
 
 def most_awaited(ranks: list[int], fates: Sequence[Fate]) -> list[int]:
     """Return the one of these for which most of the other ranks wait; all of them if there is none."""
-    others = [waiting(fate, fates) for fate in fates if fate.rank not in ranks]
-    counts = Counter(rank for waits in others for rank in waits if rank in ranks).most_common()
-    clear = counts and (len(counts) == 1 or counts[0][1] > counts[1][1])
-    return [counts[0][0]] if clear else ranks
+    waits_of_others = [waiting(fate, fates) for fate in fates if fate.rank not in ranks]
+    counts = Counter(rank for waits in waits_of_others for rank in waits if rank in ranks).most_common()
+    has_clear_winner = counts and (len(counts) == 1 or counts[0][1] > counts[1][1])
+    return [counts[0][0]] if has_clear_winner else ranks
 
 
 def mismatched_sends(fates: Sequence[Fate]) -> dict[int, str]:
@@ -79,14 +79,18 @@ def other_side(fate: Fate, issued: Issued, fates: Sequence[Fate]) -> list[Issued
     """Return what the peer received of a send by this rank over that group, or the other way round; oldest first."""
     peer = next((peer for peer in fates if peer.rank == issued.peer), None)
     answer = POINT_TO_POINT[issued.op]
-    found = peer.issued if peer else ()
-    return [e for e in found if e.op == answer and place(e) == place(issued) and e.peer in (fate.rank, None)]
+    issued_by_peer = peer.issued if peer else ()
+    return [
+        call
+        for call in issued_by_peer
+        if call.op == answer and place(call) == place(issued) and call.peer in (fate.rank, None)
+    ]
 
 
 def signature(issued: Issued) -> Hashable:
-    """What all members of a group must have in common."""
-    alike = issued.op in EQUAL_BYTES or issued.op in POINT_TO_POINT
-    return issued.op, issued.root, (issued.bytes, issued.dtype) if alike else None
+    """Return what the calls of all members of a group must have in common."""
+    has_equal_bytes = issued.op in EQUAL_BYTES or issued.op in POINT_TO_POINT
+    return issued.op, issued.root, (issued.bytes, issued.dtype) if has_equal_bytes else None
 
 
 def minority(signatures: Mapping[int, Hashable]) -> list[int]:
@@ -94,15 +98,17 @@ def minority(signatures: Mapping[int, Hashable]) -> list[int]:
     counts = Counter(signatures.values()).most_common()
     if len(counts) < 2:
         return []
-    usual = counts[0][0] if counts[0][1] > counts[1][1] else None
-    return [rank for rank, each in signatures.items() if each != usual]
+    usual_signature = counts[0][0] if counts[0][1] > counts[1][1] else None
+    return [rank for rank, each in signatures.items() if each != usual_signature]
 
 
 def against(rank: int, issued: dict[int, Issued]) -> str:
     """Say what a rank issued, and what most of the others that issued something else did."""
-    own = signature(issued[rank])
-    usual = Counter(of for each in issued.values() if (of := signature(each)) != own).most_common(1)[0][0]
-    others = [each for each in sorted(issued) if signature(issued[each]) == usual]
+    own_signature = signature(issued[rank])
+    usual_signature = Counter(
+        other_signature for each in issued.values() if (other_signature := signature(each)) != own_signature
+    ).most_common(1)[0][0]
+    others = [each for each in sorted(issued) if signature(issued[each]) == usual_signature]
     return f"issued {describe(issued[rank])} where {_ranks(others)} issued {describe(issued[others[0]])}"
 
 
@@ -114,19 +120,19 @@ def waited_for(fates: Sequence[Fate]) -> dict[int, str]:
     """Follow who waits for whom to those that wait for none. If ranks wait for each other, return those that are elsewhere than
     most."""
     waits = {fate.rank: waiting(fate, fates) for fate in fates}
-    ends = {peer for peers in waits.values() for peer in peers if not waits[peer]}
-    if ends:
-        return {peer: why_waited_for(peer, fates, waits) for peer in sorted(ends)}
+    final_ranks = {peer for peers in waits.values() for peer in peers if not waits[peer]}
+    if final_ranks:
+        return {peer: why_waited_for(peer, fates, waits) for peer in sorted(final_ranks)}
     ring = cycle(waits)
     computing = [fate.rank for fate in fates if fate.rank in ring and busy(fate)]
     stuck_in = {rank: next(each for peer, each in waits[rank].items() if peer in ring) for rank in ring}
-    jumped = [rank for rank, here in stuck_in.items() if left_out(rank, here, waits, fates)]
+    ranks_that_left_out = [rank for rank, call in stuck_in.items() if left_out(rank, call, waits, fates)]
     places = {rank: (place(each), each.op in POINT_TO_POINT) for rank, each in stuck_in.items()}
-    elsewhere = jumped or misnamed(waits, fates) or minority(places)
+    elsewhere = ranks_that_left_out or misnamed(waits, fates) or minority(places)
     alike: dict[str, list[int]] = defaultdict(list)
     for rank, each in stuck_in.items():
         alike[f"{describe(each)} named {each.group!r}"].append(rank)
-    text = "; ".join(f"{_ranks(ranks)} in {what}" for what, ranks in alike.items())
+    text = "; ".join(f"{_ranks(ranks)} in {call_text}" for call_text, ranks in alike.items())
     return {rank: f"{IN_A_RING}: {text}" for rank in computing or elsewhere or ring}
 
 
@@ -136,7 +142,7 @@ def left_out(rank: int, here: Issued, waits: dict[int, dict[int, Issued]], fates
     awaited = [peers[rank] for peers in waits.values() if rank in peers]
     missed = [each for each in awaited if [before(fate, each, here, fates) for fate in mine] == [False]]
     votes = [[before(fate, each, here, fates) for fate in fates] for each in missed]
-    return any(some.count(True) > some.count(False) for some in votes)
+    return any(votes_on_call.count(True) > votes_on_call.count(False) for votes_on_call in votes)
 
 
 def misnamed(waits: dict[int, dict[int, Issued]], fates: Sequence[Fate]) -> list[int]:
@@ -163,11 +169,11 @@ def before(fate: Fate, first: Issued, second: Issued, fates: Sequence[Fate]) -> 
     return there[0] if any(there) else None
 
 
-def same(one: Issued, other: Issued) -> bool:
+def same(first: Issued, second: Issued) -> bool:
     """Whether two ranks issued one and the same: a group that is made may have got another name."""
-    if one.op in MAKING or other.op in MAKING:
-        return (one.op, one.ranks) == (other.op, other.ranks)
-    return (place(one), one.seq) == (place(other), other.seq)
+    if first.op in MAKING or second.op in MAKING:
+        return (first.op, first.ranks) == (second.op, second.ranks)
+    return (place(first), first.seq) == (place(second), second.seq)
 
 
 def past(fate: Fate, wanted: Issued) -> bool:
@@ -176,9 +182,9 @@ def past(fate: Fate, wanted: Issued) -> bool:
 
 def why_waited_for(peer: int, fates: Sequence[Fate], waits: dict[int, dict[int, Issued]]) -> str:
     waiters = [rank for rank, peers in waits.items() if peer in peers]
-    left = any(fate.rank == peer and fate.status == 0 for fate in fates)
-    who = f"rank{'s' * (len(waiters) > 1)} {', '.join(map(str, waiters))} waited for it"
-    return f"{'exited while ' * left}{who} in {describe(waits[waiters[0]][peer])}"
+    has_exited = any(fate.rank == peer and fate.status == 0 for fate in fates)
+    waiters_text = f"rank{'s' * (len(waiters) > 1)} {', '.join(map(str, waiters))} waited for it"
+    return f"{'exited while ' * has_exited}{waiters_text} in {describe(waits[waiters[0]][peer])}"
 
 
 def waiting(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
@@ -187,8 +193,8 @@ def waiting(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
         return {}
     ahead = {peer.rank: each for group in sequenced(fates) for peer, each in behind(fate, group, fates)}
     ahead = missed_barrier(fate) | unanswered(fate, fates) | ahead | not_come(fate, fates)
-    there = {fate.rank for fate in fates}
-    return {rank: each for rank, each in ahead.items() if rank in there}
+    known_ranks = {fate.rank for fate in fates}
+    return {rank: each for rank, each in ahead.items() if rank in known_ranks}
 
 
 BARRIER_MISSED = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
@@ -201,44 +207,46 @@ def missed_barrier(fate: Fate) -> dict[int, Issued]:
     if not named or not barriers:
         return {}
     ranks = barriers[-1].ranks
-    places = [int(number) for number in re.findall(r"\d+", named.group(1))]
-    return {ranks[place]: barriers[-1] for place in places if place < len(ranks)}
+    positions = [int(number) for number in re.findall(r"\d+", named.group(1))]
+    return {ranks[position_in_group]: barriers[-1] for position_in_group in positions if position_in_group < len(ranks)}
 
 
 def unanswered(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
     """Return, by peer, the first send or receive that the peer has yet to receive or send."""
-    found: dict[int, Issued] = {}
+    unanswered_by_peer: dict[int, Issued] = {}
     for each in fate.issued:
         if each.op in POINT_TO_POINT and each.peer is not None:
             answers = other_side(fate, each, fates)
             unknown = any(answer.peer is None for answer in answers)  # received from any rank: not known
             if not unknown and max((answer.seq for answer in answers), default=-1) < each.seq:
-                found.setdefault(each.peer, each)
-    return found
+                unanswered_by_peer.setdefault(each.peer, each)
+    return unanswered_by_peer
 
 
 def not_come(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
     """Return the ranks that this one waits for in the making of a group, which is the last that it began."""
-    mine = fate.issued[-1] if fate.issued and fate.issued[-1].op in MAKING else None
-    if mine is None:
+    making = fate.issued[-1] if fate.issued and fate.issued[-1].op in MAKING else None
+    if making is None:
         return {}
-    return {peer.rank: mine for peer in members(mine, fates) if not has_come(peer, mine, gave_up(fate))}
+    return {peer.rank: making for peer in members(making, fates) if not has_come(peer, making, gave_up(fate))}
 
 
 def has_come(peer: Fate, making: Issued, until: float = float("inf")) -> bool:
     """Whether a rank had begun to make a group by then. All ranks make groups in one order, or else only their members do. So a
     rank that made later ones may have come, unless it is making one of the same ranks by another name."""
-    made = [each for each in peer.issued if each.op in MAKING and each.time <= until]
-    if any(place(each) == place(making) for each in made):
+    made_groups = [each for each in peer.issued if each.op in MAKING and each.time <= until]
+    if any(place(each) == place(making) for each in made_groups):
         return True
-    return any(each.seq > making.seq for each in made) and not same(made[-1], making)
+    return any(each.seq > making.seq for each in made_groups) and not same(made_groups[-1], making)
 
 
 def behind(fate: Fate, group: Place, fates: Sequence[Fate]) -> list[tuple[Fate, Issued]]:
     """Members of `group` that had yet to issue what this rank issued last in it, when it gave up."""
-    mine = last(fate, group)
-    peers = members(mine, fates) if mine else []
-    return [(peer, mine) for peer in peers if mine and position(peer, group, gave_up(fate)) < mine.seq]
+    last_issued = last(fate, group)
+    peers = members(last_issued, fates) if last_issued else []
+    return [
+        (peer, last_issued) for peer in peers if last_issued and position(peer, group, gave_up(fate)) < last_issued.seq
+    ]
 
 
 def gave_up(fate: Fate) -> float:
@@ -247,15 +255,15 @@ def gave_up(fate: Fate) -> float:
 
 
 def last(fate: Fate, group: Place) -> Issued | None:
-    mine = (each for each in collectives(fate) if place(each) == group)
-    return max(mine, key=lambda each: each.seq, default=None)
+    issued_in_group = (each for each in collectives(fate) if place(each) == group)
+    return max(issued_in_group, key=lambda each: each.seq, default=None)
 
 
 def position(fate: Fate, group: Place, until: float = float("inf")) -> int:
     """Return how far it had come in the sequence of a group by then; -1 if it had issued nothing."""
-    mine = [each for each in collectives(fate) if place(each) == group]
-    first = min((each.seq for each in mine), default=0)
-    return max((each.seq for each in mine if each.time <= until), default=first - 1)
+    issued_in_group = [each for each in collectives(fate) if place(each) == group]
+    first = min((each.seq for each in issued_in_group), default=0)
+    return max((each.seq for each in issued_in_group if each.time <= until), default=first - 1)
 
 
 def cycle(waits: dict[int, dict[int, Issued]]) -> list[int]:
@@ -272,11 +280,11 @@ def describe(issued: Issued) -> str:
         return f"{issued.op} #{issued.seq} of group {ranks_text(issued.ranks)}"
     peer = "" if issued.peer is None else f" {'to' if issued.op == 'send' else 'from'} rank {issued.peer}"
     root = "" if issued.root is None else f"root {issued.root}"
-    many = size(issued.bytes) + f" {issued.dtype}" * bool(issued.bytes and issued.dtype)
+    payload = size(issued.bytes) + f" {issued.dtype}" * bool(issued.bytes and issued.dtype)
     outside = issued.phase == "other"  # a step begins with its first pass: a trainer's own may have begun before
     step = f"step {issued.step}{' or behind it, outside of passes' * outside}" if issued.step > 0 else ""
     step = step or "before the first pass" * (issued.step == 0)
-    about = ", ".join(filter(None, [step, issued.phase * (not outside), root, many]))
+    about = ", ".join(filter(None, [step, issued.phase * (not outside), root, payload]))
     return f"{issued.op} #{issued.seq}{peer} of group {ranks_text(issued.ranks)} ({about})"
 
 

@@ -59,7 +59,9 @@ class Server:
     process forked from it may hold our input open after its death. private: more descriptors that are not for ranks."""
 
     def __init__(self, requests: int, reports: int, alive: Callable[[], bool], private: Iterable[int] = ()) -> None:
-        self.requests, self.reports, self.alive = requests, reports, alive
+        self.requests = requests
+        self.reports = reports
+        self.alive = alive
         self.children: dict[int, tuple[int, int]] = {}  # pid -> (job, rank)
         self.folders: dict[int, Path] = {}  # of jobs
         self.unread = b""
@@ -72,25 +74,25 @@ class Server:
             signal.signal(number, signal.SIG_IGN)
 
     def serve(self, ready: float) -> None:
-        """Until the harness is gone. ready: seconds that importing took."""
+        """Fork and report until the harness is gone. ready: seconds that importing took."""
         try:
             self.report(ready=ready)
             while self.alive():
-                found, _, _ = select.select([self.requests, self.deaths], [], [], 1.0)
-                if self.deaths in found:
+                readable, _, _ = select.select([self.requests, self.deaths], [], [], 1.0)
+                if self.deaths in readable:
                     os.read(self.deaths, 4096)
                     self.reap()
-                if self.requests in found and not self.read():
+                if self.requests in readable and not self.read():
                     break
         except (BrokenPipeError, ConnectionResetError):  # it died while we spoke with it
             pass
         self.end()
 
     def end(self) -> None:
-        """The harness is gone: no other process ends what the ranks leave."""
-        living = list(self.children.values())
+        """Kill the ranks, and end what they leave: the harness is gone, so no other process does."""
+        ranks_alive = list(self.children.values())
         self.send(signal.SIGKILL)
-        for job, rank in living:
+        for job, rank in ranks_alive:
             end_leftovers(self.folders[job], [rank])
 
     def read(self) -> bool:
@@ -132,9 +134,9 @@ class Server:
             os._exit(1)
 
     def reap(self) -> None:
-        while self.children and (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
-            job, rank = self.children.pop(found.si_pid)
-            self.report(job=job, rank=rank, status=bury(found.si_pid), ended=time.time())
+        while self.children and (ended_child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+            job, rank = self.children.pop(ended_child.si_pid)
+            self.report(job=job, rank=rank, status=bury(ended_child.si_pid), ended=time.time())
 
     def send(self, number: int, job: int | None = None) -> None:
         """Send it to the living ranks of `job`, or of all jobs. SIGKILL takes what the rank started with it."""
@@ -162,7 +164,9 @@ def _import(name: str) -> None:
 
 
 def import_once(modules: Iterable[str]) -> None:
-    """What ranks find imported. Keeps the collector, and the end of a rank, from touching (so copying) those pages in it."""
+    """Import modules that ranks then find imported.
+
+    Keep the collector, and the end of a rank, from touching (so copying) those pages in the rank."""
     before = len(sys.modules)
     for name in modules:
         _import(name)
@@ -174,7 +178,8 @@ def import_once(modules: Iterable[str]) -> None:
 
 
 def main(requests: int, reports: int, modules: Iterable[str]) -> None:
-    began, harness = time.monotonic(), os.getppid()
+    began = time.monotonic()
+    harness = os.getppid()
     server = Server(requests, reports, alive=lambda: os.getppid() == harness)
     preload(modules)
     server.serve(time.monotonic() - began)

@@ -44,7 +44,7 @@ class Taken:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What ranks on these slots need: rank i of this machine finds its GPU as device i."""
+        """Return the variables of ranks on these slots: rank i of this machine finds its GPU as device i."""
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(self.names)} if self.gpus and self.names else {}
         return {HELD: os.pathsep.join(map(str, self.files)), **visible}
 
@@ -62,59 +62,60 @@ class Pool:
         """Wait for that many slots; all of them where more are wanted, but no GPU carries two ranks (LaunchError)."""
         if self.gpus and wanted > len(self.slots):
             raise LaunchError(f"{wanted} GPUs are wanted on this machine, {len(self.slots)} are visible")
-        with ExitStack() as held:
+        with ExitStack() as locks:
             try:
                 own_folder(self.folder)
-                taken = self._take(min(wanted, len(self.slots)), held)
+                taken = self._take(min(wanted, len(self.slots)), locks)
             except OSError as error:
                 why = f"cannot keep slots ({error.strerror}): name another folder in {FOLDER}"
                 raise LaunchError(f"{self.folder}: {why}") from error
             yield taken
 
-    def _take(self, wanted: int, held: ExitStack) -> Taken:
+    def _take(self, wanted: int, locks: ExitStack) -> Taken:
         """All at once or none: who waits holds no slot, so that one that is stopped meanwhile keeps none from others."""
         since = time.monotonic()
         with ExitStack() as waiting:
             with self._gate():
                 own = waiting.enter_context(ticket(self.folder / ("waiting_gpus" if self.gpus else "waiting"), wanted))
             while True:
-                with self._gate(), ExitStack() as tried:
-                    free = self._free(tried)
+                with self._gate(), ExitStack() as trial_locks:
+                    free = self._free(trial_locks)
                     if may_start(own, len(free)):
                         taken = dict(list(free.items())[:wanted])
                         if all(map(_keeps, taken.values())):
                             for file in taken.values():
-                                held.enter_context(os.fdopen(os.dup(file.fileno())))
+                                locks.enter_context(os.fdopen(os.dup(file.fileno())))
                             return Taken(tuple(taken), tuple(self.folder / name for name in taken), self.gpus)
                 time.sleep(POLL)
                 since = self._say_who(wanted, list(free), since)
 
     @contextmanager
     def _gate(self) -> Iterator[None]:
-        """One thread of one process at a time."""
+        """Stand in the gate, in which there is one thread of one process at a time."""
         with _of_this_process, standing_in(self.folder / "gate"):
             yield
 
-    def _free(self, tried: ExitStack) -> dict[str, IO[str]]:
-        """Return the slots that nobody holds, each with its file, which is locked until `tried` ends."""
+    def _free(self, trial_locks: ExitStack) -> dict[str, IO[str]]:
+        """Return the slots that nobody holds, each with its file, which is locked until `trial_locks` ends."""
         free: dict[str, IO[str]] = {}
         for name in self.slots:
-            file = tried.enter_context(open(self.folder / name, "a+", encoding="utf-8"))  # noqa: SIM115 - a stack closes it
+            file = trial_locks.enter_context(open(self.folder / name, "a+", encoding="utf-8"))  # noqa: SIM115 - a stack closes it
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 free[name] = file
         return free
 
-    def _say_who(self, wanted: int, found: Sequence[str], since: float) -> float:
-        """Once in PATIENCE, if others than this process hold what is waited for."""
+    def _say_who(self, wanted: int, free: Sequence[str], since: float) -> float:
+        """Print who holds the slots, once in PATIENCE, if others than this process do. Return when that was last due."""
         if time.monotonic() - since < PATIENCE:
             return since
-        others = {(self.folder / name).read_text(encoding="utf-8") for name in self.slots if name not in found}
-        others = {text for text in others if text.partition(" ")[0] != str(os.getpid())}
-        if others:
-            told = "; ".join(f"pid {text}" for text in sorted(others))
+        holders = {(self.folder / name).read_text(encoding="utf-8") for name in self.slots if name not in free}
+        holders = {text for text in holders if text.partition(" ")[0] != str(os.getpid())}
+        if holders:
+            holders_text = "; ".join(f"pid {text}" for text in sorted(holders))
             print(
-                visible(f"harness: waits for {wanted - len(found)} of {wanted} slots, held by {told}"), file=sys.stderr
+                visible(f"harness: waits for {wanted - len(free)} of {wanted} slots, held by {holders_text}"),
+                file=sys.stderr,
             )
         return time.monotonic()
 
@@ -142,7 +143,9 @@ def own_words() -> str:
 
 @contextmanager
 def standing_in(gate: Path) -> Iterator[None]:
-    """One process at a time. One that is stopped in the gate (Ctrl-Z, SIGSTOP) loses its place to the next."""
+    """Stand in the gate, in which there is one process at a time.
+
+    A process that is stopped there (Ctrl-Z, SIGSTOP) loses its place to the next."""
     while (file := entered(gate)) is None:
         time.sleep(POLL)
     with file:
@@ -177,8 +180,8 @@ def holder_of(file: IO[str]) -> int | None:
     except OSError:
         return None
     for line in lines:
-        _, kind, *_, pid, place, _, _ = line.split()  # 1: FLOCK ADVISORY WRITE 1234 fd:01:5678 0 EOF
-        if kind == "FLOCK" and place.rpartition(":")[2] == inode and int(pid) > 0:
+        _, kind, *_, pid, file_id, _, _ = line.split()  # 1: FLOCK ADVISORY WRITE 1234 fd:01:5678 0 EOF
+        if kind == "FLOCK" and file_id.rpartition(":")[2] == inode and int(pid) > 0:
             return int(pid)
     return None
 
@@ -192,7 +195,7 @@ def is_at(path: Path, file: IO[str]) -> bool:
 
 
 def own_folder(folder: Path) -> None:
-    """Makes it; refuses one in which somebody else could put files."""
+    """Make the folder; refuse one in which somebody else could put files."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     stat = folder.lstat()
     if folder.is_symlink() or stat.st_uid != os.getuid() or stat.st_mode & 0o022:
@@ -200,7 +203,7 @@ def own_folder(folder: Path) -> None:
 
 
 def pool_of(device: str) -> Pool:
-    """The slots of this machine for ranks on `device`. LaunchError if the variable for their count is no number."""
+    """Return the slots of this machine for ranks on `device`. LaunchError if the variable for their count is no number."""
     folder = Path(os.environ.get(FOLDER) or f"/tmp/harness-slots-{os.getuid()}")
     try:
         return Pool(folder, gpus(), gpus=True) if device == "cuda" else Pool(folder, core_slots())
@@ -225,18 +228,21 @@ def wanted_by(job: Job) -> int:
 
 
 def ranks_here(torchrun_args: tuple[str, ...]) -> int:
-    """What torchrun starts on each node: `--nproc-per-node 8`, as typed in any of its spellings; else 1."""
-    words = [part for word in torchrun_args for part in word.split("=", 1)]
-    places = [place for place, word in enumerate(words) if word.replace("_", "-") == "--nproc-per-node"]
-    told = words[places[-1] + 1] if places and places[-1] + 1 < len(words) else "1"
-    if told.isdecimal():
-        return int(told)
-    return len(gpus()) if told in ("gpu", "auto") and gpus() else len(core_slots())
+    """Return how many ranks torchrun starts on each node: `--nproc-per-node 8`, in any of its spellings; else 1."""
+    words: list[str] = []
+    for argument in torchrun_args:
+        words += argument.split("=", 1)
+    indices = [index for index, word in enumerate(words) if word.replace("_", "-") == "--nproc-per-node"]
+    per_node = words[indices[-1] + 1] if indices and indices[-1] + 1 < len(words) else "1"
+    if per_node.isdecimal():
+        return int(per_node)
+    return len(gpus()) if per_node in ("gpu", "auto") and gpus() else len(core_slots())
 
 
 def hold_mine() -> None:
-    """To be called by a rank: its slots are taken as long as it lives. The harness holds them too, so one whose file is gone
-    or closed to us is taken as long as the harness lives."""
+    """Take this rank's slots as long as it lives; called by the rank.
+
+    The harness holds them too, so one whose file is gone or closed to us is taken as long as the harness lives."""
     for path in filter(None, os.environ.get(HELD, "").split(os.pathsep)):
         with contextlib.suppress(OSError):
             kept_open.append(open(path, encoding="utf-8"))  # noqa: SIM115 - held until the end

@@ -56,9 +56,9 @@ def supervise(job: Job, ranks: Ranks) -> tuple[Fate, ...]:
     def failed() -> bool:
         return any(ranks.statuses.values())
 
-    give_up = time.monotonic() + job.timeout
-    while not (over() or failed() or flooding(job) is not None) and (left := give_up - time.monotonic()) > 0:
-        ranks.wait(lambda: over() or failed(), min(GLANCE, left))
+    deadline = time.monotonic() + job.timeout
+    while not (over() or failed() or flooding(job) is not None) and (seconds_left := deadline - time.monotonic()) > 0:
+        ranks.wait(lambda: over() or failed(), min(GLANCE, seconds_left))
     if failed():
         ranks.wait(over, GRACE)
     killed: dict[int, str] = {}
@@ -93,10 +93,14 @@ def issued_by(job: Job, rank: int) -> tuple[Issued, ...]:
 
 
 def left_by(job: Job, ranks: Ranks) -> dict[int, tuple[str, ...]]:
-    """The processes that outlived ranks that exited by themselves: one that was killed could not end what it had."""
-    ended = [rank for rank, status in ranks.statuses.items() if status == 0]
-    found = outliving(job.directory, ended) if len(ended) == job.world_size else []
-    return {rank: tuple(each.command for each in found if each.rank == rank) for rank in ended}
+    """Return the commands of the processes that outlived ranks, by rank. Only if all ranks exited by themselves: a rank that
+    was killed could not end what it had."""
+    ended_ranks = [rank for rank, status in ranks.statuses.items() if status == 0]
+    survivors = outliving(job.directory, ended_ranks) if len(ended_ranks) == job.world_size else []
+    commands: dict[int, tuple[str, ...]] = {}
+    for rank in ended_ranks:
+        commands[rank] = tuple(survivor.command for survivor in survivors if survivor.rank == rank)
+    return commands
 
 
 def why_kill(job: Job, ranks: Ranks) -> str:
@@ -104,36 +108,42 @@ def why_kill(job: Job, ranks: Ranks) -> str:
     if (rank := flooding(job)) is not None and not failed:
         return f"killed by the harness after rank {rank} wrote more than {LOG_CAP / 1e6:g} MB into its log"
     if not failed:
-        slow = f", {AT_WORK}: --timeout gives it more" if advances(job) else ""
-        return f"killed by the harness {AT_LIMIT} of {job.timeout:g} s{slow}"
-    first = min(failed, key=lambda rank: ranks.ended[rank])
-    return f"killed by the harness {GRACE:g} s after rank {first} failed"
+        advice = f", {AT_WORK}: --timeout gives it more" if advances(job) else ""
+        return f"killed by the harness {AT_LIMIT} of {job.timeout:g} s{advice}"
+    first_failed = min(failed, key=lambda rank: ranks.ended[rank])
+    return f"killed by the harness {GRACE:g} s after rank {first_failed} failed"
 
 
 def flooding(job: Job) -> int | None:
-    """The rank that writes without end. A rank that fills the disk takes everybody's evidence with it."""
+    """Return the rank that writes without end, None if there is none.
+
+    A rank that fills the disk takes everybody's evidence with it."""
     logs = ((rank, rank_file(job.directory, "logs", rank)) for rank in range(job.world_size))
     return next((rank for rank, log in logs if log.exists() and log.stat().st_size > LOG_CAP), None)
 
 
 def advances(job: Job) -> bool:
-    """Whether any rank issues a collective with others while one looks on; those of threads in the background do not count."""
+    """Return whether any rank issues a collective with others within GLANCE seconds.
 
-    def issued() -> list[list[Issued]]:
-        found = (issued_by(job, rank) for rank in range(job.world_size))
-        return [[each for each in some if each.phase != BACKGROUND and len(each.ranks) > 1] for some in found]
+    Those of threads in the background do not count."""
 
-    before = issued()
+    def issued_with_others(rank: int) -> list[Issued]:
+        return [call for call in issued_by(job, rank) if call.phase != BACKGROUND and len(call.ranks) > 1]
+
+    def issued_so_far() -> list[list[Issued]]:
+        return [issued_with_others(rank) for rank in range(job.world_size)]
+
+    issued_before = issued_so_far()
     time.sleep(GLANCE)
-    return issued() != before
+    return issued_so_far() != issued_before
 
 
 def collect_stacks(job: Job, ranks: Ranks, alive: list[int]) -> None:
     """Have the living ranks dump their Python stacks; wait until all have."""
     ranks.signal(signal.SIGUSR1)
     files = [rank_file(job.directory, "stacks", rank) for rank in alive]
-    give_up = time.monotonic() + STACK_PATIENCE
-    while time.monotonic() < give_up and not all(dumped(file) for file in files):
+    deadline = time.monotonic() + STACK_PATIENCE
+    while time.monotonic() < deadline and not all(dumped(file) for file in files):
         time.sleep(0.02)
     time.sleep(0.1)  # for the end of a dump that has begun
 
@@ -143,8 +153,9 @@ def dumped(file: Path) -> bool:
 
 
 def fate(job: Job, ranks: Ranks, rank: int) -> Fate:
-    """What a rank left in files and its launcher reported, as plain data."""
-    status, stack = ranks.statuses.get(rank), rank_file(job.directory, "stacks", rank)
+    """Return what a rank left in files and its launcher reported, as plain data."""
+    status = ranks.statuses.get(rank)
+    stack = rank_file(job.directory, "stacks", rank)
     log = rank_file(job.directory, "logs", rank)
     return Fate(
         rank=rank,
@@ -166,5 +177,5 @@ def end_of(log: Path) -> str:
 
 
 def tail_of(log: str) -> str:
-    """What a rank wrote last, without the interpreter's own list of threads and modules: a dying rank's words come before."""
+    """Return what a rank wrote last, without the interpreter's list of threads and modules, which follows its last words."""
     return log.partition("\nFatal Python error: ")[0][-LOG_TAIL:]

@@ -30,20 +30,24 @@ class TorchrunRanks:
     torchrun and each guard (rank.main) die with their parent: killing torchrun is enough, whoever started late.
     """
 
-    def __init__(self, job: Job, job_file: Path, here: Mapping[str, str]) -> None:
-        """here: environment of this node's ranks alone."""
-        self.job, self.job_file, self.here = job, job_file, here
+    def __init__(self, job: Job, job_file: Path, own_environment: Mapping[str, str]) -> None:
+        """own_environment: variables of this node's ranks alone."""
+        self.job = job
+        self.job_file = job_file
+        self.here = own_environment
         self.log = job_file.parent / "logs" / "torchrun.log"
         self.process: subprocess.Popen | None = None
         self.statuses: dict[int, int] = {}
         self.ended: dict[int, float] = {}
         self.hosts: dict[int, str] = {}
         self.pids: dict[int, int] = {}
-        self.gone, self.trouble = False, ""
+        self.gone = False
+        self.trouble = ""
         self.over: float | None = None  # when torchrun was first seen to have ended
 
     def start(self) -> None:
-        job, parent = self.job, str(os.getpid())
+        job = self.job
+        parent = str(os.getpid())
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 module_command("harness.core.launch.agent", parent, *arguments(job), str(self.job_file)),
@@ -54,13 +58,13 @@ class TorchrunRanks:
                 start_new_session=True,
             )
 
-    def wait(self, done: Callable[[], bool], seconds: float) -> bool:
-        give_up = time.monotonic() + seconds
+    def wait(self, is_done: Callable[[], bool], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
         self.look()
-        while not done() and time.monotonic() < give_up:
+        while not is_done() and time.monotonic() < deadline:
             time.sleep(POLL)
             self.look()
-        return done()
+        return is_done()
 
     def look(self) -> None:
         code = self.process.poll() if self.process else None  # before we read: afterwards nothing is written
@@ -69,9 +73,11 @@ class TorchrunRanks:
             if record["host"] == socket.gethostname():
                 self.pids[rank] = record["pid"]
             if record["status"] is not None:
-                self.statuses[rank], self.ended[rank] = record["status"], record["ended"]
+                self.statuses[rank] = record["status"]
+                self.ended[rank] = record["ended"]
         if code is not None and not self.more_may_come(code):
-            self.gone, self.trouble = True, f"torchrun exited with code {code}, see {self.log}"
+            self.gone = True
+            self.trouble = f"torchrun exited with code {code}, see {self.log}"
 
     def more_may_come(self, code: int) -> bool:
         """torchrun ends here when it ends on the other nodes; what their ranks left takes its time through a shared disk."""
@@ -82,8 +88,8 @@ class TorchrunRanks:
 
     def records(self) -> list[tuple[int, dict]]:
         unknown = [rank for rank in range(self.job.world_size) if rank not in self.statuses]
-        found = ((rank, read_json(rank_file(self.job.directory, "exits", rank))) for rank in unknown)
-        return [(rank, record) for rank, record in found if record]
+        records_by_rank = ((rank, read_json(rank_file(self.job.directory, "exits", rank))) for rank in unknown)
+        return [(rank, record) for rank, record in records_by_rank if record]
 
     def signal(self, number: int) -> None:
         """Send it to the living ranks of this machine."""
@@ -109,7 +115,7 @@ class TorchrunRanks:
 
 
 def send(pid: int, number: int) -> None:
-    """A rank leads its process group. It may have died since its record was read."""
+    """Send a signal to a rank, which leads its process group. It may have died since its record was read."""
     if number == signal.SIGKILL:
         return kill_group(pid)
     with contextlib.suppress(ProcessLookupError):
@@ -117,26 +123,27 @@ def send(pid: int, number: int) -> None:
 
 
 def join(folder: Path, seconds: float) -> int:
-    """This node's part of a job that the harness started, or is about to start, on another node; its exit status.
+    """Do this node's part of a job that the harness started, or is about to start, on another node; return torchrun's status.
 
     folder: shared by the nodes, where that harness keeps this launch. Raises LaunchError if none begins in time. A
     launch that has ended (run.json is there) is an earlier one.
     """
     job_file = folder / "job.json"
-    give_up = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not job_file.exists() or (folder / "run.json").exists():
-        if time.monotonic() > give_up:
+        if time.monotonic() > deadline:
             raise LaunchError(f"{job_file}: no launch began there in {seconds:g} s: is the folder shared by the nodes?")
         time.sleep(POLL)
     job = Job(**{name: value for name, value in read_json(job_file).items() if name != "sys_path"})
     command = module_command("harness.core.launch.agent", str(os.getpid()), *arguments(job), str(job_file))
     with pool_of(job.device).taken(wanted_by(job)) as taken:
-        here = {**environment(), **job.env, **taken.environment}
-        return ended(subprocess.Popen(command, env=here, stdin=subprocess.DEVNULL), folder)
+        environment_here = {**environment(), **job.env, **taken.environment}
+        return ended(subprocess.Popen(command, env=environment_here, stdin=subprocess.DEVNULL), folder)
 
 
 def ended(torchrun: subprocess.Popen, folder: Path) -> int:
-    """Its exit status. Where the first node has ended the launch, torchrun may look for it for ever; it is killed."""
+    """Wait for torchrun and return its exit status. It is killed if the first node has ended the launch: it may look for that
+    node for ever."""
     try:
         while torchrun.poll() is None and not (folder / "run.json").exists():
             time.sleep(POLL)

@@ -58,8 +58,8 @@ def ticket(folder: Path, wanted: int) -> Iterator[Ticket]:
 def ahead_of(own: Ticket) -> list[Ticket]:
     """Return the tickets of launches that came before, and still wait. Only who holds the gate may ask."""
     earlier = sorted(path for path in own.path.parent.iterdir() if path.name < own.path.name)
-    found = [_read(path) for path in earlier]
-    return [other for other in found if other is not None and not is_stopped(other.pid)]
+    tickets = [_read(path) for path in earlier]
+    return [other for other in tickets if other is not None and not is_stopped(other.pid)]
 
 
 def _read(path: Path) -> Ticket | None:

@@ -29,7 +29,8 @@ class Checks:
     """folders: those of the cases, absolute. Raises pytest.UsageError for what cannot be."""
 
     def __init__(self, config: pytest.Config, folders: Sequence[Path]) -> None:
-        self.config, self.folders = config, folders
+        self.config = config
+        self.folders = folders
         self.not_applicable: set[str] = set()  # of node ids, as are the next two
         self.judged: set[str] = set()
         self.skipped: set[str] = set()
@@ -54,15 +55,15 @@ class Checks:
         named = set(re.findall(r"\w+", self.config.getoption("markexpr", "")))
         if named & {MARK, *map(tier_mark, TIERS)} or any(".yaml::" in argument for argument in self.config.args):
             return
-        left_out = [item for item in items if isinstance(item, Check) and item.parent.case.tier != "default"]
-        self.config.hook.pytest_deselected(items=left_out)
-        gone = set(left_out)
-        items[:] = [item for item in items if item not in gone]
+        other_tiers = [item for item in items if isinstance(item, Check) and item.parent.case.tier != "default"]
+        self.config.hook.pytest_deselected(items=other_tiers)
+        deselected = set(other_tiers)
+        items[:] = [item for item in items if item not in deselected]
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """The rank server needs 3 s to start; other tests may run meanwhile."""
-        local = self.options.launcher == "local" and not self.config.getoption("collectonly")
-        if local and not session.testsfailed and any(isinstance(item, Check) for item in session.items):
+        is_local_run = self.options.launcher == "local" and not self.config.getoption("collectonly")
+        if is_local_run and not session.testsfailed and any(isinstance(item, Check) for item in session.items):
             default_server(trainers.load(self.options.trainer).preload, device=self.options.device)
 
     @pytest.hookimpl(optionalhook=True)
@@ -109,7 +110,7 @@ class Checks:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """What a worker of `pytest -n` counted."""
+        """Add what a worker of `pytest -n` counted."""
         self.not_applicable |= set(getattr(node, "workeroutput", {}).get(NOT_APPLICABLE, ()))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -120,9 +121,12 @@ class Checks:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.not_applicable:
-            checks, cases = len(self.not_applicable), len({name.rpartition("::")[0] for name in self.not_applicable})
+            checks = len(self.not_applicable)
+            cases = len({name.rpartition("::")[0] for name in self.not_applicable})
+            checks_text = "1 check" if checks == 1 else f"{checks} checks"
+            cases_text = "1 case" if cases == 1 else f"{cases} cases"
             terminalreporter.write_line(
-                f"{checks} check{'s' * (checks > 1)} in {cases} case{'s' * (cases > 1)} did not apply and were not judged: "
+                f"{checks_text} in {cases_text} did not apply and were not judged: "
                 "--harness-not-applicable shows each, with its reason"
             )
         if self._nothing_judged():
@@ -135,15 +139,16 @@ class Checks:
 
 
 def add_to_testpaths(config: pytest.Config, folders: Sequence[Path]) -> None:
-    """The folders are collected where `testpaths` says what is, too."""
+    """Add the folders to what is collected, if `testpaths` chooses that."""
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        named = {config.invocation_params.dir / argument for argument in config.args}
-        config.args += [str(folder) for folder in folders if not named & {folder, *folder.parents}]
+        named_paths = {config.invocation_params.dir / argument for argument in config.args}
+        config.args += [str(folder) for folder in folders if not named_paths & {folder, *folder.parents}]
 
 
 def options_of(config: pytest.Config) -> Options:
-    """Raises pytest.UsageError."""
-    timeout, out = config.getoption("--harness-timeout"), Path(config.getoption("--harness-out"))
+    """Return the options of a run, as pytest's options give them. Raises pytest.UsageError."""
+    timeout = config.getoption("--harness-timeout")
+    out = Path(config.getoption("--harness-out"))
     if not 0 < timeout <= LONGEST:
         raise pytest.UsageError(f"--harness-timeout must be above 0 and at most {LONGEST:g}, got {timeout:g}")
     try:
@@ -152,7 +157,8 @@ def options_of(config: pytest.Config) -> Options:
     except ValueError as error:
         raise pytest.UsageError(f"--harness-trainer: {error}") from error
     resident_client.choose(config.getoption("--harness-server"))
-    launcher, device = config.getoption("--harness-launcher"), config.getoption("--harness-device")
+    launcher = config.getoption("--harness-launcher")
+    device = config.getoption("--harness-device")
     shared = config.getoption("--harness-ranks-per-gpu")
     if shared < 1 or (shared > 1 and device == "cpu"):
         raise pytest.UsageError(f"--harness-ranks-per-gpu {shared}: at least 1, and 1 on CPU")
@@ -160,8 +166,9 @@ def options_of(config: pytest.Config) -> Options:
 
 
 def trainer_of(config: pytest.Config) -> str:
-    """What is typed; else what the configuration says, a path in it being relative to its file. Raises ValueError."""
-    typed, written = config.getoption("--harness-trainer"), config.getini(KEY)
+    """Return the trainer that is typed, else the configuration's, whose path is relative to its file. Raises ValueError."""
+    typed = config.getoption("--harness-trainer")
+    written = config.getini(KEY)
     if typed or not written:
         return typed or usual_trainer().name
     return of_configuration(written, config.inipath or config.rootpath / "x").name

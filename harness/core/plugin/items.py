@@ -54,7 +54,8 @@ class CaseNode(pytest.Collector):
 
     def __init__(self, *, case: Case, options: Options, **rest: Any) -> None:
         super().__init__(**rest)
-        self.case, self.options = case, options
+        self.case = case
+        self.options = options
         self.outcome: Judgement | Exception | None = None
         self.add_marker(MARK)
         self.add_marker(tier_mark(case.tier))
@@ -81,7 +82,7 @@ class Check(pytest.Item):
 
     def runtest(self) -> None:
         if self.name == "golden" and self.config.getoption("--harness-accept-golden"):
-            selected = {one.parent.case.name for one in self.session.items if isinstance(one, Check)}
+            selected = {item.parent.case.name for item in self.session.items if isinstance(item, Check)}
             raise Broken(accept_golden(self.parent.case, self.parent.options, selected))
         try:
             judgement = self.parent.judgement()
@@ -114,6 +115,8 @@ def tier_mark(tier: str) -> str:
 
 def accept_golden(case: Case, options: Options, selected: Collection[str]) -> str:
     """Rewrite the case's goldens and return what changed. selected: names of the cases that run. Raises GoldenError in CI."""
-    every = load_all(path_of(case.file).parent)
-    said = [line for of in golden.references(case) for line in accept(of, options, every, selected)]
-    return "\n".join([*said, f"accepted, not a pass: review `{golden.review_command(case)}`"])
+    all_cases = load_all(path_of(case.file).parent)
+    lines: list[str] = []
+    for recipe_case in golden.references(case):
+        lines += accept(recipe_case, options, all_cases, selected)
+    return "\n".join([*lines, f"accepted, not a pass: review `{golden.review_command(case)}`"])

@@ -70,7 +70,8 @@ class Probe:
     ) -> None:
         """row_length: how many tokens of each sample this rank receives in a step, for trainers that lay them end to end.
         settings: torch's switches as they were before the trainer's code ran; by default as `install` finds them."""
-        self.rank, self.world_size = rank, world_size
+        self.rank = rank
+        self.world_size = world_size
         self.clock = Clock()
         self.collectives = CollectiveRecorder(self.clock.where, on_issue, lambda: self.clock.account, reads_inputs=True)
         self.values = ValueRecorder(self.clock)
@@ -94,7 +95,7 @@ class Probe:
         self._froze = False  # Python's objects, at install
 
     def install(self) -> None:
-        """Begin to watch. What lives already is no tensor of the training; so it is not looked through in each step."""
+        """Begin to watch. Objects that live already hold no tensor of the training, so they are not searched in each step."""
         self._froze = len(gc.get_objects(generation=2)) > MANY
         if self._froze:
             gc.freeze()
@@ -112,8 +113,10 @@ class Probe:
 
     @contextlib.contextmanager
     def watching(self, mode: Any) -> Iterator[Witness]:
-        """Watch an installed probe's trainer whose tensors are of this FakeTensorMode. A witness above the mode sees what is
-        computed, in place of the recorders' own kernels; only shapes of values are kept."""
+        """Watch a trainer whose tensors are of this FakeTensorMode, with a probe that is installed. Yield the witness.
+
+        The witness stands above the mode and sees what is computed, in place of the recorders' own kernels. Only shapes of
+        values are kept."""
         for recorder in (self.collectives, self.activity, self.copies):
             recorder.close()
         self.values.shapes_only()
@@ -135,29 +138,33 @@ class Probe:
         self.gathered.see_what_was_left(self._parts)
 
     def resumed(self, step: int) -> None:
-        """The trainer has read a checkpoint that was written after this step."""
+        """Note that the trainer has read a checkpoint that was written after this step."""
         self.clock.resume(step)
         self.values.watch_resumed()
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """The trainer writes a checkpoint and goes on. What happens meanwhile belongs to no step, what it leaves of the
-        parameters is compared when the next one begins."""
+        """Surround the writing of a checkpoint after which the trainer goes on.
+
+        What happens meanwhile belongs to no step. The parameters that it leaves are compared when the next step begins."""
         self.values.keep_final_state()
         with self.clock.set_up():
             yield
 
     def trained(self) -> None:
-        """What follows belongs to no step."""
-        last = self.clock.step
+        """Note that training has ended: what follows belongs to no step. Look for the last time at what is retained."""
+        last_step = self.clock.step
         self.clock.finish()
         self.values.keep_final_state()
         self._held = self._beside(patient=True)  # the last look: growth is what is kept then, too
-        self.growth.note_last(last, self._held)
+        self.growth.note_last(last_step, self._held)
 
     def _beside(self, *, patient: bool = False) -> tuple[HeldTensor, ...]:
-        known = self.values.optimizers, [*self.samples.tensors(), *host_copies.pending()]
-        return live_tensors.beside(self._parts, *known, evaluated=self.clock.evaluated, patient=patient)
+        """Return the tensors that live beside parameters, gradients, optimizer state and the probe's own."""
+        probe_tensors = [*self.samples.tensors(), *host_copies.pending()]
+        return live_tensors.beside(
+            self._parts, self.values.optimizers, probe_tensors, evaluated=self.clock.evaluated, patient=patient
+        )
 
     def remove(self) -> None:
         if self._froze:
@@ -182,14 +189,16 @@ class Probe:
         fault: bool | None = None,
         numbers: Mapping[int, Mapping[str, Number]] = MappingProxyType({}),
     ) -> RankEvidence:
-        """All that was seen. `reported`, `numbers`: by step, what the trainer shows its user."""
+        """Return all that was seen on this rank. `reported`, `numbers`: by step, what the trainer shows its user."""
         host_copies.wait()
         self.values.read()
         steps = sorted(step for step in self.values.steps if step > self.clock.start)
         return RankEvidence(
             rank=self.rank,
             world_size=self.world_size,
-            parameters=tuple(replace(one, value=host_copies.read(one.value)) for one in self._parameters),
+            parameters=tuple(
+                replace(parameter, value=host_copies.read(parameter.value)) for parameter in self._parameters
+            ),
             groups=structure.groups(),
             collectives=self.collectives.settled(),
             steps=tuple(
@@ -215,16 +224,16 @@ class Probe:
         return starts_of(self._parts)
 
     def _step(self, step: int, values: StepValues, reported: Mapping[int, Reported]) -> StepEvidence:
-        loss, norm, rate, largest = (*reported.get(step, ()), *[None] * 4)[:4]
+        loss, gradient_norm, learning_rate, largest_loss = (*reported.get(step, ()), *[None] * 4)[:4]
         return StepEvidence(
             step=step,
             microbatches=self.samples.microbatches(step),
             actions=tuple(self.pipeline.actions.get(step, ())),
             reported_loss=loss,
-            grad_norm=norm,
+            grad_norm=gradient_norm,
             lr=None if values.lr is None else float(values.lr),
-            reported_lr=rate,
-            reported_largest=largest,
+            reported_lr=learning_rate,
+            reported_largest=largest_loss,
             gradients=values.gradients,
             unsettled=values.unsettled,
             parameters=values.parameters,

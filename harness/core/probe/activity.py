@@ -61,7 +61,7 @@ class ActivityRecorder:
         self._library: torch.library.Library | None = None
 
     def install(self) -> None:
-        """Like the collectives' recorder: a kernel in front of the operator, below autograd and DTensor."""
+        """Put a kernel in front of each operator, below autograd and DTensor, as the recorder of collectives does."""
         self._library = torch.library.Library("aten", "IMPL")
         kernels = {name: functools.partial(self._product, factor) for name, factor in PRODUCTS.items()}
         kernels |= {name: functools.partial(self._attend, kind) for name, kind in ATTENTION.items()}
@@ -74,7 +74,9 @@ class ActivityRecorder:
                 self._library.impl(name, kernel, "BackendSelect", with_keyset=True)
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
-        """A wrapper and what it wraps have one name; the inner one is hooked, as recomputation calls it alone."""
+        """Hook every module of the parts.
+
+        A wrapper and what it wraps have one name. The inner module is hooked, because recomputation calls it alone."""
         for part in parts:
             for fqn, module in {plain_fqn(name): module for name, module in part.named_modules()}.items():
                 self._hooks.append(module.register_forward_pre_hook(Hook(functools.partial(self._called, fqn))))
@@ -86,23 +88,25 @@ class ActivityRecorder:
         self.close()
 
     def close(self) -> None:
-        """Its kernels see nothing any more."""
+        """Take the kernels out again. Nothing if they are out already."""
         if self._library is not None:
             self._library._destroy()
         self._library = None
 
     def of_step(self, step: int) -> Activity:
         """Return a step's activity. Call it after waiting for the device."""
-        whole = _together(seen for account, seen in self._accounts.items() if account.of(step))
+        activity = _together(
+            account_activity for account, account_activity in self._accounts.items() if account.of(step)
+        )
         for account, fqn, measured, elements in self._measured:
             if account.of(step):
-                squares, count = whole.inputs.get(fqn, (0.0, 0.0))
-                whole.inputs[fqn] = (squares + float(read(measured)), count + elements)
-        return whole
+                squares, count = activity.inputs.get(fqn, (0.0, 0.0))
+                activity.inputs[fqn] = (squares + float(read(measured)), count + elements)
+        return activity
 
     def _account(self) -> Account:
-        between = self._clock.is_between_steps and not torch.is_grad_enabled()
-        return self._nobodys if between else self._clock.account
+        is_between_steps = self._clock.is_between_steps and not torch.is_grad_enabled()
+        return self._nobodys if is_between_steps else self._clock.account
 
     def _now(self) -> Activity:
         return self._accounts[self._account()]
@@ -111,43 +115,47 @@ class ActivityRecorder:
         self.multiplied(args[factor])
         return operator.redispatch(keyset & _BELOW, *args, **kwargs)
 
-    def multiplied(self, first: torch.Tensor) -> None:
-        if is_computed(first):
+    def multiplied(self, first_factor: torch.Tensor) -> None:
+        if is_computed(first_factor):
             if (where := self._clock.where()) != self._last:
                 self._last = where
                 self.on_phase()
-            _count(self._now().matmuls, Matmul(self._clock.phase(), dtype_name(first.dtype)))
+            _count(self._now().matmuls, Matmul(self._clock.phase(), dtype_name(first_factor.dtype)))
 
     def _product_of_batches(self, factor: int, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         self.multiplied_batches(args[factor])
         return operator.redispatch(keyset & _BELOW, *args, **kwargs)
 
-    def multiplied_batches(self, first: torch.Tensor) -> None:
-        """A batch of one matrix is a matmul: einsum has no other. An outer product, as a table of angles is, is none."""
-        if first.shape[0] == 1 and first.shape[-1] > 1:
-            self.multiplied(first)
+    def multiplied_batches(self, first_factor: torch.Tensor) -> None:
+        """Note a batched matmul: as a matmul if its batch is one matrix, else as one that attention may be made of.
+
+        einsum has no other matmul than a batch of one. An outer product, such as a table of angles, is not one."""
+        if first_factor.shape[0] == 1 and first_factor.shape[-1] > 1:
+            self.multiplied(first_factor)
         else:
-            self.attended("batched matmul", first)
+            self.attended("batched matmul", first_factor)
 
     def _attend(self, kind: str, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         self.attended(kind, args[0])
         return operator.redispatch(keyset & _BELOW, *args, **kwargs)
 
-    def attended(self, kind: str, first: torch.Tensor) -> None:
-        if is_computed(first):
+    def attended(self, kind: str, query: torch.Tensor) -> None:
+        if is_computed(query):
             _count(self._now().attention, Attention(self._clock.phase(), kind))
 
     def _draw(self, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         self.drew(args[0])
         return operator.redispatch(keyset & _BELOW, *args, **kwargs)
 
-    def drew(self, first: torch.Tensor) -> None:
-        if is_computed(first):
-            self._draws = not is_without_memory(first)  # from now on modules' states are compared, which costs time
+    def drew(self, target: torch.Tensor) -> None:
+        if is_computed(target):
+            self._draws = not is_without_memory(target)  # from now on modules' states are compared, which costs time
             _count(self._now().random, self._clock.phase())
 
     def _called(self, fqn: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Trap: a compiler traces this hook with the module; it must see nothing of it."""
+        """Note a module's call, and measure its input in the first step.
+
+        Trap: a compiler traces this hook with the module; it must see nothing of it."""
         if torch.compiler.is_compiling():
             return
         phase = self._clock.phase()
@@ -158,7 +166,9 @@ class ActivityRecorder:
             self._compare_random_state(fqn, phase)
 
     def _measure(self, fqn: str, inputs: tuple[Any, ...]) -> None:
-        """However a layout divides it, the mean square over all ranks is that of one device."""
+        """Keep the sum of squares and the number of elements of a module's first input.
+
+        However a layout divides the input, the mean square over all ranks is that of one device."""
         if not inputs or not isinstance(inputs[0], torch.Tensor):
             return
         value = local(inputs[0])
@@ -166,11 +176,12 @@ class ActivityRecorder:
             self._measured.append((self._account(), fqn, copied(value.double().square().sum()), value.numel()))
 
     def _compare_random_state(self, fqn: str, phase: str) -> None:
-        """Recomputation must begin with the state that some forward call of this step began with, if that was noted."""
-        seen, state = self._states[self._clock.account.step, fqn], _random_state()
+        """Note the generators' state in forward, and count a recomputation that begins with none of these states."""
+        known_states = self._states[self._clock.account.step, fqn]
+        state = _random_state()
         if phase != "backward":
-            seen.add(state)
-        elif seen and state not in seen:
+            known_states.add(state)
+        elif known_states and state not in known_states:
             _count(self._now().other_states, fqn)
 
 
@@ -182,23 +193,23 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _count(counts: dict[K, int], key: K, by: int = 1) -> None:
-    counts[key] = counts.get(key, 0) + by
+def _count(counts: dict[K, int], key: K, increment: int = 1) -> None:
+    counts[key] = counts.get(key, 0) + increment
 
 
 def _together(accounts: Iterable[Activity]) -> Activity:
     """Add up a step's accounts: one for all that surely trained, and one for each pass that later turned out to train."""
-    whole = Activity()
-    for seen in accounts:
+    total = Activity()
+    for account_activity in accounts:
         for name in ("calls", "matmuls", "attention", "random", "other_states"):
-            for key, count in getattr(seen, name).items():
-                _count(getattr(whole, name), key, count)
-    return whole
+            for key, count in getattr(account_activity, name).items():
+                _count(getattr(total, name), key, count)
+    return total
 
 
 def _random_state() -> int:
-    """A checksum of the default generators' states."""
-    found = zlib.crc32(torch.default_generator.get_state().numpy().data)
+    """Return a checksum of the default generators' states."""
+    checksum = zlib.crc32(torch.default_generator.get_state().numpy().data)
     if torch.cuda.is_initialized():
-        found = zlib.crc32(torch.cuda.get_rng_state().numpy().data, found)
-    return found
+        checksum = zlib.crc32(torch.cuda.get_rng_state().numpy().data, checksum)
+    return checksum

@@ -25,26 +25,27 @@ ENGINE = "_engine_run_backward"
 
 
 def observe_backward(
-    clock: Clock, began: Callable[[Any, Any], None], ended: Callable[[], None]
+    clock: Clock, on_begin: Callable[[Any, Any], None], on_end: Callable[[], None]
 ) -> Callable[[], None] | None:
-    """Calls both around each outermost backward pass that accumulates gradients, but not within a pipeline's schedule.
+    """Call both around each outermost backward pass that accumulates gradients, but not within a pipeline's schedule.
 
-    began: gets the roots and retain_graph. Returns what stops it; None if this torch does it in another way: nothing is seen.
+    on_begin: gets the roots and retain_graph. Return a function that ends this. None if this torch runs backward in another
+    way, so that nothing is seen.
     """
     original = getattr(torch.autograd, ENGINE, None)
     if original is None:
         return None
 
     @functools.wraps(original)
-    def seen(roots: Any, gradients: Any, retain: Any = None, *args: Any, **kwargs: Any) -> Any:
-        outermost = torch._C._current_graph_task_id() == -1 and not clock.in_schedule
-        counts = outermost and kwargs.get("accumulate_grad", True)
-        if counts:
-            began(roots, retain)
-        found = original(roots, gradients, retain, *args, **kwargs)
-        if counts:
-            ended()
-        return found
+    def seen(roots: Any, gradients: Any, retain_graph: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_outermost = torch._C._current_graph_task_id() == -1 and not clock.in_schedule
+        is_observed = is_outermost and kwargs.get("accumulate_grad", True)
+        if is_observed:
+            on_begin(roots, retain_graph)
+        results = original(roots, gradients, retain_graph, *args, **kwargs)
+        if is_observed:
+            on_end()
+        return results
 
     setattr(torch.autograd, ENGINE, seen)
     return lambda: setattr(torch.autograd, ENGINE, original)
@@ -54,11 +55,13 @@ class BackwardRecorder:
     """gradients: the present ones, by fqn."""
 
     def __init__(self, clock: Clock, gradients: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        self._clock, self._gradients = clock, gradients
+        self._clock = clock
+        self._gradients = gradients
         self._copies: dict[str, Copy] = {}
         self._resolution: dict[str, float] = {}
         self._stop: Callable[[], None] | None = None
-        self.needed, self.ended = True, 0  # whether torch's own clipping was not seen; how many passes have ended
+        self.needed = True  # until torch's own clipping is seen
+        self.ended = 0  # how many backward passes have ended
 
     def install(self) -> None:
         self._stop = observe_backward(self._clock, lambda roots, retain: None, self._end)
@@ -82,7 +85,7 @@ class BackwardRecorder:
         self._copies = {}
 
     def taken(self) -> Before:
-        """What there was when backward ended; empty if nothing was copied."""
+        """Return the gradients as they were when backward ended, and forget them; empty if nothing was copied."""
         copies = {fqn: copied(copy) if torch.is_tensor(copy) else copy for fqn, copy in self._copies.items()}
         before = Before(copies, self._resolution if copies else {})
         self.drop()
@@ -97,8 +100,9 @@ class Before:
     resolution: dict[str, float]
 
     def against(self, later: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], float | None]:
-        """The gradients before, and what all were multiplied by since; `later` and NaN if that was not one number; `later` and
-        None if none were copied."""
+        """Return the gradients before, and the number by which all were multiplied since.
+
+        If that was not one number: `later` and NaN. If none were copied: `later` and None."""
         if not self.gradients:
             return dict(later), None
         earlier = all_read(self.gradients)
@@ -109,19 +113,25 @@ class Before:
 def common_factor(
     earlier: Mapping[str, np.ndarray], later: Mapping[str, np.ndarray], resolution: Mapping[str, float]
 ) -> float:
-    """What all of `earlier` times that is `later`, but for rounding; NaN if there is no such number."""
+    """Return the number by which all of `earlier` must be multiplied to give `later`, but for rounding.
+
+    NaN if there is no such number."""
     if {fqn: g.shape for fqn, g in earlier.items()} != {fqn: g.shape for fqn, g in later.items()}:
         return math.nan
     if all(np.array_equal(earlier[fqn], later[fqn]) for fqn in earlier):
         return 1.0
-    largest = max((fqn for fqn in earlier if earlier[fqn].size), key=lambda fqn: float(np.max(np.abs(earlier[fqn]))))
-    at = int(np.argmax(np.abs(earlier[largest])))
+    largest_fqn = max(
+        (fqn for fqn in earlier if earlier[fqn].size), key=lambda fqn: float(np.max(np.abs(earlier[fqn])))
+    )
+    flat_index = int(np.argmax(np.abs(earlier[largest_fqn])))
     with np.errstate(all="ignore"):
-        factor = float(np.float64(later[largest].flat[at]) / np.float64(earlier[largest].flat[at]))
-        fits = all(_is_multiple(earlier[fqn], later[fqn], factor, 4 * resolution[fqn]) for fqn in earlier)
-    return factor if fits and math.isfinite(factor) else math.nan
+        factor = float(
+            np.float64(later[largest_fqn].flat[flat_index]) / np.float64(earlier[largest_fqn].flat[flat_index])
+        )
+        is_common = all(_is_multiple(earlier[fqn], later[fqn], factor, 4 * resolution[fqn]) for fqn in earlier)
+    return factor if is_common and math.isfinite(factor) else math.nan
 
 
 def _is_multiple(earlier: np.ndarray, later: np.ndarray, factor: float, rounding: float) -> bool:
-    wanted = earlier.astype(np.float64) * factor
-    return bool((np.abs(later - wanted) <= rounding * np.abs(wanted) + np.finfo(earlier.dtype).tiny).all())
+    expected = earlier.astype(np.float64) * factor
+    return bool((np.abs(later - expected) <= rounding * np.abs(expected) + np.finfo(earlier.dtype).tiny).all())

@@ -20,18 +20,19 @@ class CallTimes:
 
     def __init__(self) -> None:
         self.seen: dict[int, tuple[float, float]] = {}
-        """Place of a call -> when it began, and for how many seconds it blocked."""
+        """Index of a call among the records -> when it began, and for how many seconds it blocked."""
         self._thread = threading.local()
         self._wait: tuple[Any, Any] | None = None
 
     def install(self) -> None:
-        wait = dist.Work.wait
+        original_wait = dist.Work.wait
 
-        def timed(work: Any, *args: Any, **kwargs: Any) -> Any:
+        def timed_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             with self._waiting():
-                return wait(work, *args, **kwargs)
+                return original_wait(work, *args, **kwargs)
 
-        dist.Work.wait, self._wait = timed, (wait, timed)
+        dist.Work.wait = timed_wait
+        self._wait = (original_wait, timed_wait)
 
     def close(self) -> None:
         if self._wait is not None and dist.Work.wait is self._wait[1]:
@@ -40,31 +41,37 @@ class CallTimes:
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
         """Surround a call from before it is put on record until it returns."""
-        mine = self._thread
-        mine.place, mine.calls = None, True
+        thread_state = self._thread
+        thread_state.place = None
+        thread_state.calls = True
         try:
             yield
         finally:
-            mine.calls = False
-            if mine.place is not None:
-                self.seen[mine.place] = (mine.began, time.perf_counter() - mine.started)
+            thread_state.calls = False
+            if thread_state.place is not None:
+                self.seen[thread_state.place] = (thread_state.began, time.perf_counter() - thread_state.started)
 
-    def begins(self, place: int) -> None:
+    def begins(self, index: int) -> None:
         """Take note that the call is on record at this place, and begins now."""
         if getattr(self._thread, "calls", False):
-            self._thread.place, self._thread.began, self._thread.started = place, time.time(), time.perf_counter()
+            self._thread.place = index
+            self._thread.began = time.time()
+            self._thread.started = time.perf_counter()
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Add to the last call of this thread. A wait within a call, as a trainer's own group may have, is in its time."""
+        """Add the time of a wait to the last call of this thread.
+
+        A wait within a call, as a trainer's own group may have, is part of that call's time already."""
         if getattr(self._thread, "calls", False):
             yield
             return
-        place, started = getattr(self._thread, "place", None), time.perf_counter()
+        index = getattr(self._thread, "place", None)
+        started = time.perf_counter()
         self._thread.place = None
         try:
             yield
         finally:
-            if place is not None:
-                began, blocked = self.seen[place]
-                self.seen[place] = (began, blocked + time.perf_counter() - started)
+            if index is not None:
+                began, blocked = self.seen[index]
+                self.seen[index] = (began, blocked + time.perf_counter() - started)

@@ -17,37 +17,37 @@ from harness.core.probe import losses, resharding
 
 
 def forward(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """The same method (self, hidden, labels, ..), whose calls end forward passes."""
+    """Return the method (self, hidden, labels, ..) with calls that are the end of a forward pass."""
 
     @functools.wraps(loss)
-    def called(self: Any, hidden: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def in_forward_pass(self: Any, hidden: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with _at_depth(1):
             value = loss(self, hidden, labels, *args, **kwargs)
         resharding.forward_goes_on()
         return value
 
-    return called
+    return in_forward_pass
 
 
 def no_forward(cross_entropy: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, called within such a loss and no part of the forward pass."""
+    """Return the function with calls that are no part of the forward pass, though they lie within such a loss."""
 
     @functools.wraps(cross_entropy)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def outside_of_forward(*args: Any, **kwargs: Any) -> Any:
         with _at_depth(0):
             return cross_entropy(*args, **kwargs)
 
-    return called
+    return outside_of_forward
 
 
 @contextlib.contextmanager
 def _at_depth(depth: int) -> Iterator[None]:
     clocks = [recorder._clock for recorder in losses._installed]
-    before = [clock.forward_depth for clock in clocks]
+    old_depths = [clock.forward_depth for clock in clocks]
     for clock in clocks:
         clock.forward_depth = depth
     try:
         yield
     finally:
-        for clock, was in zip(clocks, before, strict=True):
-            clock.forward_depth = was
+        for clock, old_depth in zip(clocks, old_depths, strict=True):
+            clock.forward_depth = old_depth

@@ -46,7 +46,11 @@ class Account:
 
 def _of_python(thread: int) -> bool:
     """Return whether Python code started this thread, or it is the main one."""
-    return any(one.ident == thread for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
+    return any(
+        python_thread.ident == thread
+        for python_thread in threading.enumerate()
+        if not isinstance(python_thread, threading._DummyThread)
+    )
 
 
 class Clock:
@@ -66,12 +70,15 @@ class Clock:
         self.passes = self.forward_depth = 0
         self.in_optimizer = self.in_pipeline = self.in_schedule = self.reducing = False
         self.evaluated = False
-        self._step_is_over, self._certain = True, False
+        self._step_is_over = True
+        self._certain = False
         self.account = self.of_last_pass = self.of_step = Account(0)
         self._trains = threading.get_ident()
 
     def resume(self, step: int) -> None:
-        """What comes next is step + 1. Trap: restoring an optimizer may have called its step() to make its state."""
+        """Go on after this step, so that the next one is step + 1.
+
+        Trap: restoring an optimizer may have called its step() to make its state."""
         self.start = self.step = step
         self.account = self.of_last_pass = self.of_step = Account(step)
 
@@ -88,15 +95,17 @@ class Clock:
         return thread != self._trains and torch._C._current_graph_task_id() == -1 and _of_python(thread)
 
     def _in_callback(self) -> bool:
-        """Between forward and optimizer a future's callback, such as a communication hook's, works for backward. It runs in
-        backward's own thread where the future is done already, else in one of C++."""
-        passes = self.forward_depth or self.in_pipeline or self.in_optimizer or self._step_is_over
+        """Return whether this thread of C++ runs a future's callback, such as a communication hook's, between forward and
+        optimizer: then it works for backward.
+
+        The callback runs in backward's own thread where the future is done already."""
+        is_in_pass_or_between = self.forward_depth or self.in_pipeline or self.in_optimizer or self._step_is_over
         thread = threading.get_ident()
-        return not passes and thread != self._trains and not _of_python(thread)
+        return not is_in_pass_or_between and thread != self._trains and not _of_python(thread)
 
     def is_training_meanwhile(self) -> bool:
-        """Asked by another thread: whether the one that trains is in a pass, in backward or in an optimizer's step, and does
-        not wait for another thread."""
+        """Return whether the thread that trains is in a pass, in backward or in an optimizer's step, and does not wait for
+        another thread. Other threads call this."""
         frame = sys._current_frames().get(self._trains)
         if frame is None or frame.f_globals.get("__name__") in WAITING:
             return False
@@ -115,21 +124,21 @@ class Clock:
 
     @property
     def is_between_steps(self) -> bool:
-        """The optimizer has stepped, and no forward pass has begun a new step."""
+        """Return whether the optimizer has stepped, and no forward pass has begun a new step."""
         return self._step_is_over and self.phase() == "other"
 
     # ---- forward passes
 
     def enter_forward(self, *, recording: bool = True, in_training_mode: bool = True) -> None:
-        outermost = not self.forward_depth and self.phase() != "backward"
+        is_outermost = not self.forward_depth and self.phase() != "backward"
         self.forward_depth += 1
-        if outermost:
+        if is_outermost:
             self.passes += 1
-        if outermost and not self.in_schedule:
+        if is_outermost and not self.in_schedule:
             self._begin_pass(recording, in_training_mode)
 
-    def _begin_pass(self, recording: bool, in_training_mode: bool) -> None:
-        if not recording:
+    def _begin_pass(self, records_gradients: bool, in_training_mode: bool) -> None:
+        if not records_gradients:
             self.evaluated = True
             self.account = Account(self.step, "evaluation")
         else:
@@ -141,13 +150,13 @@ class Clock:
         self.of_last_pass = self.account
 
     def _look_between(self) -> None:
-        """What began a step and was not decided yet did not train, after all."""
+        """Call `between_steps`. First settle that a pass which began a step, and is undecided still, did not train."""
         self.evaluated = self.evaluated or not (self._step_is_over or self._certain)
         self.between_steps()
 
     @property
     def finished(self) -> int:
-        """The last step that was."""
+        """Return the last step that is over."""
         return self.step - (not self._step_is_over)
 
     def _begin_step(self) -> None:
@@ -160,7 +169,7 @@ class Clock:
             self.step_begins()
 
     def decide(self, account: Account) -> None:
-        """Backward has come to what this pass returned."""
+        """Note that backward has come to what this pass returned, so that the pass trains."""
         if account.kind == "undecided":
             account.kind = "training"
             self._certain = True
@@ -171,8 +180,8 @@ class Clock:
             self.account = self.of_step
 
     def skip(self) -> None:
-        """What was computed since the last step trains nothing, for a loss scaler leaves the optimizer's step out. The step
-        begins anew."""
+        """Begin the step anew: a loss scaler leaves the optimizer's step out, so what was computed since the last step trains
+        nothing."""
         if not self._step_is_over:
             self.of_step.kind = "skipped"
             self.account = self.of_last_pass = self.of_step = Account(self.step)
@@ -181,7 +190,7 @@ class Clock:
 
     @contextlib.contextmanager
     def schedule(self, *, training: bool) -> Iterator[None]:
-        before = self.account, self.in_pipeline, self.in_schedule
+        old_state = self.account, self.in_pipeline, self.in_schedule
         if training:
             self._trains = threading.get_ident()
             self._begin_step()
@@ -195,38 +204,40 @@ class Clock:
         try:
             yield
         finally:
-            self.account, self.in_pipeline, self.in_schedule = before
-            self.account = self.of_step if before[0].kind == "training" else before[0]
+            self.account, self.in_pipeline, self.in_schedule = old_state
+            self.account = self.of_step if old_state[0].kind == "training" else old_state[0]
         if training:
             self.schedule_ended()
 
     @contextlib.contextmanager
     def loss_of_schedule(self) -> Iterator[None]:
-        """The loss is computed outside of the last stage's forward, as it is without a pipeline."""
-        before, self.in_pipeline = self.in_pipeline, False
+        """Surround a schedule's loss, which is computed outside of the last stage's forward, as it is without a pipeline."""
+        was_in_pipeline = self.in_pipeline
+        self.in_pipeline = False
         try:
             yield
         finally:
-            self.in_pipeline = before
+            self.in_pipeline = was_in_pipeline
 
     @contextlib.contextmanager
     def reducing_gradients(self) -> Iterator[None]:
-        """Outside of autograd's engine, and part of backward all the same."""
-        before, self.reducing = self.reducing, True
+        """Surround what reduces gradients outside of autograd's engine: it is part of backward all the same."""
+        was_reducing = self.reducing
+        self.reducing = True
         try:
             yield
         finally:
-            self.reducing = before
+            self.reducing = was_reducing
 
     @contextlib.contextmanager
     def set_up(self) -> Iterator[None]:
-        """What is computed meanwhile, and what is made of it, belongs to no step."""
-        before = self.account, self.of_last_pass
+        """Surround what belongs to no step: what is computed meanwhile, and what is made of it."""
+        old_accounts = self.account, self.of_last_pass
         self.account = self.of_last_pass = Account(0)
         try:
             yield
         finally:
-            self.account, self.of_last_pass = before
+            self.account, self.of_last_pass = old_accounts
 
     # ---- the optimizer
 
@@ -239,7 +250,7 @@ class Clock:
 
 
 def _within(frame: types.FrameType | None, module: str) -> bool:
-    """Whether this frame is one of that module's, or was called from there."""
+    """Return whether this frame is one of that module's, or was called from there."""
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(module):
             return True

@@ -83,7 +83,9 @@ class CollectiveRecorder:
     ) -> None:
         self.records: list[Collective] = []
         self._passed: list[torch.Tensor | int] | None = [] if reads_inputs else None
-        self._where, self._on_issue, self._account = where, on_issue, account
+        self._where = where
+        self._on_issue = on_issue
+        self._account = account
         self._undecided: dict[int, Account] = {}
         self._sequence: Counter[tuple[str, str, int | None]] = Counter()
         self._lock = threading.Lock()
@@ -106,7 +108,7 @@ class CollectiveRecorder:
         self.close()
 
     def close(self) -> None:
-        """Its kernels see nothing any more."""
+        """Take the kernels and patches out again. Nothing if they are out already."""
         self.own.close()
         self.times.close()
         if self._library is not None:
@@ -114,19 +116,20 @@ class CollectiveRecorder:
             self._library = None
 
     def settled(self) -> tuple[Collective, ...]:
-        """The records; those of passes that no backward followed are evaluation's."""
-        evaluated = {index for index, account in self._undecided.items() if account.kind == "undecided"}
-        return tuple(self._settled(index, index in evaluated) for index in range(len(self.records)))
+        """Return the records with their times; those of passes that no backward followed have phase "evaluation"."""
+        evaluation_indices = {index for index, account in self._undecided.items() if account.kind == "undecided"}
+        return tuple(self._settled(index, index in evaluation_indices) for index in range(len(self.records)))
 
-    def _settled(self, index: int, evaluated: bool) -> Collective:
-        record, (began, blocked) = self.records[index], self.times.seen.get(index, (None, None))
-        phase = "evaluation" if evaluated else record.phase
+    def _settled(self, index: int, is_evaluation: bool) -> Collective:
+        record = self.records[index]
+        began, blocked = self.times.seen.get(index, (None, None))
+        phase = "evaluation" if is_evaluation else record.phase
         return dataclasses.replace(record, phase=phase, began=began, blocked=blocked)
 
     @property
     def passed(self) -> np.ndarray | None:
         """Return int64 [records]; None where inputs are not read."""
-        return None if self._passed is None else np.array([int(one) for one in self._passed], np.int64)
+        return None if self._passed is None else np.array([int(bit_sum) for bit_sum in self._passed], np.int64)
 
     def _kernel(self, overload: Any, op: str, payload: int, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         with self.times.calling():
@@ -136,21 +139,28 @@ class CollectiveRecorder:
     def _note(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
         group = _group_of(args)
         self.keep(group)
-        places = places_of(group)
-        if not places:
+        group_ranks = places_of(group)
+        if not group_ranks:
             self.own.unplaced(op, group, payload)
             return
         self.own.passed()
-        passed = 0 if self._passed is None or op not in GIVEN else bits_of(args[GIVEN[op]])
+        input_bits = 0 if self._passed is None or op not in GIVEN else bits_of(args[GIVEN[op]])
         ends = _peer(op, args, group), _root(op, args, group)
-        self.note(op, payload, group, *ends, passed, ranks=tuple(sorted(places)))
+        self.note(op, payload, group, *ends, input_bits, ranks=tuple(sorted(group_ranks)))
 
     def _called_directly(self, call: Call, group: dist.ProcessGroup) -> None:
-        """A method of its backend was, or of a Python class that is registered."""
-        peer = next((one for one in call.args if type(one) is int), None) if call.op in ("send", "recv") else None
-        root = next((one.rootRank for one in call.args if hasattr(one, "rootRank")), None)
-        places = (None if place is None else _member_at(place, group) for place in (peer, root))
-        self.note(call.op, call.tensors, group, *places)
+        """Note a call of a method of a group's backend, or of a Python class that is registered."""
+        peer_in_group = (
+            next((argument for argument in call.args if type(argument) is int), None)
+            if call.op in ("send", "recv")
+            else None
+        )
+        root_in_group = next((argument.rootRank for argument in call.args if hasattr(argument, "rootRank")), None)
+        global_ranks = (
+            None if group_rank is None else _member_at(group_rank, group)
+            for group_rank in (peer_in_group, root_in_group)
+        )
+        self.note(call.op, call.tensors, group, *global_ranks)
 
     def _is_recorded(self, phase: str) -> bool:
         return True
@@ -159,9 +169,11 @@ class CollectiveRecorder:
         raise error
 
     def keep(self, group: dist.ProcessGroup) -> bool:
-        """Keep it as long as the process; return whether it is a new one. Trap: C++ code that frees a gloo group last, such as
-        DDP's reducer, joins its threads while it holds the GIL. If one of them waits for the GIL, to free what the last call
-        held, the process hangs in its exit (upstream_bugs/gloo_group_freed_by_ddp.py)."""
+        """Keep a group alive as long as the process; return whether it is a new one.
+
+        Trap: C++ code that frees a gloo group last, such as DDP's reducer, joins its threads while it holds the GIL. If one of
+        them waits for the GIL, to free what the last call held, the process hangs in its exit
+        (upstream_bugs/gloo_group_freed_by_ddp.py)."""
         if id(group) in self._kept:
             return False
         self._kept.add(id(group))
@@ -175,12 +187,13 @@ class CollectiveRecorder:
         group: dist.ProcessGroup,
         peer: int | None = None,
         root: int | None = None,
-        passed: torch.Tensor | int = 0,
+        input_bits: torch.Tensor | int = 0,
         *,
         ranks: tuple[int, ...] | None = None,
     ) -> None:
         """Note a call. The payload is the unsharded tensor, or several. Passed is the sum of bits that this rank passes."""
-        name, ranks = name_of(group), members(group) if ranks is None else ranks
+        name = name_of(group)
+        ranks = members(group) if ranks is None else ranks
         tensors = list(tensors_in(payload))
         step, phase = self._where()
         phase = CHECKPOINT if phase in ("optimizer", "other") and saves_or_loads() else phase
@@ -203,11 +216,11 @@ class CollectiveRecorder:
                 self._undecided[len(self.records)] = account
             self.records.append(record)
             if self._passed is not None:
-                self._passed.append(passed)
-            place = len(self.records) - 1
+                self._passed.append(input_bits)
+            index = len(self.records) - 1
         if self._on_issue is not None:
             self._on_issue(record)
-        self.times.begins(place)
+        self.times.begins(index)
 
 
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
@@ -222,13 +235,15 @@ SUMMED_AT_ONCE = 2**18
 
 def bits_of(tensors: Any) -> torch.Tensor | int:
     """Return the sum of tensors' elements, read as integers: int64 [] on their device, without waiting for it."""
-    dense = [each for each in tensors_in(tensors) if each.layout is torch.strided and each.numel()]
-    words = [each.detach().contiguous().view(BY_SIZE[each.element_size()]) for each in dense]
-    sums = [part.sum() for each in words for part in _cut(each)]
+    dense = [tensor for tensor in tensors_in(tensors) if tensor.layout is torch.strided and tensor.numel()]
+    sums: list[torch.Tensor] = []
+    for words in [tensor.detach().contiguous().view(BY_SIZE[tensor.element_size()]) for tensor in dense]:
+        sums += [piece.sum() for piece in _cut(words)]
     return sums[0] if len(sums) == 1 else sum(sums, start=0)
 
 
 def _cut(words: torch.Tensor) -> Iterable[torch.Tensor]:
+    """Return the pieces of a tensor that are summed at once: on a GPU all of it."""
     at_once = words.numel() <= SUMMED_AT_ONCE or words.device.type != "cpu"
     return (words,) if at_once else words.reshape(-1).split(SUMMED_AT_ONCE)
 
@@ -238,9 +253,9 @@ def members(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(sorted(places_of(group)))
 
 
-def _member_at(place: int, group: dist.ProcessGroup) -> int:
+def _member_at(group_rank: int, group: dist.ProcessGroup) -> int:
     """Return the global rank at this position of a group, whose ranks may be in any order."""
-    return next(rank for rank, there in places_of(group).items() if there == place)
+    return next(rank for rank, member_rank in places_of(group).items() if member_rank == group_rank)
 
 
 CHECKPOINTING = (
@@ -265,7 +280,7 @@ def saves_or_loads() -> bool:
 
 
 def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """The group among a kernel's arguments, where it comes as a ScriptObject."""
+    """Return the group among a kernel's arguments, where it comes as a ScriptObject."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return dist.ProcessGroup.unbox(arg)
@@ -273,10 +288,10 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
 
 
 def _peer(op: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> int | None:
-    """Global rank of the other side of a send or receive; torch passes its position in the group."""
+    """Return the global rank of the other side of a send or receive, whose position in the group torch passes; else None."""
     return _member_at(args[2], group) if op in ("send", "recv") and isinstance(args[2], int) else None
 
 
 def _root(op: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> int | None:
-    """Global rank of the root of a collective that has one; torch passes its position in the group."""
+    """Return the global rank of a collective's root, whose position in the group torch passes; None if it has no root."""
     return _member_at(args[ROOTS[op]], group) if op in ROOTS else None

@@ -36,8 +36,8 @@ def compiler() -> dict[str, int]:
     if "torch._dynamo.utils" not in sys.modules:
         return {}
     counters = sys.modules["torch._dynamo.utils"].counters
-    found = {"graphs": int(counters["stats"]["unique_graphs"])}
-    found |= {f"graph break: {str(reason).splitlines()[0]}": int(n) for reason, n in counters["graph_break"].items()}
-    limits = {str(reason).splitlines()[0]: int(n) for reason, n in counters["unimplemented"].items()}
-    found |= {f"gave up: {reason}": n for reason, n in limits.items() if "limit" in reason}
-    return {key: count for key, count in found.items() if count}
+    counts = {"graphs": int(counters["stats"]["unique_graphs"])}
+    counts |= {f"graph break: {str(reason).splitlines()[0]}": int(n) for reason, n in counters["graph_break"].items()}
+    failures = {str(reason).splitlines()[0]: int(n) for reason, n in counters["unimplemented"].items()}
+    counts |= {f"gave up: {reason}": n for reason, n in failures.items() if "limit" in reason}
+    return {key: count for key, count in counts.items() if count}

@@ -49,7 +49,7 @@ class CopyRecorder:
         self._library: torch.library.Library | None = None
 
     def install(self) -> None:
-        """Like the recorder of activities: below autograd and DTensor."""
+        """Put a kernel in front of both operators, below autograd and DTensor, as the recorder of activities does."""
         self._library = torch.library.Library("aten", "IMPL")
         for name, kernel in (("copy_", self._copy), ("cat", self._cat)):
             operator = getattr(torch.ops.aten, name).default
@@ -64,35 +64,37 @@ class CopyRecorder:
         self.close()
 
     def close(self) -> None:
-        """Its kernels see nothing any more."""
+        """Take the kernels out again. Nothing if they are out already."""
         if self._library is not None:
             self._library._destroy()
             self._library = None
 
     def of_step(self, step: int) -> dict[str, int] | None:
-        """Most bytes at once, by phase, and in AT_BEGIN what was there before and given up since; None if the probe was not
-        there."""
+        """Return the most bytes of copies at once, by phase of the step; by AT_BEGIN, the bytes that were there before and
+        were freed since. None if the probe was not attached."""
         self._enter(0)
         return dict(self._steps.get(step, {})) if self._parts else None
 
     def _copy(self, operator: Any, keyset: Any, target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-        """Trap: a number that torch wrapped in a tensor arrives as the number, which the operator does not take."""
+        """Note and call copy_.
+
+        Trap: a number that torch wrapped in a tensor arrives as the number, which the operator does not take."""
         source = source if isinstance(source, torch.Tensor) else _as_tensor(source)
         self.copied(target, source, sys._getframe().f_back)
         return operator.redispatch(keyset & _BELOW, target, source, *args, **kwargs)
 
     def _cat(self, operator: Any, keyset: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        made = operator.redispatch(keyset & _BELOW, sources, *args, **kwargs)
-        self.joined(made, sources, sys._getframe().f_back)
-        return made
+        result = operator.redispatch(keyset & _BELOW, sources, *args, **kwargs)
+        self.joined(result, sources, sys._getframe().f_back)
+        return result
 
     def copied(self, target: torch.Tensor, source: torch.Tensor, caller: types.FrameType | None) -> None:
         if self._is_in_a_step() and self._is_weight(source) and not self._is_weight(target):
             self._note(target, source.numel(), source.dtype, caller)
 
-    def joined(self, made: torch.Tensor, sources: Iterable[torch.Tensor], caller: types.FrameType | None) -> None:
+    def joined(self, result: torch.Tensor, sources: Iterable[torch.Tensor], caller: types.FrameType | None) -> None:
         if self._is_in_a_step() and (weights := [source for source in sources if self._is_weight(source)]):
-            self._note(made, sum(weight.numel() for weight in weights), weights[0].dtype, caller)
+            self._note(result, sum(weight.numel() for weight in weights), weights[0].dtype, caller)
 
     def _is_in_a_step(self) -> bool:
         if not self._parts or self._clock.step <= self._clock.start:
@@ -102,14 +104,18 @@ class CopyRecorder:
         return True
 
     def _enter(self, step: int) -> None:
-        """What the last step made and has not given up is kept: it was there when the most was, and is taken off."""
+        """Begin the account of a step.
+
+        What the last step made and has not freed is retained: it was there when the most was, and is subtracted from that."""
         self._forget()
-        most = self._steps.get(self._step, {})
-        most.update({phase: max(0, size - self._total) for phase, size in most.items()})
-        if given_up := sum(size for storage, size in self._kept.items() if storage.expired()):
-            self._steps.setdefault(self._step, {})[AT_BEGIN] = given_up
+        peak_bytes = self._steps.get(self._step, {})
+        peak_bytes.update({phase: max(0, size - self._total) for phase, size in peak_bytes.items()})
+        if freed_bytes := sum(size for storage, size in self._kept.items() if storage.expired()):
+            self._steps.setdefault(self._step, {})[AT_BEGIN] = freed_bytes
         self._kept = {storage: size for storage, size in self._kept.items() if not storage.expired()} | self._alive
-        self._alive, self._total, self._step = {}, 0, step
+        self._alive = {}
+        self._total = 0
+        self._step = step
         weights = weight_storages(self._parts) if step else ()
         self._weights = {storage._cdata: StorageWeakRef(storage) for storage in weights}
 
@@ -118,23 +124,24 @@ class CopyRecorder:
             return False  # a compiler's
         return tensor.untyped_storage()._cdata in self._weights and is_computed(tensor)
 
-    def _note(self, made: torch.Tensor, numel: int, dtype: torch.dtype, caller: types.FrameType | None) -> None:
+    def _note(self, copy: torch.Tensor, numel: int, dtype: torch.dtype, caller: types.FrameType | None) -> None:
         if _module(caller).startswith(OWN):
             return
-        phase, storage = self._clock.phase(), StorageWeakRef(made.untyped_storage())
-        computing = made.dtype != dtype and phase in ("forward", "backward", "pipeline")
-        if computing or storage in self._kept:
+        phase = self._clock.phase()
+        storage = StorageWeakRef(copy.untyped_storage())
+        is_cast_of_mixed_precision = copy.dtype != dtype and phase in ("forward", "backward", "pipeline")
+        if is_cast_of_mixed_precision or storage in self._kept:
             return
-        size = numel * made.element_size()
+        size = numel * copy.element_size()
         self._total += size - self._alive.get(storage, 0)
         self._alive[storage] = size
-        most = self._steps.setdefault(self._clock.step, {})
-        if self._total >= most.get(phase, 0) + self._grain:
+        peak_bytes = self._steps.setdefault(self._clock.step, {})
+        if self._total >= peak_bytes.get(phase, 0) + self._grain:
             self._forget()
-            most[phase] = max(most.get(phase, 0), self._total)
+            peak_bytes[phase] = max(peak_bytes.get(phase, 0), self._total)
 
     def _forget(self) -> None:
-        """Copies that are no more."""
+        """Drop the copies that are freed."""
         self._alive = {storage: size for storage, size in self._alive.items() if not storage.expired()}
         self._total = sum(self._alive.values())
 
@@ -150,12 +157,12 @@ def _as_tensor(number: Any) -> torch.Tensor:
 
 
 def weight_storages(parts: Iterable[nn.Module]) -> Iterator[torch.UntypedStorage]:
-    """Where a process has weights: its own, and those that FSDP2 gathers, whose memory is emptied and filled again."""
+    """Yield the storages of weights: the process's own, and those into which FSDP2 gathers, again and again."""
     for part in parts:
         for _, parameter in named_parameters([part]):
             yield local(parameter).untyped_storage()
         for module in module_names(part):
             for group in fsdp2_groups(module):
-                for held in group.fsdp_params:
-                    yield held._sharded_param_data.untyped_storage()
-                    yield from (gathered.untyped_storage() for gathered in held.all_gather_outputs)
+                for fsdp_parameter in group.fsdp_params:
+                    yield fsdp_parameter._sharded_param_data.untyped_storage()
+                    yield from (output.untyped_storage() for output in fsdp_parameter.all_gather_outputs)

@@ -48,7 +48,8 @@ class DeviceRecorder:
 
     def seconds(self, step: int) -> float | None:
         """Return a step's seconds. Call it after waiting for the device."""
-        began, ended = self._began.get(step), self._ended.get(step)
+        began = self._began.get(step)
+        ended = self._ended.get(step)
         if isinstance(began, float) and isinstance(ended, float):
             return ended - began
         if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):

@@ -22,19 +22,20 @@ class GrowthRecorder:
     """look: what is kept now."""
 
     def __init__(self, clock: Clock, look: Callable[[], tuple[HeldTensor, ...]]) -> None:
-        self._clock, self._look = clock, look
+        self._clock = clock
+        self._look = look
         self._steps: dict[int, dict[str, int]] = {}
         self._unwaited: dict[int, int | None] = {}
 
     def attach(self) -> None:
         """Look between steps, after what else is done there."""
-        others = self._clock.between_steps
+        earlier_hook = self._clock.between_steps
 
-        def both() -> None:
-            others()
+        def run_both() -> None:
+            earlier_hook()
             self._step_is_over()
 
-        self._clock.between_steps = both
+        self._clock.between_steps = run_both
 
     def _step_is_over(self) -> None:
         if 0 < self._clock.step - self._clock.start <= LOOKS:
@@ -46,11 +47,14 @@ class GrowthRecorder:
     def unwaited(self, step: int) -> int | None:
         return self._unwaited.get(step)
 
-    def note_last(self, step: int, held: Iterable[HeldTensor]) -> None:
-        self._note(step, held)
+    def note_last(self, step: int, tensors: Iterable[HeldTensor]) -> None:
+        self._note(step, tensors)
 
-    def _note(self, step: int, held: Iterable[HeldTensor]) -> None:
-        self._steps[step], self._unwaited[step] = by_shape(held), unwaited_collectives()
+    def _note(self, step: int, tensors: Iterable[HeldTensor]) -> None:
+        retained = by_shape(tensors)
+        unwaited = unwaited_collectives()
+        self._steps[step] = retained
+        self._unwaited[step] = unwaited
 
 
 def unwaited_collectives() -> int | None:
@@ -60,10 +64,10 @@ def unwaited_collectives() -> int | None:
     return None if count is None else count()
 
 
-def by_shape(held: Iterable[HeldTensor]) -> dict[str, int]:
-    """Bytes by "dtype shape"."""
-    found: dict[str, int] = {}
-    for tensor in held:
+def by_shape(tensors: Iterable[HeldTensor]) -> dict[str, int]:
+    """Return the bytes of the tensors by "dtype shape"."""
+    bytes_by_shape: dict[str, int] = {}
+    for tensor in tensors:
         key = f"{tensor.dtype} {list(tensor.shape)}"
-        found[key] = found.get(key, 0) + tensor.bytes
-    return found
+        bytes_by_shape[key] = bytes_by_shape.get(key, 0) + tensor.bytes
+    return bytes_by_shape

@@ -11,10 +11,10 @@ from typing import Any
 
 
 class Hook:
-    """Calls `act`; copied or pickled, it does nothing."""
+    """A hook that calls its action; a copied or pickled one does nothing."""
 
-    def __init__(self, act: Callable[..., Any]) -> None:
-        self._act = act
+    def __init__(self, action: Callable[..., Any]) -> None:
+        self._act = action
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._act(*args, **kwargs)

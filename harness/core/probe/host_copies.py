@@ -43,42 +43,55 @@ def copied(tensor: torch.Tensor) -> Copy:
 
 def all_copied(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Copy]:
     """Return copies by name. Copies of one dtype in the host's memory are made by few calls, each into one array."""
-    parts = {name: local(tensor) for name, tensor in tensors}
-    together: dict[tuple[torch.dtype, int], dict[str, torch.Tensor]] = {}
-    before: Counter[torch.dtype] = Counter()
-    for name, part in parts.items():
-        if type(part) in (torch.Tensor, nn.Parameter) and part.layout is torch.strided and not lies_on_device(part):
-            together.setdefault((part.dtype, before[part.dtype] // TOGETHER), {})[name] = part
-            before[part.dtype] += part.numel() * part.element_size()
-    found = {name: copy for group in together.values() for name, copy in _joined(group).items()}
-    return {name: found[name] if name in found else copied(part) for name, part in parts.items()}
+    local_tensors = {name: local(tensor) for name, tensor in tensors}
+    batches: dict[tuple[torch.dtype, int], dict[str, torch.Tensor]] = {}
+    bytes_so_far: Counter[torch.dtype] = Counter()
+    for name, local_tensor in local_tensors.items():
+        if (
+            type(local_tensor) in (torch.Tensor, nn.Parameter)
+            and local_tensor.layout is torch.strided
+            and not lies_on_device(local_tensor)
+        ):
+            batches.setdefault((local_tensor.dtype, bytes_so_far[local_tensor.dtype] // TOGETHER), {})[name] = (
+                local_tensor
+            )
+            bytes_so_far[local_tensor.dtype] += local_tensor.numel() * local_tensor.element_size()
+    joint_copies: dict[str, np.ndarray] = {}
+    for batch in batches.values():
+        joint_copies |= _joined(batch)
+    return {
+        name: joint_copies[name] if name in joint_copies else copied(local_tensor)
+        for name, local_tensor in local_tensors.items()
+    }
 
 
 def all_cloned(tensors: Mapping[str, torch.Tensor]) -> dict[str, Copy]:
     """Return copies where each tensor lies: on a device, to be copied from there if they are needed, or the host's."""
-    parts = {name: local(tensor) for name, tensor in tensors.items()}
-    clones = {name: part.clone() for name, part in parts.items() if lies_on_device(part)}
-    found = all_copied((name, part) for name, part in parts.items() if name not in clones)
-    return {name: clones.get(name, found.get(name)) for name in parts}
+    local_tensors = {name: local(tensor) for name, tensor in tensors.items()}
+    clones = {
+        name: local_tensor.clone() for name, local_tensor in local_tensors.items() if lies_on_device(local_tensor)
+    }
+    host_copies = all_copied((name, local_tensor) for name, local_tensor in local_tensors.items() if name not in clones)
+    return {name: clones.get(name, host_copies.get(name)) for name in local_tensors}
 
 
-def _joined(parts: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+def _joined(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """Return what `as_numpy` makes of each of these dense tensors of one dtype."""
-    flat = [part.reshape(-1) for part in parts.values()]
-    whole = np.empty(sum(part.numel() for part in flat), numpys(flat[0].dtype))
+    flat = [tensor.reshape(-1) for tensor in tensors.values()]
+    joint_array = np.empty(sum(tensor.numel() for tensor in flat), numpys(flat[0].dtype))
     if flat[0].dtype == torch.bfloat16:
-        torch.from_numpy(whole).copy_(torch.cat(flat))
+        torch.from_numpy(joint_array).copy_(torch.cat(flat))
     else:
-        torch.cat(flat, out=torch.from_numpy(whole))
-    ends = itertools.accumulate(part.numel() for part in flat)
+        torch.cat(flat, out=torch.from_numpy(joint_array))
+    ends = itertools.accumulate(tensor.numel() for tensor in flat)
     return {
-        name: whole[end - part.numel() : end].reshape(tuple(part.shape))
-        for (name, part), end in zip(parts.items(), ends, strict=True)
+        name: joint_array[end - tensor.numel() : end].reshape(tuple(tensor.shape))
+        for (name, tensor), end in zip(tensors.items(), ends, strict=True)
     }
 
 
 def pending() -> list[torch.Tensor]:
-    """The probe's own tensors on the host, which live until they are read."""
+    """Return the probe's own tensors on the host, which live until they are read."""
     return list(_pending.values())
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,73 +30,86 @@ Python still lived after garbage had been collected, and none did 10 ms later.""
 def beside(
     parts: Iterable[nn.Module],
     optimizers: Iterable[Optimizer],
-    own: Iterable[torch.Tensor],
+    probe_tensors: Iterable[torch.Tensor],
     *,
     evaluated: bool,
     patient: bool = False,
 ) -> tuple[HeldTensor, ...]:
-    """One of each storage that is not behind a parameter, its gradient or optimizer state, nor the probe's own; largest
-    first. evaluated: whether a pass that trains nothing came last, after which FSDP1 leaves the root's vector gathered, as
-    it does after forward. patient: what will have been let go of in a moment is not kept."""
+    """Return one tensor of each storage that is neither behind a parameter, its gradient or optimizer state, nor the probe's
+    own; largest first.
+
+    evaluated: whether a pass that trains nothing came last, after which FSDP1 leaves the root's vector gathered, as it does
+    after forward. patient: wait a moment first, so that what is about to be freed does not count."""
     gc.collect()  # what no reference reaches is not kept
     if patient:
         time.sleep(LET_GO)
-    known = set(_places(_accounted(parts, optimizers))) | set(_places(own))
-    known |= set(_places(fsdp1_vectors(parts))) if evaluated else set()
-    found: dict[int, HeldTensor] = {}
+    known_addresses = set(_places(_accounted(parts, optimizers))) | set(_places(probe_tensors))
+    known_addresses |= set(_places(fsdp1_vectors(parts))) if evaluated else set()
+    unaccounted_by_address: dict[int, HeldTensor] = {}
     for tensor in _living():
-        at, size = place(tensor), tensor.untyped_storage().nbytes()
-        if size and at not in known:
+        address = place(tensor)
+        storage_bytes = tensor.untyped_storage().nbytes()
+        if storage_bytes and address not in known_addresses:
             dtype = str(tensor.dtype).removeprefix("torch.")
-            found.setdefault(at, HeldTensor(tuple(tensor.shape), dtype, size))
-    return tuple(sorted(found.values(), key=lambda held: -held.bytes))
+            unaccounted_by_address.setdefault(address, HeldTensor(tuple(tensor.shape), dtype, storage_bytes))
+    return tuple(sorted(unaccounted_by_address.values(), key=lambda live_tensor: -live_tensor.bytes))
 
 
 def _accounted(parts: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
-    """What FSDP2 gathers into is no copy, and whether evaluation left it there is recorded separately. Then a module's
-    parameters are the gathered ones, and the sharded ones are found here."""
-    groups = (group for part in parts for module in part.modules() for group in fsdp2_groups(module))
-    sharded = [held for group in groups for held in group.fsdp_params]
+    """Yield parameters, their gradients, optimizer state, shards that were noted, and what FSDP2 gathers into.
+
+    What FSDP2 gathers into is no copy, and whether evaluation left it there is recorded separately. While it is there, a
+    module's parameters are the gathered ones, and the sharded ones are found here."""
+    fsdp_parameters: list[Any] = []
+    for part in parts:
+        for module in part.modules():
+            for group in fsdp2_groups(module):
+                fsdp_parameters += group.fsdp_params
     for parameter in (
         *(parameter for _, parameter in named_parameters(parts)),
-        *(held.sharded_param for held in sharded),
+        *(fsdp_parameter.sharded_param for fsdp_parameter in fsdp_parameters),
     ):
         yield parameter
         if parameter.grad is not None:
             yield parameter.grad
     for shards in noted(parts):
         yield from tensors_of(shards)
-    yield from (gathered for held in sharded for gathered in held.all_gather_outputs)
+    for fsdp_parameter in fsdp_parameters:
+        yield from fsdp_parameter.all_gather_outputs
     for optimizer in optimizers:
         for state in optimizer.state.values():
             yield from (value for value in state.values() if torch.is_tensor(value))
 
 
 def fsdp1_vectors(parts: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """What FSDP1 gathers each unit into; whether evaluation left it there is recorded separately."""
-    for module in (module for part in parts for module in part.modules()):
-        flat = flat_parameter(module)
-        if hasattr(flat, "_full_param_padded"):
-            yield flat._full_param_padded
+    """Yield the vector into which FSDP1 gathers each unit. Whether evaluation left it there is recorded separately."""
+    for part in parts:
+        for module in part.modules():
+            flat = flat_parameter(module)
+            if hasattr(flat, "_full_param_padded"):
+                yield flat._full_param_padded
 
 
 def _places(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
-    yield from (place(plain) for tensor in tensors for plain in _plain(tensor))
+    for tensor in tensors:
+        yield from (place(plain) for plain in _plain(tensor))
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a tensor made of others (a DTensor, a quantized one) is made of."""
+    """Yield the plain tensors of which a tensor (a DTensor, a quantized one) is made; a plain tensor itself."""
     if is_traceable_wrapper_subclass(tensor):
-        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        yield from (plain for part in parts if isinstance(part, torch.Tensor) for plain in _plain(part))
+        for name in tensor.__tensor_flatten__()[0]:
+            inner_tensor = getattr(tensor, name)
+            if isinstance(inner_tensor, torch.Tensor):
+                yield from _plain(inner_tensor)
     else:
         yield tensor
 
 
 def _living() -> Iterator[torch.Tensor]:
     """Yield tensors with their own memory. Trap: isinstance() would ask proxies of other libraries what they stand for."""
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and not is_traceable_wrapper_subclass(thing):
-            traced = type(thing).__name__ == "FunctionalTensor" or not is_computed(thing)
-            if thing.is_floating_point() and thing.layout is torch.strided and not traced:
-                yield thing
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.Tensor) and not is_traceable_wrapper_subclass(candidate):
+            is_traced = type(candidate).__name__ == "FunctionalTensor" or not is_computed(candidate)
+            if candidate.is_floating_point() and candidate.layout is torch.strided and not is_traced:
+                yield candidate

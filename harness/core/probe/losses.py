@@ -41,13 +41,15 @@ def note_loss(labels: torch.Tensor, value: torch.Tensor, *, reduction: str, igno
 
 
 def noted(compute: Callable[..., torch.Tensor], *, reduction: str) -> Callable[..., torch.Tensor]:
-    """A trainer's function of (logits, labels), whose value is noted unless it leaves that to a function of torch's."""
+    """Return a trainer's function of (logits, labels) that also notes its value.
+
+    If the function calls one of torch's loss functions, nothing is noted here: the recorder sees that call."""
 
     @functools.wraps(compute)
     def seen(logits: Any, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        before = [recorder.heard for recorder in _installed]
+        heard_before = [recorder.heard for recorder in _installed]
         value = compute(logits, labels, *args, **kwargs)
-        if before == [recorder.heard for recorder in _installed]:
+        if heard_before == [recorder.heard for recorder in _installed]:
             note_loss(labels, value, reduction=reduction)
         return value
 
@@ -95,20 +97,23 @@ class LossRecorder:
             _installed.remove(self)
         self._patched = []
 
-    def _patch(self, owner: Any, name: str, read: Callable[..., tuple[torch.Tensor, str, int]]) -> None:
-        """read: how to get labels, reduction and the label that is ignored from the arguments."""
+    def _patch(self, owner: Any, name: str, read_arguments: Callable[..., tuple[torch.Tensor, str, int]]) -> None:
+        """Replace a loss function by one that notes each outermost call.
+
+        read_arguments: returns labels, reduction and the label that is ignored, from the call's arguments."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def seen(*args: Any, **kwargs: Any) -> torch.Tensor:
-            outermost, self._inside = not self._inside, True
+            is_outermost = not self._inside
+            self._inside = True
             try:
                 value = original(*args, **kwargs)
             finally:
-                self._inside = not outermost
-            if outermost:
-                labels, reduction, ignored = read(*args, **kwargs)
-                self.note(labels, value, reduction, ignored)
+                self._inside = not is_outermost
+            if is_outermost:
+                labels, reduction, ignore_index = read_arguments(*args, **kwargs)
+                self.note(labels, value, reduction, ignore_index)
             return value
 
         self._patched.append((owner, name, original))
@@ -123,33 +128,41 @@ class LossRecorder:
         *,
         by_adapter: bool = False,
     ) -> None:
-        """Copies, on the device and without waiting: a trainer may go on to reduce the loss or refill the labels in place."""
-        clock, self.heard = self._clock, self.heard + 1
+        """Note one call of a loss function.
+
+        Labels and value are copied, on the device and without waiting: a trainer may go on to reduce the loss or refill the
+        labels in place."""
+        clock = self._clock
+        self.heard = self.heard + 1
         if clock.phase() == "backward" or labels.is_floating_point() or not _is_real(value):
             return
-        of_step = value.requires_grad and clock.of_last_pass.kind == "evaluation"
-        account = clock.of_step if of_step else clock.of_last_pass
-        copies = local(labels).clone(), local(value).clone()
+        belongs_to_step = value.requires_grad and clock.of_last_pass.kind == "evaluation"
+        account = clock.of_step if belongs_to_step else clock.of_last_pass
+        copied_tensors = local(labels).clone(), local(value).clone()
         passes = clock.passes
-        flows = value.requires_grad
-        loss = Loss(account, passes, *copies, flows, reduction, ignore_index, by_adapter)
-        if flows and reduction == "none" and loss.value.numel() == loss.labels.numel():
+        has_gradient = value.requires_grad
+        loss = Loss(account, passes, *copied_tensors, has_gradient, reduction, ignore_index, by_adapter)
+        if has_gradient and reduction == "none" and loss.value.numel() == loss.labels.numel():
             value.register_hook(loss.see_gradient)
         self._noted.append(loss)
 
     def tensors(self) -> list[torch.Tensor]:
-        """What is kept to be read when all is done, so as not to wait for it in a step."""
-        return [
-            tensor for loss in self._noted for tensor in (loss.labels, loss.value, loss.trained) if tensor is not None
-        ]
+        """Return the tensors that are kept until training has ended, so that no step waits for them."""
+        kept = []
+        for loss in self._noted:
+            kept += [loss.labels, loss.value]
+            if loss.trained is not None:
+                kept.append(loss.trained)
+        return kept
 
-    def of_passes(self, of: Callable[[Account], bool], received: Sequence[int]) -> list[list[Loss]]:
-        """Return losses by microbatch. received: how many tokens each pass received, where that was seen."""
-        noted = (loss for loss in self._noted if of(loss.account))
-        groups = [_that_count(list(group)) for _, group in itertools.groupby(noted, key=lambda loss: loss.after)]
-        if [_labels(group) for group in groups] == list(received):
+    def of_passes(self, is_selected: Callable[[Account], bool], token_counts: Sequence[int]) -> list[list[Loss]]:
+        """Return losses by microbatch. token_counts: how many tokens each pass received, where that was seen."""
+        selected_losses = (loss for loss in self._noted if is_selected(loss.account))
+        losses_by_pass = itertools.groupby(selected_losses, key=lambda loss: loss.after)
+        groups = [_that_count(list(losses_of_pass)) for _, losses_of_pass in losses_by_pass]
+        if [_labels(group) for group in groups] == list(token_counts):
             return groups
-        return _cut([loss for group in groups for loss in group], received) or groups
+        return _cut(list(itertools.chain.from_iterable(groups)), token_counts) or groups
 
 
 def _given_to_kernels(
@@ -165,7 +178,7 @@ def _given_to_linear(
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
-    """Others are a compiler's, tracing."""
+    """Return whether a tensor has values. Those that a compiler traces with have none."""
     traced = type(local(tensor)).__name__ in ("FakeTensor", "FunctionalTensor")
     return not traced and tensor.device.type != "meta" and not torch.compiler.is_compiling()
 
@@ -175,44 +188,51 @@ def _that_count(losses: list[Loss]) -> list[Loss]:
 
     A trainer's own loss computed in autograd functions records nothing: then all are taken.
     """
-    noted = [loss for loss in losses if loss.by_adapter]
-    return noted or [loss for loss in losses if loss.differentiable] or losses
+    adapter_losses = [loss for loss in losses if loss.by_adapter]
+    return adapter_losses or [loss for loss in losses if loss.differentiable] or losses
 
 
 def _labels(losses: Iterable[Loss]) -> int:
     return sum(loss.labels.numel() for loss in losses)
 
 
-def _cut(losses: list[Loss], received: Sequence[int]) -> list[list[Loss]] | None:
-    """In order, as many for each pass as have a label for each of its tokens; None where they do not come out even."""
-    ends = list(itertools.accumulate(loss.labels.numel() for loss in losses))
-    wanted = list(itertools.accumulate(received))
-    if not set(wanted) <= set(ends) or wanted[-1:] != ends[-1:]:
+def _cut(losses: list[Loss], token_counts: Sequence[int]) -> list[list[Loss]] | None:
+    """Return the losses of each pass, in order: as many as have a label for each of its tokens.
+
+    None if the labels of some losses belong to tokens of two passes."""
+    label_ends = list(itertools.accumulate(loss.labels.numel() for loss in losses))
+    token_ends = list(itertools.accumulate(token_counts))
+    if not set(token_ends) <= set(label_ends) or token_ends[-1:] != label_ends[-1:]:
         return None
-    cuts = [0, *(ends.index(end) + 1 for end in wanted)]
+    cuts = [0, *(label_ends.index(end) + 1 for end in token_ends)]
     return [losses[start:stop] for start, stop in itertools.pairwise(cuts)]
 
 
 def microbatch(tokens: np.ndarray | None, losses: Sequence[Loss]) -> Microbatch:
-    """Labels lie as the tokens do if one call was given them all."""
+    """Return the record of one pass. Its labels have the tokens' shape if there are as many of them."""
     if not losses:
         return Microbatch(tokens, None, None, None)
-    parts = [_read(loss) for loss in losses]
-    labels = parts[0][0] if len(parts) == 1 else np.concatenate([labels.reshape(-1) for labels, _, _ in parts])
+    loss_parts = [_read(loss) for loss in losses]
+    labels = (
+        loss_parts[0][0]
+        if len(loss_parts) == 1
+        else np.concatenate([labels.reshape(-1) for labels, _, _ in loss_parts])
+    )
     if tokens is not None and labels.size == tokens.size:
         labels = labels.reshape(tokens.shape)
-    chunks = tuple(labels.size for labels, _, _ in parts) if len(parts) > 1 else ()
-    total, valid = math.fsum(total for _, total, _ in parts), sum(valid for _, _, valid in parts)
+    chunks = tuple(labels.size for labels, _, _ in loss_parts) if len(loss_parts) > 1 else ()
+    total = math.fsum(total for _, total, _ in loss_parts)
+    valid = sum(valid for _, _, valid in loss_parts)
     return Microbatch(tokens, labels if tokens is not None else labels.reshape(-1), total, valid, chunks)
 
 
 def _read(loss: Loss) -> tuple[np.ndarray, float, int]:
-    """Labels, -100 where they are ignored; the sum of the losses; how many labels count."""
-    ignored = loss.labels == loss.ignore_index
+    """Return the labels, -100 where they are ignored; the sum of the losses; how many labels count."""
+    is_ignored = loss.labels == loss.ignore_index
     value = loss.value.double()
     if loss.trained is not None:
-        ignored = ignored | ~loss.trained.reshape(ignored.shape)
-        value = value.masked_fill(ignored.reshape(value.shape), 0.0)
-    valid = int((~ignored).sum())
-    total = float(value.sum()) if loss.reduction != "mean" else (float(value) * valid if valid else 0.0)
-    return loss.labels.masked_fill(ignored, IGNORED).to("cpu", torch.int64).numpy(), total, valid
+        is_ignored = is_ignored | ~loss.trained.reshape(is_ignored.shape)
+        value = value.masked_fill(is_ignored.reshape(value.shape), 0.0)
+    valid_labels = int((~is_ignored).sum())
+    total = float(value.sum()) if loss.reduction != "mean" else (float(value) * valid_labels if valid_labels else 0.0)
+    return loss.labels.masked_fill(is_ignored, IGNORED).to("cpu", torch.int64).numpy(), total, valid_labels

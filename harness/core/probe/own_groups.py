@@ -40,16 +40,19 @@ MOST = 1000
 
 
 def places_of(group: dist.ProcessGroup) -> dict[int, int]:
-    """Return by global rank its position in the group; empty if torch does not list them. Trap: the map holds -100 for groups
-    that this rank is not a member of. A trainer may also write another job's ranks there. Then they do not fit the size and
-    rank of the group itself."""
-    known = dist.distributed_c10d._world.pg_group_ranks
-    ranks = known.get(group)
+    """Return the position in the group by global rank; empty if torch does not list the group's ranks.
+
+    Trap: the map holds -100 for groups that this rank is not a member of. A trainer may also write another job's ranks there.
+    Then they do not fit the size and rank of the group itself."""
+    ranks_by_group = dist.distributed_c10d._world.pg_group_ranks
+    ranks = ranks_by_group.get(group)
     if ranks is None:  # a view of the group made by C++ is another Python object: look it up by name
-        ranks = known.get(_by_name(group), {})
-    places = {rank: place for rank, place in ranks.items() if rank >= 0}
-    as_told = places and dist.is_initialized() and places.get(dist.get_rank()) == number_of(group, "rank")
-    return places if as_told and len(places) == number_of(group, "size") else {}
+        ranks = ranks_by_group.get(_by_name(group), {})
+    group_ranks: dict[int, int] = {rank: group_rank for rank, group_rank in ranks.items() if rank >= 0}
+    matches_own_rank = (
+        group_ranks and dist.is_initialized() and group_ranks.get(dist.get_rank()) == number_of(group, "rank")
+    )
+    return group_ranks if matches_own_rank and len(group_ranks) == number_of(group, "size") else {}
 
 
 def _by_name(group: dist.ProcessGroup) -> Any:
@@ -68,27 +71,40 @@ def name_of(group: dist.ProcessGroup) -> str:
         return str(dist.distributed_c10d._world.pg_names.get(group, ""))
 
 
-def number_of(group: Any, what: str) -> int | None:
+def number_of(group: Any, method: str) -> int | None:
     """Return its rank or size; None where a class of the trainer's own does not say."""
     try:
-        return int(getattr(group, what)())
+        return int(getattr(group, method)())
     except Exception:  # whatever the trainer's own method raises
         return None
 
 
 @dataclass
 class _Own:
+    """A group or backend that the trainer made itself, and its calls so far."""
+
     kind: str
+    """Name of its class."""
     made: str
+    """File and line that made it; empty if that is not known."""
     step: int
+    """The step in which it was first seen."""
     seen: weakref.ref[Any]
+    """The group or backend."""
     place: int | None = None
+    """This rank's position in it."""
     size: int | None = None
+    """How many ranks it has."""
     issued: int = 0
+    """How many calls were issued on it."""
     registered: bool = False
+    """Whether torch has ranks of it, or of the group that it is the backend of."""
     hands_on: bool = False
+    """Whether it does its work through other groups, which are on record."""
     calls: Counter[tuple[str, str, str, int]] = field(default_factory=Counter)
+    """(collective, dtype, phase, step) -> calls."""
     bytes: Counter[tuple[str, str, str, int]] = field(default_factory=Counter)
+    """(collective, dtype, phase, step) -> bytes."""
 
 
 @dataclass
@@ -105,8 +121,10 @@ class Call:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The unsharded tensor or tensors: the argument that is largest."""
-        given = (list(tensors_in(one)) for one in self.args)
-        return max(given, key=lambda tensors: sum(t.numel() * t.element_size() for t in tensors), default=[])
+        tensors_by_argument = (list(tensors_in(argument)) for argument in self.args)
+        return max(
+            tensors_by_argument, key=lambda tensors: sum(t.numel() * t.element_size() for t in tensors), default=[]
+        )
 
 
 @dataclass
@@ -120,17 +138,22 @@ class _Within:
 
 
 class OwnGroups:
-    """Records while installed. `where` answers (step, phase), `recorded` whether a call of this phase is on record. `placed`
-    records a call on a group whose ranks torch lists. `wrong` gets errors of the probe."""
+    """A recorder of such groups and calls, while it is installed.
+
+    where: answers (step, phase). is_recorded: whether a call of this phase is on record. record_placed: records a call on a
+    group whose ranks torch lists. on_error: gets errors of the probe."""
 
     def __init__(
         self,
         where: Callable[[], tuple[int, str]],
-        recorded: Callable[[str], bool],
-        placed: Callable[[Call, dist.ProcessGroup], None],
-        wrong: Callable[[str, Exception], None],
+        is_recorded: Callable[[str], bool],
+        record_placed: Callable[[Call, dist.ProcessGroup], None],
+        on_error: Callable[[str, Exception], None],
     ) -> None:
-        self._where, self._recorded, self._placed, self._wrong = where, recorded, placed, wrong
+        self._where = where
+        self._recorded = is_recorded
+        self._placed = record_placed
+        self._wrong = on_error
         self._own: list[_Own] = []
         self._by_id: dict[int, _Own] = {}
         self._owners: dict[int, tuple[weakref.ref[Any], int, Any]] = {}
@@ -160,9 +183,9 @@ class OwnGroups:
         self._patched.clear()
         self._wrapped.clear()
 
-    def _patch(self, kind: type, name: str, by: Any) -> None:
+    def _patch(self, kind: type, name: str, replacement: Any) -> None:
         self._patched.append((kind, name, vars(kind).get(name)))
-        setattr(kind, name, by)
+        setattr(kind, name, replacement)
 
     def _wrap(self, kind: type, names: Any) -> None:
         self._wrapped.add(kind)
@@ -171,25 +194,25 @@ class OwnGroups:
 
     def _maker(self, original: Any) -> Any:
         @functools.wraps(original)
-        def made(group: Any, *args: Any, **kwargs: Any) -> None:
+        def construct(group: Any, *args: Any, **kwargs: Any) -> None:
             original(group, *args, **kwargs)
             try:
                 self._was_made(group, sys._getframe(1))
             except Exception as error:
                 self._wrong(f"the making of {type(group).__name__}", error)
 
-        return made
+        return construct
 
     def _putter(self, original: Any) -> Any:
         @functools.wraps(original)
-        def put(group: Any, *args: Any, **kwargs: Any) -> None:
+        def register(group: Any, *args: Any, **kwargs: Any) -> None:
             original(group, *args, **kwargs)
-            given: tuple[Any, ...] = (*args, *kwargs.values())
-            for one in given:
-                if (own := self._by_id.get(id(one))) is not None and own.seen() is one:
+            arguments: tuple[Any, ...] = (*args, *kwargs.values())
+            for argument in arguments:
+                if (own := self._by_id.get(id(argument))) is not None and own.seen() is argument:
                     own.hands_on = True  # the group that has it now is on record
 
-        return put
+        return register
 
     def _was_made(self, group: Any, frame: types.FrameType) -> None:
         for kind in type(group).__mro__:
@@ -203,46 +226,49 @@ class OwnGroups:
 
     def _caller(self, original: Any, op: str) -> Any:
         @functools.wraps(original)
-        def called(group: Any, *args: Any, **kwargs: Any) -> Any:
-            outer, mine = getattr(self._running, "within", None), _Within()
-            self._running.within = mine
+        def call_and_record(group: Any, *args: Any, **kwargs: Any) -> Any:
+            outer = getattr(self._running, "within", None)
+            inner = _Within()
+            self._running.within = inner
             try:
                 return original(group, *args, **kwargs)
             finally:
                 self._running.within = outer
-                self._ended(Call(op, group, (*args, *kwargs.values())), mine, outer)
+                self._ended(Call(op, group, (*args, *kwargs.values())), inner, outer)
 
-        return called
+        return call_and_record
 
     # ---- calls
 
     def passed(self) -> None:
-        """A call of a group that torch has ranks of has passed the dispatcher in this thread."""
+        """Note that a call of a group that torch has ranks of has passed the dispatcher in this thread."""
         within = getattr(self._running, "within", None)
         if within is not None:
             within.placed += 1
 
     def unplaced(self, op: str, group: Any, payload: Any) -> None:
-        """A call of another group has."""
+        """Note that a call of another group has passed the dispatcher in this thread."""
         self._put(Call(op, group, (payload,)), getattr(self._running, "within", None))
 
-    def _ended(self, call: Call, mine: _Within, outer: _Within | None) -> None:
+    def _ended(self, call: Call, inner: _Within, outer: _Within | None) -> None:
         try:
             owner = self._owner(call.group)
-            if owner is not None and not mine.placed:
+            if owner is not None and not inner.placed:
                 self._placed(call, owner)
-                mine.placed, mine.others = 1, []
-            elif mine.placed or mine.others:
+                inner.placed = 1
+                inner.others = []
+            elif inner.placed or inner.others:
                 self._hand_on(call.group)
             if outer is not None:
-                outer.placed += mine.placed
-            for one in mine.others if mine.others or mine.placed else [call]:
-                self._put(one, outer)
+                outer.placed += inner.placed
+            innermost = inner.others if inner.others or inner.placed else [call]
+            for innermost_call in innermost:
+                self._put(innermost_call, outer)
         except Exception as error:
             self._wrong(call.op, error)
 
     def _hand_on(self, group: Any) -> None:
-        """What it does, others do that are on record."""
+        """Note that a group does its work through other groups, which are on record."""
         if (own := self._of(group, "")) is not None:
             own.hands_on = True
 
@@ -250,12 +276,14 @@ class OwnGroups:
         if outer is not None:
             outer.others.append(call)
             return
-        own, (step, phase) = self._of(call.group, ""), self._where()
+        own = self._of(call.group, "")
+        step, phase = self._where()
         if own is None:
             return
         with self._lock:
             own.issued += 1
-            own.place, own.size = number_of(call.group, "rank"), number_of(call.group, "size")
+            own.place = number_of(call.group, "rank")
+            own.size = number_of(call.group, "size")
             if self._recorded(phase):
                 tensors = call.tensors
                 dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "none"
@@ -263,16 +291,17 @@ class OwnGroups:
                 own.calls[kind] += 1
                 own.bytes[kind] += sum(t.numel() * t.element_size() for t in tensors) if call.op != "barrier" else 0
 
-    def _of(self, group: Any, made: str) -> _Own | None:
+    def _of(self, group: Any, place_in_source: str) -> _Own | None:
         """Return what is on record of it; None beyond the first ones."""
         own = self._by_id.get(id(group))
         if own is not None and own.seen() is group:
-            own.made = own.made or made
+            own.made = own.made or place_in_source
             return own
         if len(self._own) >= MOST:
             return None
-        own = _Own(type(group).__name__, made, self._where()[0], weakref.ref(group))
-        own.place, own.size = number_of(group, "rank"), number_of(group, "size")
+        own = _Own(type(group).__name__, place_in_source, self._where()[0], weakref.ref(group))
+        own.place = number_of(group, "rank")
+        own.size = number_of(group, "size")
         self._own.append(own)
         self._by_id[id(group)] = own
         return own
@@ -281,11 +310,11 @@ class OwnGroups:
         """Return the group that torch has ranks of: itself, or the one that has this backend; None if there is none."""
         if isinstance(group, dist.ProcessGroup):
             return group if places_of(group) else None
-        known = dist.distributed_c10d._world.pg_map
-        seen, count, owner = self._owners.get(id(group), (None, -1, None))
-        if seen is None or seen() is not group or (owner is None and count != len(known)):
-            owner = next((one for one in known if _has(one, group)), None)
-            self._owners[id(group)] = (weakref.ref(group), len(known), owner)
+        groups_of_torch = dist.distributed_c10d._world.pg_map
+        backend_ref, group_count, owner = self._owners.get(id(group), (None, -1, None))
+        if backend_ref is None or backend_ref() is not group or (owner is None and group_count != len(groups_of_torch)):
+            owner = next((candidate for candidate in groups_of_torch if _has(candidate, group)), None)
+            self._owners[id(group)] = (weakref.ref(group), len(groups_of_torch), owner)
         return owner if owner is not None and places_of(owner) else None
 
     # ---- what is left behind
@@ -295,8 +324,10 @@ class OwnGroups:
         for own in self._own:
             group = own.seen()
             own.registered = own.registered or (group is not None and self._owner(group) is not None)
-        kept = [own for own in self._own if own.issued or not (own.registered or own.hands_on or own.size in (0, 1))]
-        return tuple(_settled(own) for own in kept)
+        reported = [
+            own for own in self._own if own.issued or not (own.registered or own.hands_on or own.size in (0, 1))
+        ]
+        return tuple(_settled(own) for own in reported)
 
 
 def _settled(own: _Own) -> OwnGroup:
@@ -305,14 +336,14 @@ def _settled(own: _Own) -> OwnGroup:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
-    one: type
-    for one in kind.__subclasses__():
-        yield one
-        yield from _subclasses(one)
+    subclass: type
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _has(group: Any, backend: Any) -> bool:
-    """Whether it is one of the backends of a group."""
+    """Return whether this is one of the backends of a group."""
     if not isinstance(group, dist.ProcessGroup):
         return False
     try:
@@ -324,7 +355,7 @@ def _has(group: Any, backend: Any) -> bool:
 def _outside_of_init(frame: types.FrameType, group: Any) -> types.FrameType:
     """Return the frame that made it, outside of its class's constructors."""
     while frame.f_back is not None and frame.f_code.co_name == "__init__":
-        if all(one is not group for one in frame.f_locals.values()):
+        if all(local_value is not group for local_value in frame.f_locals.values()):
             break
         frame = frame.f_back
     return frame

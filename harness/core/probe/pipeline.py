@@ -76,7 +76,7 @@ class PipelineRecorder:
             self.actions.setdefault(account.step, []).append(f"{stage}{kind}{microbatch}")
 
     def _watch(self, base: type, name: str, kind: Callable[[dict[str, Any]], str]) -> None:
-        """Notes an action written as torch writes it: stage, kind, microbatch.
+        """Have a method of stages note its action, written as torch writes it: stage, kind, microbatch.
 
         A class of stages may have a method of its own that does not reach torch's, so each is watched. One that does reach it
         is noted once.
@@ -102,9 +102,11 @@ class PipelineRecorder:
         return seen
 
     def _pass(self, schedule: Any) -> AbstractContextManager[None]:
-        """A schedule's eval is its step without backward; it may record gradients that are not used."""
-        trains = torch.is_grad_enabled() and getattr(schedule, "_has_backward", True)
-        return self._clock.schedule(training=trains)
+        """Return the context of one pass of a schedule.
+
+        A schedule's eval is its step without backward; it may record gradients that are not used."""
+        is_training = torch.is_grad_enabled() and getattr(schedule, "_has_backward", True)
+        return self._clock.schedule(training=is_training)
 
     def _bracket(self, owner: Any, name: str, around: Callable[[Any], AbstractContextManager[None]]) -> None:
         original = getattr(owner, name)
@@ -116,11 +118,14 @@ class PipelineRecorder:
 
         self._replace(owner, name, seen)
 
-    def _replace(self, owner: Any, name: str, new: Any) -> None:
+    def _replace(self, owner: Any, name: str, replacement: Any) -> None:
         self._patched.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, new)
+        setattr(owner, name, replacement)
 
 
-def _all_subclasses(owner: type) -> list[type]:
-    children: list[type] = owner.__subclasses__()
-    return [each for child in children for each in (child, *_all_subclasses(child))]
+def _all_subclasses(base: type) -> list[type]:
+    children: list[type] = base.__subclasses__()
+    subclasses: list[type] = []
+    for child in children:
+        subclasses += [child, *_all_subclasses(child)]
+    return subclasses

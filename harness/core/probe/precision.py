@@ -38,7 +38,9 @@ class QuantizedRecorder:
         self._undo: list[Callable[[], None]] = []
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
-        """torchao is looked for now, when the trainer is built, and not loaded for those that do without."""
+        """Patch torchao's matmuls and hook every module of the parts.
+
+        torchao is looked for now, when the trainer is built. A trainer without it does not load it."""
         tables = [table for table in (_float8_table(), _mx_table()) if table is not None]
         for table in tables:
             self._exchange_product(table)
@@ -58,7 +60,9 @@ class QuantizedRecorder:
 
     def of_step(self, step: int) -> dict[QuantizedMatmul, int]:
         return dict(
-            sum((seen for account, seen in self._accounts.items() if account.of(step)), Counter[QuantizedMatmul]())
+            sum(
+                (matmuls for account, matmuls in self._accounts.items() if account.of(step)), Counter[QuantizedMatmul]()
+            )
         )
 
     def _called(self, fqn: str, *_: Any) -> None:
@@ -69,16 +73,17 @@ class QuantizedRecorder:
         original = table[MM]
 
         @functools.wraps(original)
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def multiply_and_note(*args: Any, **kwargs: Any) -> Any:
             self._accounts[self._clock.account][QuantizedMatmul(self._clock.phase(), self._module, _format(args))] += 1
             return original(*args, **kwargs)
 
-        table[MM] = noted
+        table[MM] = multiply_and_note
         self._undo.append(lambda: table.__setitem__(MM, original))
 
     def _follow(self, function: Any) -> None:
-        """A backward pass belongs to the module of its forward pass."""
-        forward, backward = function.forward, function.backward
+        """Have a function's backward pass belong to the module of its forward pass."""
+        forward = function.forward
+        backward = function.backward
 
         def forward_of(ctx: Any, *args: Any) -> Any:
             ctx.module_of_probe = self._module
@@ -88,13 +93,16 @@ class QuantizedRecorder:
             self._module = getattr(ctx, "module_of_probe", "")
             return backward(ctx, *gradients)
 
-        function.forward, function.backward = staticmethod(forward_of), staticmethod(backward_of)
+        function.forward = staticmethod(forward_of)
+        function.backward = staticmethod(backward_of)
         self._undo.append(lambda: setattr(function, "forward", staticmethod(forward)))
         self._undo.append(lambda: setattr(function, "backward", staticmethod(backward)))
 
 
 def _float8_table() -> dict[Any, Any] | None:
-    """Trap: torchao loads this module at the first matmul."""
+    """Return torchao's table of float8 operators; None if the trainer does not use them.
+
+    Trap: torchao loads this module at the first matmul."""
     if "torchao.float8.float8_linear" not in sys.modules:
         return None
     return importlib.import_module("torchao.float8.float8_ops").FLOAT8_OPS_TABLE
@@ -106,9 +114,14 @@ def _mx_table() -> dict[Any, Any] | None:
 
 
 def _format(args: Any) -> str:
-    """Return the format of the tensors in a matmul's arguments, however deep they lie."""
-    flat = [leaf for arg in args for leaf in (arg if isinstance(arg, (tuple, list)) else (arg,))]
-    factors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+    """Return the format of the tensors in a matmul's arguments, or in lists among these."""
+    leaves: list[Any] = []
+    for arg in args:
+        if isinstance(arg, (tuple, list)):
+            leaves += arg
+        else:
+            leaves.append(arg)
+    factors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if any(hasattr(factor, "block_size") for factor in factors):
         return "mxfp8"
     rowwise = any(getattr(factor, "_axiswise_dim", None) is not None for factor in factors)

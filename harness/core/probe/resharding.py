@@ -34,7 +34,7 @@ _installed: list[GatheredRecorder] = []
 
 
 def forward_goes_on() -> None:
-    """For a loss that applies the model's output itself: the forward pass that was over ends here."""
+    """Note that the forward pass ends here. For a loss that applies the model's output itself, after the model has returned."""
     for recorder in _installed:
         recorder.note_again()
 
@@ -53,7 +53,9 @@ class GatheredRecorder:
         self._last: nn.Module | None = None
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
-        """Forward hooks run in the order in which they were registered: FSDP's own, which frees, is there before."""
+        """Hook the parts and the optimizers.
+
+        Forward hooks run in the order in which they were registered: FSDP's own, which frees, is there before."""
         self._parts = tuple(parts)
         self._hooks = [part.register_forward_hook(Hook(self._note)) for part in self._parts]
         self._hooks.append(torch_optimizer.register_optimizer_step_pre_hook(self._optimizer_steps))
@@ -73,14 +75,18 @@ class GatheredRecorder:
         return self._after_backward.get(step)
 
     def _optimizer_steps(self, *_: Any) -> None:
-        """One that steps inside backward comes too early: then the look is made when the step is over."""
+        """Note what is still gathered as an optimizer steps.
+
+        An optimizer that steps inside backward comes too early: then the look is made when the step is over."""
         if self._clock.phase() != "backward":
             self._look_after_backward(self._clock.step)
 
     def _look_after_backward(self, step: int) -> None:
         if step not in self._after_backward:
-            left = (name for part in self._parts for name in _gathered(part))
-            self._after_backward[step] = tuple(dict.fromkeys(left))  # modules may share a unit
+            gathered_fqns: dict[str, None] = {}  # in order, each once: modules may share a unit
+            for part in self._parts:
+                gathered_fqns |= dict.fromkeys(_gathered(part))
+            self._after_backward[step] = tuple(gathered_fqns)
 
     def _note(self, part: nn.Module, *_: Any) -> None:
         self._last = part
@@ -88,40 +94,48 @@ class GatheredRecorder:
             self._seen.append((self._clock.account, after_forward(part)))
 
     def see_what_was_left(self, parts: Iterable[nn.Module]) -> None:
-        """Nothing follows a pass that trains nothing: what it gathered and did not free is there when the next step begins."""
+        """Note, between two steps, what is still gathered.
+
+        Nothing follows a pass that trains nothing: what it gathered and did not free is there when the next step begins."""
         if not self._clock.evaluated:
             self._look_after_backward(self._clock.step)
-        for part in parts if self._clock.evaluated else ():
-            left, step = after_forward(part), self._clock.finished
-            self.after_evaluation.append(AfterEvaluation(step, left.bytes, left.storage, tuple(_gathered(part))))
+            return
+        for part in parts:
+            after = after_forward(part)
+            step = self._clock.finished
+            self.after_evaluation.append(AfterEvaluation(step, after.bytes, after.storage, tuple(_gathered(part))))
 
     def note_again(self) -> None:
         if self._last is not None and self._seen and self._clock.of_last_pass.kind != "evaluation":
             self._seen[-1] = (self._seen[-1][0], after_forward(self._last))
 
 
-def after_forward(part: nn.Module, *, over: bool = False) -> AfterForward:
-    """over: only of units whose own forward pass is over. What a loss applies itself, the output, is needed for a while yet."""
-    held: dict[str, int] = {}
+def after_forward(part: nn.Module, *, finished_only: bool = False) -> AfterForward:
+    """Return the bytes of every parameter that are in memory when a forward pass has ended.
+
+    finished_only: only of units whose own forward pass is over. What a loss applies itself, the output, is needed for a while
+    yet."""
+    bytes_by_fqn: dict[str, int] = {}
     storages: dict[int, int] = {}
-    needed = set(_needed_yet(part)) if over else set()
+    needed = set(_needed_yet(part)) if finished_only else set()
     for fqn, size, tensor in _in_memory(part):
         if fqn in needed:
             continue
         storage = tensor.untyped_storage()
-        held[fqn] = max(held.get(fqn, 0), size if storage.nbytes() else 0)
+        bytes_by_fqn[fqn] = max(bytes_by_fqn.get(fqn, 0), size if storage.nbytes() else 0)
         if storage.nbytes():
             storages[place(tensor)] = storage.nbytes()
-    return AfterForward(held, sum(storages.values()))
+    return AfterForward(bytes_by_fqn, sum(storages.values()))
 
 
 def _needed_yet(part: nn.Module) -> Iterator[str]:
-    """Parameters of FSDP2's units of which some module ran, and not yet all."""
+    """Yield the parameters of FSDP2's units of which some module ran, and not yet all."""
     names = module_names(part)
-    for group in (group for module in names for group in fsdp2_groups(module)):
-        if group._training_state.name == "FORWARD":
-            infos = [parameter._module_info for parameter in group.fsdp_params]
-            yield from (joined(names[info.module], info.param_name) for info in infos)
+    for module in names:
+        for group in fsdp2_groups(module):
+            if group._training_state.name == "FORWARD":
+                module_infos = [parameter._module_info for parameter in group.fsdp_params]
+                yield from (joined(names[info.module], info.param_name) for info in module_infos)
 
 
 def _in_memory(part: nn.Module) -> Iterator[Found]:
@@ -131,44 +145,46 @@ def _in_memory(part: nn.Module) -> Iterator[Found]:
         if not is_traceable_wrapper_subclass(tensor):  # a quantized one has no storage itself
             yield fqn, tensor.numel() * tensor.element_size(), tensor
     if (shards := shards_of(part)) is not None:
-        yield from ((name, held.numel() * held.element_size(), held) for name, held in shards.parameters())
+        yield from ((name, shard.numel() * shard.element_size(), shard) for name, shard in shards.parameters())
     for module in names:
         yield from _kept_by_fsdp1(module, names)
         yield from _kept_by_fsdp2(module, names)
 
 
 def _gathered(part: nn.Module) -> Iterator[str]:
-    """Parameters of which memory holds what FSDP gathered, whole or over some of the ranks."""
+    """Yield the parameters of which memory holds what FSDP gathered, whole or over some of the ranks."""
     names = module_names(part)
     for module in names:
-        whole = {
+        gathered_fqns = {
             name for name, size, vector in _kept_by_fsdp1(module, names) if size and vector.untyped_storage().nbytes()
         }
-        yield from sorted(whole)
-        for parameter in (each for group in fsdp2_groups(module) for each in group.fsdp_params):
-            outputs = any(output.untyped_storage().nbytes() for output in parameter.all_gather_outputs)
-            if outputs or parameter.sharded_state.name == "SHARDED_POST_FORWARD":
-                yield joined(names[parameter._module_info.module], parameter._module_info.param_name)
+        yield from sorted(gathered_fqns)
+        for group in fsdp2_groups(module):
+            for parameter in group.fsdp_params:
+                has_outputs = any(output.untyped_storage().nbytes() for output in parameter.all_gather_outputs)
+                if has_outputs or parameter.sharded_state.name == "SHARDED_POST_FORWARD":
+                    owner = parameter._module_info
+                    yield joined(names[owner.module], owner.param_name)
 
 
 def _kept_by_fsdp1(module: nn.Module, names: dict[nn.Module, str]) -> Iterator[Found]:
-    """The unit's whole vector, and the rank's part of it."""
+    """Yield the whole vector of an FSDP1 unit, and the rank's part of it, for each of its parameters."""
     flat = flat_parameter(module)
     if hasattr(flat, "_full_param_padded"):
-        whole = flat._full_param_padded
+        full_vector = flat._full_param_padded
         for fqn, shape in zip(flat._fqns, flat._shapes, strict=True):
             name = joined(names[module], plain_fqn(fqn))
-            yield name, shape.numel() * whole.element_size(), whole
+            yield name, shape.numel() * full_vector.element_size(), full_vector
             yield name, 0, flat._local_shard
 
 
 def _kept_by_fsdp2(module: nn.Module, names: dict[nn.Module, str]) -> Iterator[Found]:
-    """The rank's part of every parameter, and what it was gathered into, which is emptied rather than thrown away."""
+    """Yield the rank's part of every parameter, and what it was gathered into, which is emptied rather than thrown away."""
     for group in fsdp2_groups(module):
-        for parameter in group.fsdp_params:
-            owner = parameter._module_info
+        for fsdp_parameter in group.fsdp_params:
+            owner = fsdp_parameter._module_info
             name = joined(names[owner.module], owner.param_name)
-            yield name, 0, parameter._sharded_param_data
-            for gathered in parameter.all_gather_outputs:
-                elements = min(gathered.numel(), parameter._orig_size.numel())  # the rest is padding
-                yield name, elements * gathered.element_size(), gathered
+            yield name, 0, fsdp_parameter._sharded_param_data
+            for output in fsdp_parameter.all_gather_outputs:
+                elements = min(output.numel(), fsdp_parameter._orig_size.numel())  # the rest is padding
+                yield name, elements * output.element_size(), output

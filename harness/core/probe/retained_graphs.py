@@ -36,7 +36,8 @@ class RetainedGraphs:
     def install(self) -> None:
         self._stop = observe_backward(self._clock, self._mark, self._keep)
         if self._stop:
-            self._clock.pass_begins, self._looks = self._look, True
+            self._clock.pass_begins = self._look
+            self._looks = True
 
     def remove(self) -> None:
         if self._stop:
@@ -44,7 +45,10 @@ class RetainedGraphs:
         self._stop = None
 
     def _mark(self, roots: Any, retain: Any) -> None:
-        self._marks = [ref for root in roots for ref in marked(root)] if retain is True else []
+        self._marks = []
+        if retain is True:
+            for root in roots:
+                self._marks += marked(root)
 
     def _keep(self) -> None:
         self._last = self._clock.step, self._marks
@@ -56,17 +60,19 @@ class RetainedGraphs:
         self._last = (0, [])
 
     def of_step(self, step: int) -> int | None:
-        """How many backward passes of the step left a graph that lived on in the next forward pass. None: not recorded."""
+        """Return how many backward passes of the step left a graph that lived on in the next forward pass.
+
+        None if that was not recorded."""
         return self._alive.get(step, 0) if self._looks else None
 
 
 def marked(root: torch.Tensor) -> list[weakref.ref[Mark]]:
-    """References to the marks of the nodes that backward comes to first."""
+    """Mark the nodes that backward comes to first; return references to the marks."""
     nodes: list[Any] = [root.grad_fn]
-    found: list[weakref.ref[Mark]] = []
+    marks: list[weakref.ref[Mark]] = []
     for node in nodes:
-        if node is not None and len(found) < DEEP:
+        if node is not None and len(marks) < DEEP:
             node.metadata[KEY] = mark = Mark()
-            found.append(weakref.ref(mark))
+            marks.append(weakref.ref(mark))
             nodes += [following for following, _ in node.next_functions]
-    return found
+    return marks

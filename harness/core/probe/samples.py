@@ -36,7 +36,7 @@ class _Fed(NamedTuple):
 
 
 def leave_pass(clock: Clock, output: Any) -> None:
-    """A forward pass ends. Backward comes to the output of one that trains."""
+    """Note that a forward pass ends. If it is undecided, it trains once backward comes to its output."""
     account = clock.account
     if account.kind == "undecided":
         for tensor in tree_leaves(output):
@@ -51,7 +51,8 @@ def _reached(clock: Clock, account: Account, _: torch.Tensor) -> None:
 
 class SampleRecorder:
     def __init__(self, clock: Clock, row_length: Callable[[int], int] | None = None) -> None:
-        self._clock, self._row_length = clock, row_length
+        self._clock = clock
+        self._row_length = row_length
         self.losses = LossRecorder(clock)
         self._tokens: list[_Fed] = []
         self._positions: list[_Fed] = []
@@ -62,9 +63,10 @@ class SampleRecorder:
         self.losses.install()
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
-        """Trap: the pre-hook must run before FSDP's, which gathers parameters in its own, so it is put in front.
+        """Hook the parts, and the model inside DDP. A call of that is a pass, too: it is usual for evaluation.
 
-        A call of the model inside DDP is a pass, too: it is usual for evaluation; in training nothing is reduced then.
+        In training nothing is reduced then. Trap: the pre-hook must run before FSDP's, which gathers parameters in its own, so
+        it is put in front.
         """
         for part in parts:
             self._hooks.append(part.register_forward_pre_hook(Hook(self._enter), with_kwargs=True, prepend=True))
@@ -84,13 +86,13 @@ class SampleRecorder:
 
     def _enter(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._clock.enter_forward(recording=torch.is_grad_enabled(), in_training_mode=part.training)
-        given = dict(zip(inspect.signature(part.forward).parameters, args, strict=False)) | kwargs
-        positions = next((given[name] for name in POSITION_NAMES if torch.is_tensor(given.get(name))), None)
+        arguments = dict(zip(inspect.signature(part.forward).parameters, args, strict=False)) | kwargs
+        positions = next((arguments[name] for name in POSITION_NAMES if torch.is_tensor(arguments.get(name))), None)
         if positions is not None:
             self._positions.append(_Fed(self._clock.account, local(positions).clone()))
-        first = next((value for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
-        if first is not None and not first.is_floating_point() and first.dim() in (1, 2):
-            self._tokens.append(_Fed(self._clock.account, local(first).clone()))
+        first_tensor = next((value for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
+        if first_tensor is not None and not first_tensor.is_floating_point() and first_tensor.dim() in (1, 2):
+            self._tokens.append(_Fed(self._clock.account, local(first_tensor).clone()))
 
     def _leave(self, part: nn.Module, args: Any, output: Any) -> None:
         leave_pass(self._clock, output)
@@ -106,29 +108,38 @@ class SampleRecorder:
             self._alone = False
 
     def tensors(self) -> list[torch.Tensor]:
-        """The probe's own, kept till the end."""
+        """Return the probe's own tensors, which are kept until training has ended."""
         return self.losses.tensors()
 
     def positions(self, step: int) -> tuple[np.ndarray, ...]:
-        """The different ones."""
-        given = self._rows(self._positions, step, lambda account: account.of(step))
-        return tuple({rows.tobytes(): rows for rows in given}.values())
+        """Return the different positions that the step's passes received."""
+        recorded_positions = self._rows(self._positions, step, lambda account: account.of(step))
+        return tuple({rows.tobytes(): rows for rows in recorded_positions}.values())
 
     def microbatches(self, step: int) -> tuple[Microbatch, ...]:
-        """One record a forward pass; the n-th loss of a step belongs to the n-th time that tokens were received."""
+        """Return one record a forward pass; the n-th loss of a step belongs to the n-th time that tokens were received."""
         return self._microbatches(lambda account: account.of(step), step)
 
     def evaluated(self, step: int) -> tuple[Microbatch, ...]:
-        """The same of the passes between this step and the next that trained nothing."""
+        """Return one record for each pass between this step and the next that trained nothing."""
         return self._microbatches(lambda account: account.step == step and account.kind != "training", step)
 
-    def _microbatches(self, of: Callable[[Account], bool], step: int) -> tuple[Microbatch, ...]:
-        received = list(self._rows(self._tokens, step, of))
-        losses = self.losses.of_passes(of, [tokens.size for tokens in received])
-        return tuple(microbatch(tokens, noted or ()) for tokens, noted in itertools.zip_longest(received, losses))
+    def _microbatches(self, is_selected: Callable[[Account], bool], step: int) -> tuple[Microbatch, ...]:
+        received = list(self._rows(self._tokens, step, is_selected))
+        losses = self.losses.of_passes(is_selected, [tokens.size for tokens in received])
+        return tuple(
+            microbatch(tokens, losses_of_pass or ())
+            for tokens, losses_of_pass in itertools.zip_longest(received, losses)
+        )
 
-    def _rows(self, received: list[_Fed], step: int, of: Callable[[Account], bool]) -> Iterator[np.ndarray]:
-        """[samples, positions]. One row that the recipe's length does not divide is not cut."""
-        for seen in (as_numpy(each.tokens).astype(np.int64, copy=False) for each in received if of(each.account)):
-            length = self._row_length(step) if self._row_length and seen.ndim == 1 else seen.shape[-1]
-            yield seen if seen.ndim > 1 else seen.reshape(-1, length if len(seen) % length == 0 else len(seen))
+    def _rows(self, recorded: list[_Fed], step: int, is_selected: Callable[[Account], bool]) -> Iterator[np.ndarray]:
+        """Yield [samples, positions] for each input. One row that the recipe's length does not divide is not cut."""
+        for copy_of_input in recorded:
+            if not is_selected(copy_of_input.account):
+                continue
+            tokens: np.ndarray = as_numpy(copy_of_input.tokens).astype(np.int64, copy=False)
+            length = self._row_length(step) if self._row_length and tokens.ndim == 1 else tokens.shape[-1]
+            if tokens.ndim > 1:
+                yield tokens
+            else:
+                yield tokens.reshape(-1, length if len(tokens) % length == 0 else len(tokens))

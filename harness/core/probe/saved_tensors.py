@@ -39,7 +39,7 @@ class SavedTensorsRecorder:
 
     def of_step(self, step: int) -> dict[SavedTensorsHook, int]:
         return dict(
-            sum((seen for account, seen in self._accounts.items() if account.of(step)), Counter[SavedTensorsHook]())
+            sum((hooks for account, hooks in self._accounts.items() if account.of(step)), Counter[SavedTensorsHook]())
         )
 
     def _note(self, pack: Any) -> None:
@@ -47,6 +47,6 @@ class SavedTensorsRecorder:
 
 
 def owner(hook: Any) -> tuple[str, str]:
-    """Its module, and the outermost class or function that it is defined in."""
-    named = hook if hasattr(hook, "__qualname__") else type(hook)
-    return named.__module__, named.__qualname__.partition(".")[0]
+    """Return the module of a hook, and the name of the outermost class or function that it is defined in."""
+    defined = hook if hasattr(hook, "__qualname__") else type(hook)
+    return defined.__module__, defined.__qualname__.partition(".")[0]

@@ -31,13 +31,17 @@ def _deterministic() -> str:
 
 
 def _tf32() -> str:
-    """Newer versions of torch have a precision instead of a switch, and refuse to read the switch where both were set."""
+    """Return whether CUDA's matmuls use TF32, as "on" or "off".
+
+    Newer versions of torch have a precision instead of a switch, and refuse to read the switch where both were set."""
     matmul = torch.backends.cuda.matmul
     return _switch(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
 
 
 def _float32_precision() -> str:
-    """Torch refuses to tell it where the newer precision says another thing, which only TF32 does."""
+    """Return the precision of float32 matmuls.
+
+    torch refuses to return it where the newer precision differs, which only TF32 does."""
     matmul = torch.backends.cuda.matmul
     newer = matmul.fp32_precision if hasattr(matmul, "fp32_precision") else "none"
     try:
@@ -46,8 +50,8 @@ def _float32_precision() -> str:
         return f"{newer}, set by fp32_precision"
 
 
-def _switch(on: bool) -> str:
-    return "on" if on else "off"
+def _switch(is_on: bool) -> str:
+    return "on" if is_on else "off"
 
 
 SWITCHES: dict[str, Callable[[], str]] = {
@@ -81,7 +85,9 @@ _as_torch_has_them = {name: read() for name, read in SWITCHES.items()}
 
 
 def settings_before_the_trainer() -> dict[str, str]:
-    """To be called before a trainer's first module is imported: the environment and threads are a rank's own."""
+    """Return the settings, torch's switches as they were when this module was imported.
+
+    Call it before a trainer's first module is imported: the environment and threads are a rank's own."""
     return settings() | _as_torch_has_them
 
 
@@ -104,14 +110,16 @@ class SettingsRecorder:
         self._hook = None
 
     def look(self, *_: Any) -> None:
-        """Trap: OpenMP has a number of threads for each thread, and backward on GPUs has a separate thread."""
+        """Note the settings of this moment for the step.
+
+        Trap: OpenMP has a number of threads for each thread, and backward on GPUs has a separate thread."""
         if self._clock.account.kind == "evaluation":
             return
-        seen = self._steps.setdefault(self._clock.step, {})
+        values_by_name = self._steps.setdefault(self._clock.step, {})
         in_backward = self._clock.phase() == "backward"
         for name, value in settings().items():
             if not (in_backward and name == "threads"):
-                seen.setdefault(name, set()).add(value)
+                values_by_name.setdefault(name, set()).add(value)
 
     def of_step(self, step: int) -> dict[str, tuple[str, ...]]:
         return {name: tuple(sorted(values)) for name, values in self._steps.get(step, {}).items()}

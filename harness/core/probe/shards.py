@@ -21,13 +21,13 @@ class Shards(Protocol):
     """One model part's shards, by its parameters' names. The last two may leave out those of which this rank has nothing."""
 
     def parameters(self) -> Named:
-        """What this rank holds of each between steps."""
+        """Return the slice of each parameter that this rank holds between steps."""
 
     def gradients(self) -> Named:
-        """What this rank's optimizer is given of the reduced gradients; nothing while there are none."""
+        """Return the slices of the reduced gradients that this rank's optimizer steps with; nothing while there are none."""
 
     def state(self) -> Iterable[tuple[str, dict[str, torch.Tensor]]]:
-        """What belongs to each of the optimizer's state, by the optimizer's keys."""
+        """Return the slices of the optimizer's state for each parameter, by the optimizer's keys."""
 
 
 _shards: WeakKeyDictionary[nn.Module, Shards] = WeakKeyDictionary()
@@ -39,11 +39,16 @@ def note_shards(part: nn.Module, shards: Shards, starts: Mapping[str, int] = Map
 
     starts: of tensors that are fused (an adapter's `fused`), at which of their elements begins what gradients and state give.
     """
-    _shards[part], _starts[part] = shards, starts
+    _shards[part] = shards
+    _starts[part] = starts
 
 
 def starts_of(parts: Iterable[nn.Module]) -> dict[str, int]:
-    return {name: start for part in parts for name, start in _starts.get(part, {}).items()}
+    """Return at which element of a fused tensor this rank's interval begins, by the tensor's name."""
+    starts: dict[str, int] = {}
+    for part in parts:
+        starts |= _starts.get(part, {})
+    return starts
 
 
 def shards_of(part: nn.Module) -> Shards | None:
@@ -55,7 +60,8 @@ def noted(parts: Iterable[nn.Module]) -> Iterator[Shards]:
 
 
 def tensors_of(shards: Shards) -> Iterator[torch.Tensor]:
-    """All that is behind parameters, gradients and optimizer state."""
+    """Yield all tensors behind parameters, gradients and optimizer state."""
     yield from (tensor for _, tensor in shards.parameters())
     yield from (tensor for _, tensor in shards.gradients())
-    yield from (tensor for _, state in shards.state() for tensor in state.values())
+    for _, state in shards.state():
+        yield from state.values()

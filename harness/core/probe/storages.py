@@ -29,22 +29,24 @@ class StorageRecorder:
     which is no operator."""
 
     def __init__(self, where: Callable[[], tuple[int, str]]) -> None:
-        self.most, self.outside = Peak(0, ""), 0  # in a step; outside of steps, as while a model is built
+        self.most = Peak(0, "")  # in a step
+        self.outside = 0  # outside of steps, as while a model is built
         self._where = where
         self._there: dict[weakref.ref[Any], int] = {}
         self._bytes = 0
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        recorder, resize = self, torch.UntypedStorage.resize_
+        recorder = self
+        resize = torch.UntypedStorage.resize_
 
-        def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        def resize_and_note(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             made = resize(storage, size)
             if weakref.ref(storage) in recorder._there:
                 recorder._note(storage, size)
             return made
 
-        torch.UntypedStorage.resize_ = resized
+        torch.UntypedStorage.resize_ = resize_and_note
         try:
             yield
         finally:
@@ -59,14 +61,14 @@ class StorageRecorder:
                     self._note(storage, storage.nbytes())
 
     def _note(self, storage: torch.UntypedStorage, size: int) -> None:
-        of = weakref.ref(storage, self._gone)
-        self._bytes += size - self._there.pop(of, 0)
-        self._there[of] = size
+        storage_ref = weakref.ref(storage, self._gone)
+        self._bytes += size - self._there.pop(storage_ref, 0)
+        self._there[storage_ref] = size
         step, phase = self._where()
         if not step:
             self.outside = max(self.outside, self._bytes)
         elif self._bytes > self.most.bytes:
             self.most = Peak(self._bytes, phase)
 
-    def _gone(self, of: weakref.ref[Any]) -> None:
-        self._bytes -= self._there.pop(of, 0)
+    def _gone(self, storage_ref: weakref.ref[Any]) -> None:
+        self._bytes -= self._there.pop(storage_ref, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,18 +31,19 @@ _names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def note_wrapper(module: nn.Module, kind: str, *, shard_ranks: Ranks = (), replicate_ranks: Ranks = ()) -> None:
-    """For the adapter of a trainer with its own data-parallel wrapper: what that claims. kind: a case's word."""
+    """Note what a trainer's own data-parallel wrapper claims; for its adapter. kind: a case's word."""
     _wrappers[module] = Wrapper(kind, tuple(shard_ranks), tuple(replicate_ranks))
 
 
 def note_placement(parameter: nn.Parameter, ranks: Ranks, dim: int | None) -> None:
-    """For the adapter of a trainer whose own parallel layers cut parameters. These ranks hold parts of its dim, or for
-    None, all of it each."""
+    """Note that these ranks hold parts of a parameter's dim, or for None, all of it each.
+
+    For the adapter of a trainer whose own parallel layers cut parameters."""
     _meshes[parameter] = tuple(ranks), dim
 
 
 def plain_fqn(name: str) -> str:
-    """A parameter's name without what wrappers (DDP, FSDP1, compile, activation checkpointing) put into it."""
+    """Return a parameter's name without what wrappers (DDP, FSDP1, compile, activation checkpointing) put into it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)
 
 
@@ -61,16 +63,16 @@ def fqn_of(part: nn.Module, name: str) -> str:
 
 def module_names(part: nn.Module) -> dict[nn.Module, str]:
     """Return the modules in the order of named_modules(), which takes several times as long in each of many calls a step."""
-    found: dict[nn.Module, str] = {}
-    _add_names(part, _names.get(part, ""), found)
-    return found
+    names: dict[nn.Module, str] = {}
+    _add_names(part, _names.get(part, ""), names)
+    return names
 
 
-def _add_names(module: nn.Module, name: str, found: dict[nn.Module, str]) -> None:
-    found[module] = name
+def _add_names(module: nn.Module, name: str, names: dict[nn.Module, str]) -> None:
+    names[module] = name
     for key, child in module._modules.items():
-        if child is not None and child not in found:
-            _add_names(child, _within(name, key), found)
+        if child is not None and child not in names:
+            _add_names(child, _within(name, key), names)
 
 
 def _within(module: str, key: str) -> str:
@@ -88,54 +90,60 @@ def named_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Param
 
 def _own_parameters(part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield each parameter once, by its first name."""
-    seen = set()
+    seen_ids = set()
     for module, name in module_names(part).items():
         for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
+            if parameter is not None and id(parameter) not in seen_ids:
+                seen_ids.add(id(parameter))
                 yield _within(name, key), parameter
 
 
 def sharded_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The rank's slices also while FSDP2 has units gathered, whose modules then show whole parameters, and where a trainer
-    keeps them itself (shards.py)."""
+    """Yield the rank's slice of each parameter, by name.
+
+    So it is also while FSDP2 has units gathered, whose modules then show whole parameters, and where a trainer keeps the slices
+    itself (shards.py)."""
     for part in parts:
         if (shards := shards_of(part)) is not None:
             yield from shards.parameters()
             continue
         names = module_names(part)
-        kept = {
-            joined(names[each._module_info.module], each._module_info.param_name): each.sharded_param
-            for module in names
-            for group in fsdp2_groups(module)
-            for each in group.fsdp_params
-        }
-        yield from ((fqn, kept.get(fqn, parameter)) for fqn, parameter in named_parameters([part]))
+        shards_by_fqn: dict[str, torch.Tensor] = {}
+        for module in names:
+            for group in fsdp2_groups(module):
+                for fsdp_parameter in group.fsdp_params:
+                    owner = fsdp_parameter._module_info
+                    shards_by_fqn[joined(names[owner.module], owner.param_name)] = fsdp_parameter.sharded_param
+        for fqn, parameter in named_parameters([part]):
+            yield fqn, shards_by_fqn.get(fqn, parameter)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, detached; of a DTensor its local part, whatever its placements claim."""
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # to_local() would record autograd
-    return part.detach()  # not the DTensor: that would dispatch another operator
+    """Return the local tensor of a DTensor, whatever its placements claim, and any other tensor itself; detached."""
+    local_tensor: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # to_local() would record autograd
+    return local_tensor.detach()  # not the DTensor: that would dispatch another operator
 
 
 def stored(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The dense tensors that hold it: of a sparse one, such as an embedding's gradient, its indices and its values."""
-    held = local(tensor)
-    return (held._indices(), held._values()) if held.layout == torch.sparse_coo else (held,)
+    """Return the dense tensors behind a tensor: of a sparse one, such as an embedding's gradient, its indices and values."""
+    local_tensor = local(tensor)
+    if local_tensor.layout == torch.sparse_coo:
+        return (local_tensor._indices(), local_tensor._values())
+    return (local_tensor,)
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A copy on the host, in numpy's own memory. bfloat16, which numpy lacks, becomes float32, which holds each of its
-    values exactly. Trap: what numpy has looked into cannot be resized any more, and FSDP frees what it gathered by that.
-    A tensor without memory keeps its shape alone."""
+    """Return a copy on the host, in numpy's own memory. Of a tensor without memory, only the shape is real.
+
+    bfloat16, which numpy lacks, becomes float32, which holds each of its values exactly. Trap: what numpy has looked into
+    cannot be resized any more, and FSDP frees what it gathered by that."""
     tensor = local(tensor)
     if is_without_memory(tensor):
         return np.broadcast_to(np.zeros((), numpys(tensor.dtype)), tuple(tensor.shape))
     tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-    found = np.empty(tuple(tensor.shape), numpys(tensor.dtype))
-    torch.from_numpy(found).copy_(tensor)
-    return found
+    array = np.empty(tuple(tensor.shape), numpys(tensor.dtype))
+    torch.from_numpy(array).copy_(tensor)
+    return array
 
 
 def numpys(dtype: torch.dtype) -> np.dtype[Any]:
@@ -143,11 +151,14 @@ def numpys(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 def parameter_evidence(
-    parts: Iterable[nn.Module], copied: Callable[[torch.Tensor], Any] = as_numpy
+    parts: Iterable[nn.Module], copy_value: Callable[[torch.Tensor], Any] = as_numpy
 ) -> tuple[TensorEvidence, ...]:
-    """copied: what becomes of the value, if it is to be read later."""
-    own = (pair for part in parts for pair in (sharded_parameters if shards_of(part) else named_parameters)([part]))
-    return tuple(_tensor_evidence(fqn, parameter, copied(parameter)) for fqn, parameter in own)
+    """Return what each parameter claims and holds. copy_value: makes what stands for the value, if it is to be read later."""
+    evidence: list[TensorEvidence] = []
+    for part in parts:
+        own = sharded_parameters([part]) if shards_of(part) else named_parameters([part])
+        evidence += [_tensor_evidence(fqn, parameter, copy_value(parameter)) for fqn, parameter in own]
+    return tuple(evidence)
 
 
 def _tensor_evidence(fqn: str, tensor: torch.Tensor, value: Any) -> TensorEvidence:
@@ -165,14 +176,14 @@ def _tensor_evidence(fqn: str, tensor: torch.Tensor, value: Any) -> TensorEviden
 
 def _as_noted(fqn: str, tensor: torch.Tensor, value: Any) -> TensorEvidence:
     ranks, dim = _meshes[tensor]
-    shape = tuple(size * (len(ranks) if at == dim else 1) for at, size in enumerate(tensor.shape))
+    shape = tuple(size * (len(ranks) if tensor_dim == dim else 1) for tensor_dim, size in enumerate(tensor.shape))
     placement = "Replicate" if dim is None else f"Shard({dim})"
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorEvidence(fqn, shape, dtype, list(ranks), (placement,), value)
 
 
 def placements(tensor: torch.Tensor) -> tuple[str, ...]:
-    """Claimed placements, one per mesh axis: "Replicate", "Shard(0)", "Partial", "StridedShard(0)"."""
+    """Return the claimed placements, one per mesh axis: "Replicate", "Shard(0)", "Partial", "StridedShard(0)"."""
     return tuple(placement_text(placement) for placement in getattr(tensor, "placements", ()))
 
 
@@ -183,33 +194,34 @@ def placement_text(placement: Any) -> str:
 
 
 def groups() -> tuple[Group, ...]:
-    """Every group this rank is a member of, except torch's stand-ins for axes of degree 1 (backend "fake"). A rank that runs
-    alone has no others, also for larger degrees."""
+    """Return every group that this rank is a member of, except torch's stand-ins for axes of degree 1 (backend "fake").
+
+    A rank that runs alone has no other groups, also for larger degrees."""
     if not dist.is_initialized():
         return ()
     world = dist.distributed_c10d._world
-    found = []
+    member_groups = []
     for group, ranks in world.pg_group_ranks.items():
         backend = world.pg_map[group][0] if group in world.pg_map else "unknown"
-        if group not in world.pg_map or -100 in ranks or not (of := members(group)):
+        if group not in world.pg_map or -100 in ranks or not (ranks_of_group := members(group)):
             continue
-        if backend != "fake" or len(of) > 1:
+        if backend != "fake" or len(ranks_of_group) > 1:
             description = getattr(group, "group_desc", "") or ""
-            found.append(Group(world.pg_names.get(group, ""), of, str(backend), description))
-    return tuple(found)
+            member_groups.append(Group(world.pg_names.get(group, ""), ranks_of_group, str(backend), description))
+    return tuple(member_groups)
 
 
 def wrappers(parts: Iterable[nn.Module]) -> dict[str, Wrapper]:
-    """What the data-parallel wrappers say of themselves, by module name ("" is the root)."""
-    found: dict[str, Wrapper] = {}
+    """Return what the data-parallel wrappers claim, by module name ("" is the root)."""
+    wrappers_by_name: dict[str, Wrapper] = {}
     for part in parts:
         for module, name in module_names(part).items():
             wrapper = _wrappers.get(module) or _ddp(module) or _replicate(module) or _fsdp1(module) or _fsdp2(module)
             if wrapper:
-                together = _gathered_together(module, part)
+                unit_parameters = _gathered_together(module, part)
                 ignored = tuple(joined(name, fqn) for fqn in wrapper.ignored)
-                found[name] = dataclasses.replace(wrapper, parameters=together, ignored=ignored)
-    return found
+                wrappers_by_name[name] = dataclasses.replace(wrapper, parameters=unit_parameters, ignored=ignored)
+    return wrappers_by_name
 
 
 def _ddp(module: nn.Module) -> Wrapper | None:
@@ -219,7 +231,9 @@ def _ddp(module: nn.Module) -> Wrapper | None:
 
 
 def _replicate(module: nn.Module) -> Wrapper | None:
-    """The composable DDP keeps its DistributedDataParallel aside, from the first forward pass on."""
+    """Return the wrapper of a module under the composable DDP; None for other modules.
+
+    That keeps its DistributedDataParallel aside, from the first forward pass on."""
     for state in vars(module).get(STATE_KEY, {}).values():
         ddp = state._ddp_weakref() if hasattr(state, "_ddp_weakref") else None
         if ddp is not None:
@@ -228,15 +242,17 @@ def _replicate(module: nn.Module) -> Wrapper | None:
 
 
 def _ddp_of_kind(kind: str, ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> Wrapper:
-    """module: the one that it is put on."""
-    ranks, unused = members(ddp.process_group), bool(ddp.find_unused_parameters and not ddp.static_graph)
+    """Return the wrapper of a DDP. module: the one that DDP is put on."""
+    ranks = members(ddp.process_group)
+    finds_unused = bool(ddp.find_unused_parameters and not ddp.static_graph)
     sizes = {True: 0, False: 0}  # of buffers, by whether they are floating-point numbers
-    for buffer in ddp.modules_buffers if ddp.broadcast_buffers else ():
-        sizes[buffer.is_floating_point()] += buffer.numel() * buffer.element_size()
+    if ddp.broadcast_buffers:
+        for buffer in ddp.modules_buffers:
+            sizes[buffer.is_floating_point()] += buffer.numel() * buffer.element_size()
     return Wrapper(
         kind,
         replicate_ranks=ranks,
-        find_unused_parameters=unused,
+        find_unused_parameters=finds_unused,
         float_buffers=sizes[True],
         other_buffers=sizes[False],
         comm_hook=str(ddp._get_ddp_logging_data().get("comm_hook", "")),
@@ -246,16 +262,21 @@ def _ddp_of_kind(kind: str, ddp: nn.parallel.DistributedDataParallel, module: nn
 
 def _ignored(ddp: Any, module: nn.Module) -> tuple[str, ...]:
     """Return their names in the module. DDP also lists parameters as ignored whose all-reduce is delayed; it reduces these."""
-    own = {id(parameter) for parameter in (*ddp._module_parameters, *getattr(ddp, "_delay_all_reduce_params", ()))}
-    return tuple(plain_fqn(name) for name, parameter in module.named_parameters() if id(parameter) not in own)
+    reduced_ids = {
+        id(parameter) for parameter in (*ddp._module_parameters, *getattr(ddp, "_delay_all_reduce_params", ()))
+    }
+    return tuple(plain_fqn(name) for name, parameter in module.named_parameters() if id(parameter) not in reduced_ids)
 
 
 def _fsdp1(module: nn.Module) -> Wrapper | None:
-    """NO_SHARD reduces over the group that the other strategies shard over; the hybrid ones have one for each."""
+    """Return the wrapper of a unit of FSDP1; None for other modules.
+
+    NO_SHARD reduces over the group that the other strategies shard over; the hybrid ones have one for each."""
     if not isinstance(module, FullyShardedDataParallel):
         return None
     unit: Any = module
-    strategy, ranks = unit.sharding_strategy.name, members(unit.process_group)
+    strategy = unit.sharding_strategy.name
+    ranks = members(unit.process_group)
     if strategy == "NO_SHARD":
         return Wrapper("fsdp1", replicate_ranks=ranks)
     return Wrapper("fsdp1", ranks, members(unit._inter_node_pg) if "HYBRID" in strategy else ())
@@ -280,18 +301,18 @@ def _fsdp2(module: nn.Module) -> Wrapper | None:
 
 
 def switches(parts: Iterable[nn.Module]) -> dict[str, tuple[str, ...]]:
-    """What users set by methods of FSDP2's modules and by its policies, where it is not the usual; by module name."""
-    found = {
-        name: tuple(_switches(module, part))
-        for part in parts
-        for module, name in module_names(part).items()
-        if hasattr(module, "_get_fsdp_state")
-    }
-    return {name: said for name, said in found.items() if said}
+    """Return what users set by methods of FSDP2's modules and by its policies, where it is not the usual; by module name."""
+    switches_by_name: dict[str, tuple[str, ...]] = {}
+    for part in parts:
+        for module, name in module_names(part).items():
+            if hasattr(module, "_get_fsdp_state"):
+                switches_by_name[name] = tuple(_switches(module, part))
+    return {name: texts for name, texts in switches_by_name.items() if texts}
 
 
 def _switches(module: Any, part: nn.Module) -> Iterator[str]:
-    state, groups = module._get_fsdp_state(), list(fsdp2_groups(module))
+    state = module._get_fsdp_state()
+    groups = list(fsdp2_groups(module))
     for name in ("unshard_in_backward", "reshard_after_backward"):
         if not all(getattr(group, name, True) for group in groups):
             yield f"{name} off"
@@ -300,13 +321,15 @@ def _switches(module: Any, part: nn.Module) -> Iterator[str]:
         yield f"output_dtype {str(dtype).removeprefix('torch.')}"
     if not getattr(policy, "cast_forward_inputs", True):
         yield "cast_forward_inputs off"
-    if any(getattr(parameter, "pin_memory", False) for group in groups for parameter in group.fsdp_params):
+    fsdp_parameters = itertools.chain.from_iterable(group.fsdp_params for group in groups)
+    if any(getattr(parameter, "pin_memory", False) for parameter in fsdp_parameters):
         yield "offload to pinned memory"
-    names = {one: name or "the root" for one, name in module_names(part).items()}
+    names = {named_module: name or "the root" for named_module, name in module_names(part).items()}
     for direction in ("forward", "backward"):
-        ahead = [other._modules[0] for other in getattr(state, f"_states_to_{direction}_prefetch", ())]
-        if ahead:
-            yield f"{direction} prefetch of {', '.join(names.get(one, '?') for one in ahead)}"
+        prefetched_states = getattr(state, f"_states_to_{direction}_prefetch", ())
+        prefetched = [names.get(prefetched_state._modules[0], "?") for prefetched_state in prefetched_states]
+        if prefetched:
+            yield f"{direction} prefetch of {', '.join(prefetched)}"
     if module is part and getattr(state._state_ctx, "post_optim_event", None) is not None:
         yield "post_optim_event"
 
@@ -317,17 +340,18 @@ def _of_policy(group: Any, name: str) -> str:
 
 
 def _gathered_together(module: nn.Module, part: nn.Module) -> tuple[str, ...]:
-    """The parameters of an FSDP unit; of another wrapper none."""
+    """Return the parameters of an FSDP unit; of another wrapper none."""
     names = module_names(part)
     flat = flat_parameter(module)
     if flat is not None:
         return tuple(joined(names[module], plain_fqn(fqn)) for fqn in flat._fqns)
-    owners = [parameter._module_info for group in fsdp2_groups(module) for parameter in group.fsdp_params]
+    fsdp_parameters = itertools.chain.from_iterable(group.fsdp_params for group in fsdp2_groups(module))
+    owners = [fsdp_parameter._module_info for fsdp_parameter in fsdp_parameters]
     return tuple(joined(names[owner.module], owner.param_name) for owner in owners)
 
 
 def fsdp2_groups(module: nn.Module) -> Iterator[Any]:
-    """FSDP2 keeps one parameter group a module, in newer versions a list of them."""
+    """Yield FSDP2's parameter groups of a module: one, in newer versions of torch several; of other modules none."""
     get_state = attribute(module, "_get_fsdp_state")
     if get_state is not None:
         state = get_state()

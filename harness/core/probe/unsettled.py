@@ -17,7 +17,7 @@ from harness.core.probe.structure import local, placement_text, placements
 
 def unsettled_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, UnsettledGradient]:
     """Return, by fqn, the gradients whose placements differ from their parameter's on the same mesh."""
-    found = {}
+    unsettled = {}
     for fqn, parameter in parameters:
         gradient = parameter.grad
         mesh = getattr(gradient, "device_mesh", None)
@@ -26,16 +26,17 @@ def unsettled_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[
         of_gradient = tuple(_with_operator(placement) for placement in gradient.placements)
         of_parameter = placements(parameter)
         if of_gradient != of_parameter:
-            own, wanted = local(gradient), local(parameter)
-            size = own.element_size()
-            found[fqn] = UnsettledGradient(
+            local_gradient = local(gradient)
+            local_parameter = local(parameter)
+            size = local_gradient.element_size()
+            unsettled[fqn] = UnsettledGradient(
                 mesh=mesh.mesh.tolist(),
                 placements=of_gradient,
                 wanted=of_parameter,
-                bytes=own.numel() * size,
-                settled_bytes=wanted.numel() * size,
+                bytes=local_gradient.numel() * size,
+                settled_bytes=local_parameter.numel() * size,
             )
-    return found
+    return unsettled
 
 
 def _with_operator(placement: Any) -> str:

@@ -94,7 +94,7 @@ class StepValues:
     finds them."""
 
     def compare(self) -> None:
-        """Gradients with what they were."""
+        """Compare the gradients with those at the end of backward, if these were copied."""
         if self.before is not None:
             self.gradients, self.scaled = self.before.against(all_read(self.gradients))
         self.before = None
@@ -102,15 +102,18 @@ class StepValues:
     def read(self) -> None:
         self.compare()
         self.lr = float(read(self.lr)) if torch.is_tensor(self.lr) else self.lr
-        self.gradients, self.parameters = all_read(self.gradients), all_read(self.parameters)
+        self.gradients = all_read(self.gradients)
+        self.parameters = all_read(self.parameters)
         self.left = all_read(self.left)
         if self.masters_state:
             self.memory["optimizer_state"] += self.masters_state
             self.masters_state = 0
         self.optimizer_state = {fqn: all_read(state) for fqn, state in self.optimizer_state.items()}
         if self.changed is not None:
-            now = all_read(self.changed)
-            self.changed = {f: value for f, value in now.items() if not same_array(value, self.parameters[f])}
+            copies_now = all_read(self.changed)
+            self.changed = {
+                fqn: value for fqn, value in copies_now.items() if not same_array(value, self.parameters[fqn])
+            }
 
 
 class ValueRecorder:
@@ -155,7 +158,8 @@ class ValueRecorder:
         self._backward.remove()
         if self in _installed:
             _installed.remove(self)
-        self._hooks, self._patched = [], []
+        self._hooks = []
+        self._patched = []
 
     def _patch(self, owner: Any, name: str) -> None:
         original = getattr(owner, name)
@@ -169,7 +173,7 @@ class ValueRecorder:
         setattr(owner, name, seen)
 
     def watch_resumed(self) -> None:
-        """Parameters as they are now; each optimizer's state when it first steps, for optimizers are not known before."""
+        """Copy the parameters as they are now. Optimizers are not known yet: each one's state is copied when it first steps."""
         self.resumed = Resumed(all_copied(named_parameters(self.parts)), {})
 
     def _copy_resumed_state(self, optimizer: Optimizer) -> None:
@@ -180,44 +184,53 @@ class ValueRecorder:
     def _owned(
         self, optimizer: Optimizer, shards: Iterable[tuple[str, torch.Tensor]] | None = None
     ) -> list[tuple[str, nn.Parameter]]:
-        """shards: the present ones, where they were looked for already."""
-        found = sharded_parameters(self.parts) if shards is None else shards
-        names = {id(parameter): fqn for fqn, parameter in found}
-        return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+        """Return the model's parameters that an optimizer steps, with their names.
+
+        shards: the present ones, where they were looked for already."""
+        named_shards = sharded_parameters(self.parts) if shards is None else shards
+        names = {id(shard): fqn for fqn, shard in named_shards}
+        return [
+            (names[id(parameter)], parameter) for parameter in _stepped_tensors(optimizer) if id(parameter) in names
+        ]
 
     def _see_copies(self, optimizer: Optimizer) -> None:
         """Note whether the optimizer steps tensors that are no parameters of the model."""
         if not self.parts or any(noted(self.parts)):
             return
         shards = list(sharded_parameters(self.parts))
-        held, stepped = {id(p) for _, p in shards}, {id(p) for g in optimizer.param_groups for p in g["params"]}
-        if stepped <= held:
+        parameter_ids = {id(p) for _, p in shards}
+        stepped_ids = {id(parameter) for parameter in _stepped_tensors(optimizer)}
+        if stepped_ids <= parameter_ids:
             return
         self._step().steps_on_copies = True
-        free = [(fqn, p) for fqn, p in shards if p.requires_grad and id(p) not in stepped]
+        unstepped = [(fqn, p) for fqn, p in shards if p.requires_grad and id(p) not in stepped_ids]
         if self._before_copies is None:
-            self._before_copies = all_copied(free)
-        self._find_masters(optimizer, free)
+            self._before_copies = all_copied(unstepped)
+        self._find_masters(optimizer, unstepped)
 
-    def _find_masters(self, optimizer: Optimizer, free: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """free: parameters that the optimizer does not hold itself."""
+    def _find_masters(self, optimizer: Optimizer, unstepped: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Find the optimizer's master copies of parameters. unstepped: those that the optimizer does not step itself."""
         if not self._compares:
             return
-        held = {id(p) for _, p in sharded_parameters(self.parts)}
-        copies = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in held]
+        parameter_ids = {id(p) for _, p in sharded_parameters(self.parts)}
+        copies = [stepped for stepped in _stepped_tensors(optimizer) if id(stepped) not in parameter_ids]
         masters = self._masters[optimizer] = {}
-        for fqn, p in free:
-            found = next((at for at, copy in enumerate(copies) if is_master(copy, p)), None)
-            if found is not None:
-                masters[fqn] = copies.pop(found)
+        for fqn, parameter in unstepped:
+            master_index = _index_of_master(copies, parameter)
+            if master_index is not None:
+                masters[fqn] = copies.pop(master_index)
 
     def _copy_left(self, step: StepValues) -> None:
-        free = [(f, p) for f, p in sharded_parameters(self.parts) if p.requires_grad and f not in step.parameters]
-        step.left = all_copied(free)
+        """Copy the trainable parameters that no optimizer stepped, and note the bytes of their masters' optimizer state."""
+        trainable = ((fqn, p) for fqn, p in sharded_parameters(self.parts) if p.requires_grad)
+        unstepped = [(fqn, p) for fqn, p in trainable if fqn not in step.parameters]
+        step.left = all_copied(unstepped)
         for optimizer in self._masters:
-            self._find_masters(optimizer, free)
-        states = (state for optimizer in self._masters for state in self._states_of_masters(optimizer).values())
-        values = (value for state in states for value in state.values())
+            self._find_masters(optimizer, unstepped)
+        values: list[Any] = []
+        for optimizer in self._masters:
+            for state in self._states_of_masters(optimizer).values():
+                values += state.values()
         step.masters_state = held_bytes(value for value in values if torch.is_tensor(value) and value.dim())
 
     def _states_of_masters(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
@@ -232,12 +245,12 @@ class ValueRecorder:
 
         Where they never change, the optimizer steps orphans, and nothing was updated.
         """
-        written = [step for step in self.steps.values() if step.steps_on_copies and step.left]
-        found = [all_read(self._before_copies or {}), *(step.left for step in written)]
-        pairs = [(one[fqn], other[fqn]) for one, other in pairwise(found) for fqn in one.keys() & other.keys()]
-        if all(same_array(one, other) for one, other in pairs):
+        steps_with_copies = [step for step in self.steps.values() if step.steps_on_copies and step.left]
+        copies_by_step = [all_read(self._before_copies or {}), *(step.left for step in steps_with_copies)]
+        has_change = any(_have_change(earlier, later) for earlier, later in pairwise(copies_by_step))
+        if not has_change:
             return
-        for step in written:
+        for step in steps_with_copies:
             step.parameters |= step.left
             step.changed = step.changed or {}  # with whatever was done to them in between
 
@@ -245,8 +258,11 @@ class ValueRecorder:
         return self.steps.setdefault(self._clock.step if step is None else step, StepValues())
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        own = {fqn: p.grad for fqn, p in sharded_parameters(self._whole_parts()) if p.grad is not None}
-        return own | {fqn: gradient for shards in noted(self.parts) for fqn, gradient in shards.gradients()}
+        """Return the present gradients by name: those of the modules' parameters, and those of shards that were noted."""
+        gradients = {fqn: p.grad for fqn, p in sharded_parameters(self._whole_parts()) if p.grad is not None}
+        for shards in noted(self.parts):
+            gradients |= dict(shards.gradients())
+        return gradients
 
     def _whole_parts(self) -> list[nn.Module]:
         """Return the parts whose parameters are the modules' own."""
@@ -257,23 +273,27 @@ class ValueRecorder:
         if clipped_next:
             self._backward.needed = False
             self._backward.drop()
-        grown = step.clipped_after is not None and step.clipped_after < self._backward.ended
-        if (step.gradients and not grown) or not self.parts:
+        has_more_backward = step.clipped_after is not None and step.clipped_after < self._backward.ended
+        if (step.gradients and not has_more_backward) or not self.parts:
             return
         step.clipped_after = self._backward.ended if clipped_next else None
         gradients = self._gradients()
         step.unsettled = unsettled_gradients(sharded_parameters(self._whole_parts()))
-        step.gradients, step.before = all_copied(gradients.items()), self._backward.taken()
+        step.gradients = all_copied(gradients.items())
+        step.before = self._backward.taken()
         if can_be_read(step.gradients) and can_be_read(step.before.gradients):
             step.compare()
-        kept = [p.grad for _, p in named_parameters(self.parts)]  # whole ones also where shards are noted
-        step.memory["gradients"] = held_bytes([*kept, *gradients.values()])
+        module_gradients = [p.grad for _, p in named_parameters(self.parts)]  # whole ones also where shards are noted
+        step.memory["gradients"] = held_bytes([*module_gradients, *gradients.values()])
 
     def _copy_own_gradients(self, optimizer: Optimizer) -> None:
-        """An optimizer steps inside backward: only its own gradients are complete by then, and gone when backward ends."""
-        step, own = self._step(), self._owned(optimizer)
-        step.gradients |= all_copied((fqn, p.grad) for fqn, p in own if p.grad is not None)
-        step.memory["gradients"] = max(step.memory.get("gradients", 0), held_bytes(p.grad for _, p in own))
+        """Copy the gradients of one optimizer, which steps inside backward.
+
+        Only its own gradients are complete by then, and they are gone when backward ends."""
+        step = self._step()
+        stepped = self._owned(optimizer)
+        step.gradients |= all_copied((fqn, p.grad) for fqn, p in stepped if p.grad is not None)
+        step.memory["gradients"] = max(step.memory.get("gradients", 0), held_bytes(p.grad for _, p in stepped))
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if self._clock.phase() == "backward":
@@ -294,19 +314,22 @@ class ValueRecorder:
         # A closure given to step() trains inside of it: only now is it known which step this was.
         if optimizer in self._rates:
             self._step().lr = self._rates.pop(optimizer)
-        trained_inside = self._began.pop(optimizer, self._clock.step) != self._clock.step
-        if trained_inside and not self._step().gradients:
+        has_trained_inside = self._began.pop(optimizer, self._clock.step) != self._clock.step
+        if has_trained_inside and not self._step().gradients:
             self.copy_gradients(clipped_next=False)
         if any(noted(self.parts)):
             return  # on vectors, of which parameters are made later: copy_update
         step = self._step()
         shards = list(sharded_parameters(self.parts))
-        owned = self._owned(optimizer, shards)
+        stepped = self._owned(optimizer, shards)
         frozen = [(fqn, p) for fqn, p in shards if not p.requires_grad]  # maybe in no group
-        step.parameters |= all_copied((*owned, *frozen))
-        held = (*named_parameters(self.parts), *shards)  # whole ones beside slices, where units stay gathered
-        step.memory["parameters"] = held_bytes(p for _, p in held)
-        states = [v for _, p in owned for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v) and v.dim()]
+        step.parameters |= all_copied((*stepped, *frozen))
+        stored_tensors = (*named_parameters(self.parts), *shards)  # whole ones beside slices, where units stay gathered
+        step.memory["parameters"] = held_bytes(p for _, p in stored_tensors)
+        values: list[Any] = []
+        for parameter in [parameter for _, parameter in stepped]:
+            values += optimizer.state.get(parameter, {}).values()
+        states = [value for value in values if torch.is_tensor(value) and value.dim()]
         step.memory["optimizer_state"] = step.memory.get("optimizer_state", 0) + held_bytes(states)
 
     def copy_update(self, number: int | None) -> None:
@@ -316,27 +339,29 @@ class ValueRecorder:
             return
         step = self._step(number)
         if number is not None:
-            step.late, step.changed = True, {}
-        held = dict(sharded_parameters(parts))
-        step.parameters |= all_copied(held.items())
-        step.memory["parameters"] = held_bytes([*held.values(), *(p for _, p in named_parameters(parts))])
-        states = (value for shards in noted(parts) for _, state in shards.state() for value in state.values())
-        step.memory["optimizer_state"] = held_bytes(value for value in states if value.dim())
+            step.late = True
+            step.changed = {}
+        shards_by_fqn = dict(sharded_parameters(parts))
+        step.parameters |= all_copied(shards_by_fqn.items())
+        step.memory["parameters"] = held_bytes([*shards_by_fqn.values(), *(p for _, p in named_parameters(parts))])
+        values = _noted_state_values(parts)
+        step.memory["optimizer_state"] = held_bytes(value for value in values if value.dim())
 
     def see_what_was_left(self) -> None:
-        """Parameters as the step that just ended left them are compared, bit for bit. All that lie on a GPU are copied, and
-        compared when that can be read; else only those that differ are copied."""
-        finished = self.steps.get(self._clock.finished)
-        if finished is not None and finished.steps_on_copies:
-            self._copy_left(finished)
-        ended = [number for number, step in self.steps.items() if step.parameters and not step.late]
-        step = self.steps[max(ended)] if ended else None
+        """Compare the parameters with the step that just ended left them, bit for bit, before the next step begins.
+
+        All that lie on a GPU are copied, and compared when that can be read; else only those that differ are copied."""
+        finished_step = self.steps.get(self._clock.finished)
+        if finished_step is not None and finished_step.steps_on_copies:
+            self._copy_left(finished_step)
+        ended_steps = [number for number, step in self.steps.items() if step.parameters and not step.late]
+        step = self.steps[max(ended_steps)] if ended_steps else None
         if step is not None and self._compares:
-            now = ((fqn, p) for fqn, p in sharded_parameters(self.parts) if fqn in step.parameters)
-            step.changed = all_copied((fqn, p) for fqn, p in now if not known_as_same(p, step.parameters[fqn]))
+            shards_now = ((fqn, p) for fqn, p in sharded_parameters(self.parts) if fqn in step.parameters)
+            step.changed = all_copied((fqn, p) for fqn, p in shards_now if not known_as_same(p, step.parameters[fqn]))
 
     def read(self) -> None:
-        """All that was copied, of which that of a GPU is there once the device was waited for."""
+        """Read all that was copied. Call it after waiting for the device: then the copies of a GPU's tensors are complete."""
         for step in self.steps.values():
             step.read()
         self._take_written_back()
@@ -345,52 +370,90 @@ class ValueRecorder:
             self.resumed = Resumed(all_read(self.resumed.parameters), states)
 
     def keep_final_state(self) -> None:
-        """Optimizer state is copied when training has ended, and where it is saved: the checks derive that of each step from
-        the gradients."""
+        """Copy the optimizer state, when training has ended and where it is saved.
+
+        The checks derive the state of each step from the gradients."""
         self._backward.drop()
-        stepped = [number for number, step in self.steps.items() if step.parameters or step.left]
-        for shards in noted(self.parts) if stepped else ():
-            add_states(self.steps[max(stepped)].optimizer_state, dict(shards.state()))
-        for optimizer in self.optimizers if stepped else ():
-            add_states(self.steps[max(stepped)].optimizer_state, self._states(optimizer))
+        step_numbers = [number for number, step in self.steps.items() if step.parameters or step.left]
+        if not step_numbers:
+            return
+        last_state = self.steps[max(step_numbers)].optimizer_state
+        for shards in noted(self.parts):
+            add_states(last_state, dict(shards.state()))
+        for optimizer in self.optimizers:
+            add_states(last_state, self._states(optimizer))
 
 
-def add_states(known: dict[str, dict[str, Any]], states: dict[str, dict[str, Any]]) -> None:
-    """An optimizer that only contains others has no state itself: torchtitan's, whose step comes first and last."""
-    known |= {fqn: tensors(state) for fqn, state in states.items() if state or fqn not in known}
+def _stepped_tensors(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """Yield the tensors that an optimizer steps."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _noted_state_values(parts: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """Yield all tensors of the optimizer state that was noted for these model parts."""
+    for shards in noted(parts):
+        for _, state in shards.state():
+            yield from state.values()
+
+
+def _index_of_master(copies: Iterable[torch.Tensor], parameter: torch.Tensor) -> int | None:
+    """Return the index of the first of these copies that is a master of the parameter; None if there is none."""
+    return next((index for index, copy in enumerate(copies) if is_master(copy, parameter)), None)
+
+
+def _have_change(earlier: dict[str, np.ndarray], later: dict[str, np.ndarray]) -> bool:
+    """Return whether any tensor that both have differs."""
+    return any(not same_array(earlier[fqn], later[fqn]) for fqn in earlier.keys() & later.keys())
+
+
+def add_states(all_states: dict[str, dict[str, Any]], new_states: dict[str, dict[str, Any]]) -> None:
+    """Add copies of these states to all states.
+
+    An optimizer that only contains others has no state itself: torchtitan's, whose step comes first and last."""
+    all_states |= {fqn: tensors(state) for fqn, state in new_states.items() if state or fqn not in all_states}
 
 
 def known_as_same(tensor: torch.Tensor, recorded: Copy) -> bool:
-    """False if comparing would wait for a device."""
+    """Return whether the tensor is known to have the recorded bits. False if comparing would wait for a device."""
     return isinstance(recorded, np.ndarray) and not lies_on_device(local(tensor)) and same_bits(tensor, recorded)
 
 
 def is_master(copy: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Return whether the parameter is what its own format keeps of the copy. Waits for a device."""
-    one, other = local(copy), local(parameter)
-    return one.shape == other.shape and torch.equal(one.to(other), other)
+    local_copy = local(copy)
+    local_parameter = local(parameter)
+    return local_copy.shape == local_parameter.shape and torch.equal(local_copy.to(local_parameter), local_parameter)
 
 
-def same_array(one: np.ndarray, other: np.ndarray) -> bool:
-    return same_bits(torch.from_numpy(one), other)
+def same_array(first: np.ndarray, second: np.ndarray) -> bool:
+    return same_bits(torch.from_numpy(first), second)
 
 
 def same_bits(tensor: torch.Tensor, recorded: np.ndarray) -> bool:
     tensor = local(tensor)
-    one, other = tensor.float() if tensor.dtype == torch.bfloat16 else tensor, torch.from_numpy(recorded)
-    same_kind = one.shape == other.shape and one.dtype == other.dtype
-    if not same_kind:
+    local_tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+    recorded_tensor = torch.from_numpy(recorded)
+    is_same_kind = local_tensor.shape == recorded_tensor.shape and local_tensor.dtype == recorded_tensor.dtype
+    if not is_same_kind:
         return False
-    flat, size = one.reshape(-1), one.element_size()
-    in_words = not (flat.numel() * size % 8 or flat.storage_offset() * size % 8)  # eight bytes are compared at once
-    kind = torch.int64 if in_words else torch.uint8
-    return torch.equal(_as_integers(flat, kind), _as_integers(other.reshape(-1), kind))
+    flat_tensor = local_tensor.reshape(-1)
+    size = local_tensor.element_size()
+    # eight bytes are compared at once
+    is_whole_words = not (flat_tensor.numel() * size % 8 or flat_tensor.storage_offset() * size % 8)
+    integer_dtype = torch.int64 if is_whole_words else torch.uint8
+    integers = _as_integers(flat_tensor, integer_dtype)
+    recorded_integers = _as_integers(recorded_tensor.reshape(-1), integer_dtype)
+    return torch.equal(integers, recorded_integers)
 
 
-def _as_integers(flat: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """Trap: FSDP1's views of no or one element may have stride 0, and torch 2.14 does not view those as another type."""
-    few = flat.numel() < 2
-    return torch.empty(flat.shape, dtype=flat.dtype).copy_(flat).view(kind) if few else flat.view(kind)
+def _as_integers(flat: torch.Tensor, integer_dtype: torch.dtype) -> torch.Tensor:
+    """Return the bits of a flat tensor as integers.
+
+    Trap: FSDP1's views of no or one element may have stride 0, and torch 2.14 does not view those as another type."""
+    if flat.numel() < 2:
+        return torch.empty(flat.shape, dtype=flat.dtype).copy_(flat).view(integer_dtype)
+    return flat.view(integer_dtype)
 
 
 def tensors(state: dict[str, Any]) -> dict[str, Copy]:
@@ -398,9 +461,10 @@ def tensors(state: dict[str, Any]) -> dict[str, Copy]:
 
 
 def held_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Bytes of the distinct storages behind the local parts."""
-    storages = {}
+    """Return the bytes of the distinct storages behind the local tensors."""
+    bytes_by_address = {}
     for tensor in tensors:
-        for part in stored(tensor) if tensor is not None else ():
-            storages[place(part)] = part.untyped_storage().nbytes()
-    return sum(storages.values())
+        if tensor is not None:
+            for dense_tensor in stored(tensor):
+                bytes_by_address[place(dense_tensor)] = dense_tensor.untyped_storage().nbytes()
+    return sum(bytes_by_address.values())

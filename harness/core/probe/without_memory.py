@@ -17,7 +17,7 @@ _modes: list[Any] = []
 
 @contextmanager
 def computing_with(mode: Any) -> Iterator[None]:
-    """The trainer computes with this FakeTensorMode's tensors."""
+    """Surround what a trainer computes with this FakeTensorMode's tensors."""
     _modes.append(mode)
     try:
         yield
@@ -30,7 +30,7 @@ def is_without_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_computed(tensor: torch.Tensor) -> bool:
-    """Others are a compiler's, tracing."""
+    """Return whether the trainer computes with this tensor. Others are a compiler's, which traces with them."""
     if is_without_memory(tensor):
         return any(getattr(tensor, "fake_mode", None) is mode for mode in _modes)
     return tensor.device.type != "meta"
@@ -43,6 +43,6 @@ def trains(module: nn.Module) -> bool:
 
 
 def place(tensor: torch.Tensor) -> int:
-    """Return the place of the memory behind it; tensors that share memory have one. A storage without memory has no address."""
+    """Return a number for the storage behind a tensor, the same for tensors that share memory: its address if it has one."""
     storage = tensor.untyped_storage()
     return storage._cdata if is_without_memory(tensor) else storage.data_ptr()

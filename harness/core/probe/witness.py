@@ -57,7 +57,7 @@ class Witness(TorchDispatchMode):
 
     @contextlib.contextmanager
     def silence(self) -> Iterator[None]:
-        """What torch does meanwhile, to find shapes, is not recorded."""
+        """Surround what is not recorded: torch's own operators, by which it finds shapes."""
         self._silent += 1
         try:
             yield
@@ -76,45 +76,45 @@ class Witness(TorchDispatchMode):
         if namespace == "c10d" and name in OPERATORS:
             op, payload = OPERATORS[name]
             self._probe.collectives._note(op, args[payload], args)
-        made = func(*args, **(kwargs or {}))
-        self.storages.made(made)
+        results = func(*args, **(kwargs or {}))
+        self.storages.made(results)
         if namespace == "_c10d_functional":
-            self._functional(func, name, args, made)
+            self._functional(func, name, args, results)
         elif namespace == "aten":
             full = f"{name}.{func._overloadname}".removesuffix(".default")
-            self._computed(name, full, args, made, _caller(sys._getframe().f_back))
-        return made
+            self._computed(name, full, args, results, _caller(sys._getframe().f_back))
+        return results
 
-    def _functional(self, func: Any, name: str, args: Any, made: Any) -> None:
-        plain = name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")
-        if plain in FUNCTIONAL:
-            op, of_result = FUNCTIONAL[plain]
-            group = dict(zip((each.name for each in func._schema.arguments), args, strict=False))["group_name"]
+    def _functional(self, func: Any, name: str, args: Any, results: Any) -> None:
+        base_name = name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")
+        if base_name in FUNCTIONAL:
+            op, is_result = FUNCTIONAL[base_name]
+            group = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))["group_name"]
             self._probe.collectives.note(
-                op, made if of_result else args[0], dist.distributed_c10d._resolve_process_group(group)
+                op, results if is_result else args[0], dist.distributed_c10d._resolve_process_group(group)
             )
 
-    def _computed(self, name: str, full: str, args: Any, made: Any, caller: types.FrameType | None) -> None:
+    def _computed(self, name: str, operator: str, args: Any, results: Any, caller: types.FrameType | None) -> None:
         probe = self._probe
-        if full in PRODUCTS:
-            probe.activity.multiplied(args[PRODUCTS[full]])
-        elif full in BATCHED:
-            probe.activity.multiplied_batches(args[BATCHED[full]])
-        elif full in ATTENTION:
-            probe.activity.attended(ATTENTION[full], args[0])
-        elif full in DRAWS:
+        if operator in PRODUCTS:
+            probe.activity.multiplied(args[PRODUCTS[operator]])
+        elif operator in BATCHED:
+            probe.activity.multiplied_batches(args[BATCHED[operator]])
+        elif operator in ATTENTION:
+            probe.activity.attended(ATTENTION[operator], args[0])
+        elif operator in DRAWS:
             probe.activity.drew(args[0])
         elif name in DRAWN:
-            probe.activity.drew(made)
+            probe.activity.drew(results)
         elif name in COPIES and isinstance(args[1 if name == "copy_" else 0], torch.Tensor):
-            target, source = (args[0], args[1]) if name == "copy_" else (made, args[0])
+            target, source = (args[0], args[1]) if name == "copy_" else (results, args[0])
             probe.copies.copied(target, source, caller)
-        elif full == "cat":
-            probe.copies.joined(made, args[0], caller)
+        elif operator == "cat":
+            probe.copies.joined(results, args[0], caller)
 
 
-def _of_real_integers(given: Any) -> bool:
-    tensors = [value for value in tree_leaves(given) if isinstance(value, torch.Tensor)]
+def _of_real_integers(arguments: Any) -> bool:
+    tensors = [value for value in tree_leaves(arguments) if isinstance(value, torch.Tensor)]
     return bool(tensors) and not any(tensor.is_floating_point() for tensor in tensors)
 
 

@@ -16,18 +16,27 @@ FEW = 4
 """Names of cases that are listed."""
 
 
-def accept(case: Case, options: Options, every: Sequence[Case], chosen: Collection[str]) -> list[str]:
+def accept(case: Case, options: Options, all_cases: Sequence[Case], chosen: Collection[str]) -> list[str]:
     """Rewrite the golden of a launch's recipe, with the noise that all its cases are judged by, and return what changed.
 
-    case: of golden.references. every: all cases of its folder. chosen: names of the selected ones. Raises GoldenError in CI.
+    case: of golden.references. all_cases: those of its folder. chosen: names of the selected ones. Raises GoldenError in CI.
     """
     name = golden.recipe_name(case)
-    users = [(one, of) for one in every for of in golden.references(one) if golden.recipe_name(of) == name]
-    needed = [of for _, of in users if not of.exact]
-    noise = list(dict.fromkeys(key for of in needed for key in (of.noise_key, of.golden_noise_key)))
+    users: list[tuple[Case, Case]] = []  # a case, and its reference of this recipe
+    for using_case in all_cases:
+        for recipe_case in golden.references(using_case):
+            if golden.recipe_name(recipe_case) == name:
+                users.append((using_case, recipe_case))
+    keys: list[str] = []
+    for _, recipe_case in users:
+        if not recipe_case.exact:
+            keys += [recipe_case.noise_key, recipe_case.golden_noise_key]
+    noise = list(dict.fromkeys(keys))
     reference = load(reference_folder(case, options, noise) / "reference.npz", ReferenceRun)
-    said = [golden.accept(case, reference)]
-    if others := [one.name for one, _ in users if one.name not in chosen]:
-        names = ", ".join(others[:FEW]) + ", .." * (len(others) > FEW)
-        said.append(f"  it is also the golden of {counted(len(others), 'other case')}: {names}")
-    return said
+    lines = [golden.accept(case, reference)]
+    if others := [using_case.name for using_case, _ in users if using_case.name not in chosen]:
+        names = ", ".join(others[:FEW])
+        if len(others) > FEW:
+            names += ", .."
+        lines.append(f"  it is also the golden of {counted(len(others), 'other case')}: {names}")
+    return lines

@@ -35,13 +35,14 @@ class Again:
     """Cases end in several threads."""
 
     def outcome(self, case: Case, options: Options, make: Callable[[Case, Options], Outcome]) -> Outcome:
-        """Make the case; return what became of it, and where it fails what became of it again. A deliberate mistake is not made
-        again."""
+        """Make the case and return its outcome; if it fails, with the outcomes of its reruns.
+
+        A deliberate mistake is not rerun."""
         first = make(case, options)
         if options.fault or not self.times or first.verdict != Verdict.FAIL or not self._is_wanted(first):
             return first
-        further = [dataclasses.replace(options, nth=number) for number in range(1, self.times + 1)]
-        return _with_repeats(first, _told(case, first, options, further, make))
+        rerun_options = [dataclasses.replace(options, nth=number) for number in range(1, self.times + 1)]
+        return _with_repeats(first, _told(case, first, options, rerun_options, make))
 
     def _is_wanted(self, outcome: Outcome) -> bool:
         cause = " ".join(outcome.diagnosis.get("kinds", ())) or outcome.cause or outcome.reason
@@ -53,11 +54,12 @@ class Again:
 def _with_repeats(first: Outcome, repeats: dict[str, Any]) -> Outcome:
     """Return the outcome with what became of it again. A mistake of the code would show each time; so what did not fail again
     has no other cause."""
-    text, verdicts = repeats_text(repeats), repeats["verdicts"]
-    once = Verdict.FAIL not in verdicts and any(verdict in GREEN for verdict in verdicts)
-    head, *lines = _without_cause(first) if once else first.report.splitlines()
-    told = dataclasses.replace(first, repeats=repeats, report="\n".join([head, *wrapped(text, "  "), *lines]))
-    return dataclasses.replace(told, cause=text, diagnosis={}) if once else told
+    summary = repeats_text(repeats)
+    verdicts = repeats["verdicts"]
+    has_not_repeated = Verdict.FAIL not in verdicts and any(verdict in GREEN for verdict in verdicts)
+    head, *lines = _without_cause(first) if has_not_repeated else first.report.splitlines()
+    with_report = dataclasses.replace(first, repeats=repeats, report="\n".join([head, *wrapped(summary, "  "), *lines]))
+    return dataclasses.replace(with_report, cause=summary, diagnosis={}) if has_not_repeated else with_report
 
 
 def _without_cause(outcome: Outcome) -> list[str]:
@@ -68,23 +70,23 @@ def _without_cause(outcome: Outcome) -> list[str]:
 
 
 def _told(
-    case: Case, first: Outcome, options: Options, further: list[Options], make: Callable[[Case, Options], Outcome]
+    case: Case, first: Outcome, options: Options, rerun_options: list[Options], make: Callable[[Case, Options], Outcome]
 ) -> dict[str, Any]:
-    made = [make(case, each) for each in further]
-    told: dict[str, Any] = {
-        "verdicts": [one.verdict for one in made],
-        "alike": sum(one.verdict == Verdict.FAIL and one.cause == first.cause for one in made),
-        "folders": [str(folder_of(case, each)) for each in (options, *further)],
+    reruns = [make(case, each) for each in rerun_options]
+    repeats: dict[str, Any] = {
+        "verdicts": [rerun.verdict for rerun in reruns],
+        "alike": sum(rerun.verdict == Verdict.FAIL and rerun.cause == first.cause for rerun in reruns),
+        "folders": [str(folder_of(case, each)) for each in (options, *rerun_options)],
     }
-    differences = (_difference(case, options, each) for each in further)
+    differences = (_difference(case, options, each) for each in rerun_options)
     if difference := next(filter(None, differences), None):
-        told["differs"] = dataclasses.asdict(difference)
-    return told
+        repeats["differs"] = dataclasses.asdict(difference)
+    return repeats
 
 
-def _difference(case: Case, one: Options, other: Options) -> FirstDifference | None:
+def _difference(case: Case, first: Options, second: Options) -> FirstDifference | None:
     """Return None also where one of them left no evidence to compare."""
     try:
-        return first_difference(*(load_run(folder_of(case, each) / "run") for each in (one, other)))
+        return first_difference(*(load_run(folder_of(case, run_options) / "run") for run_options in (first, second)))
     except EvidenceError:
         return None

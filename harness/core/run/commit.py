@@ -13,8 +13,8 @@ def commit_of_harness() -> str:
 
     An installed harness never asks git: the folder around it may be another repository.
     """
-    if BUILTIN == ROOT and (found := commit_of(str(ROOT))):
-        return found
+    if BUILTIN == ROOT and (commit := commit_of(str(ROOT))):
+        return commit
     archived = (ROOT / "harness" / "commit.txt").read_text(encoding="ascii").strip()
     return "" if archived.startswith("$") else archived
 

@@ -16,7 +16,7 @@ BACKEND = "HARNESS_BACKEND"
 
 
 def backend(options: Options) -> str:
-    """NCCL on GPUs, but gloo for ranks that share one where NCCL is too old; or what was requested."""
+    """Return the backend: NCCL on GPUs, but gloo for ranks that share one where NCCL is too old; or what was requested."""
     if options.device == "cpu":
         return "gloo"
     shared_by_gloo = options.ranks_per_gpu > 1 and nccl_version() < SHARES_GPUS_SINCE
@@ -24,12 +24,14 @@ def backend(options: Options) -> str:
 
 
 def environment(options: Options, case: Case) -> dict[str, str]:
-    """The variables of ranks on GPUs. cuBLAS adds up in one order only with a workspace of this size, read when CUDA starts."""
+    """Return the variables of ranks on GPUs.
+
+    cuBLAS adds up in one order only with a workspace of this size, read when CUDA starts."""
     if options.device == "cpu":
         return {}
-    repeats = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if case.runs > 1 else {}
-    shares = options.ranks_per_gpu > 1 and backend(options) == "nccl"
-    return {BACKEND: backend(options), **({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if shares else {}), **repeats}
+    exact_variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if case.runs > 1 else {}
+    is_sharing = options.ranks_per_gpu > 1 and backend(options) == "nccl"
+    return {BACKEND: backend(options), **({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if is_sharing else {}), **exact_variables}
 
 
 def device_text(options: Options) -> str:
@@ -42,16 +44,16 @@ def gpus_needed(world_size: int, options: Options) -> int:
 
 
 def replaced(options: Options) -> list[str]:
-    """What does not run as it does on one GPU a rank: said with every verdict."""
+    """Return lines on what does not run as it does on one GPU a rank. They are printed with every verdict."""
     if options.device == "cpu" or (options.ranks_per_gpu == 1 and backend(options) == "nccl"):
         return []
     shared = f"up to {options.ranks_per_gpu} ranks share a GPU" if options.ranks_per_gpu > 1 else "--backend gloo"
-    by = "by gloo, through the host" if backend(options) == "gloo" else "with NCCL_MULTI_RANK_GPU_ENABLE"
-    return [f"communication: NCCL {by} ({shared})"]
+    carrier = "by gloo, through the host" if backend(options) == "gloo" else "with NCCL_MULTI_RANK_GPU_ENABLE"
+    return [f"communication: NCCL {carrier} ({shared})"]
 
 
 def obstacle(case: Case, options: Options) -> str:
-    """Why a case's ranks could not talk so; empty if they can."""
+    """Return why a case's ranks could not communicate over this backend; empty if they can."""
     if options.device == "cpu" or backend(options) == "nccl":
         return ""
     version = ".".join(map(str, nccl_version()))

@@ -17,27 +17,29 @@ SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf
 
 def read_export(folder: Path) -> dict[str, ExportedTensor]:
     """Return every floating-point tensor by its name. Raises what a damaged file makes torch or json raise."""
-    found: dict[str, ExportedTensor] = {}
+    tensors: dict[str, ExportedTensor] = {}
     for path in sorted(folder.rglob("*")):
         if path.suffix == ".safetensors":
-            found |= dict(_safetensors(path.read_bytes()))
+            tensors |= dict(_safetensors(path.read_bytes()))
         elif path.suffix in (".bin", ".pt", ".pth"):
-            found |= dict(_pickled(path))
-    return found
+            tensors |= dict(_pickled(path))
+    return tensors
 
 
 def _safetensors(data: bytes) -> Iterator[tuple[str, ExportedTensor]]:
-    """The format: the length of a JSON header in 8 bytes, the header, and the bytes of all tensors."""
+    """Yield the tensors of a file. It has the length of a JSON header in 8 bytes, the header, and the bytes of all tensors."""
     start = 8 + int.from_bytes(data[:8], "little")
-    for name, one in json.loads(data[8:start]).items():
-        if name == "__metadata__" or one["dtype"] not in SAFETENSORS:
+    for name, entry in json.loads(data[8:start]).items():
+        if name == "__metadata__" or entry["dtype"] not in SAFETENSORS:
             continue
-        dtype, (begin, _) = SAFETENSORS[one["dtype"]], one["data_offsets"]
-        stored, count = np.dtype("uint16" if dtype == "bfloat16" else dtype), math.prod(one["shape"])
+        dtype = SAFETENSORS[entry["dtype"]]
+        begin, _ = entry["data_offsets"]
+        stored = np.dtype("uint16" if dtype == "bfloat16" else dtype)
+        count = math.prod(entry["shape"])
         value = np.frombuffer(data, stored, count, start + begin)
         if dtype == "bfloat16":
             value = (value.astype(np.uint32) << 16).view(np.float32)
-        yield name, ExportedTensor(dtype, value.reshape(one["shape"]))
+        yield name, ExportedTensor(dtype, value.reshape(entry["shape"]))
 
 
 def _pickled(path: Path) -> Iterator[tuple[str, ExportedTensor]]:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def folder_of(case: Case, options: Options) -> Path:
-    """OUT/CASE, and with a + what is not the usual: trainer@source, fault, another seed or dtype, device, sharing, again."""
+    """Return OUT/CASE, and with a + what is not the usual: trainer@source, fault, another seed or dtype, device, sharing,
+    rerun."""
     parts = [case.name]
     parts += [trainer_label(options.trainer)] if options.trainer != "llama3" else []
     parts += [options.fault.rpartition(":")[2]] if options.fault else []
@@ -32,7 +33,7 @@ def folder_of(case: Case, options: Options) -> Path:
 
 
 def trainer_label(spec: str) -> str:
-    """NAME, or NAME@SOURCE with the last part of the source's path and six digits of all of it."""
+    """Return NAME, or NAME@SOURCE with the last part of the source's path and six digits of all of it."""
     trainer = TrainerSpec.parse(spec)
     digest = hashlib.sha256(trainer.source.encode()).hexdigest()[:6]
     last = re.sub(r"[^\w.-]", "_", Path(trainer.source).name)[:40]
@@ -40,17 +41,19 @@ def trainer_label(spec: str) -> str:
 
 
 def without_source(name: str) -> str:
-    """The same folder's name for whatever source of the trainer."""
+    """Return a folder's name without the trainer's source, so that it is the same for any source."""
     return re.sub(r"@[^+]*", "", name)
 
 
 def case_folders(folders: Sequence[Path]) -> list[Path]:
-    """The folders themselves, or for a folder of such folders those in it."""
-    found = []
+    """Return the folders themselves, or for a folder of such folders those in it."""
+    found_folders = []
     for folder in folders:
-        inside = sorted(path.parent for path in folder.glob("*/case.json"))
-        found += inside if inside and not (folder / "case.json").exists() else [folder]
-    return found
+        case_folders_inside = sorted(path.parent for path in folder.glob("*/case.json"))
+        found_folders += (
+            case_folders_inside if case_folders_inside and not (folder / "case.json").exists() else [folder]
+        )
+    return found_folders
 
 
 def fresh_folder(folder: Path) -> Path:

@@ -26,19 +26,19 @@ def files_run_by(entries: Iterable[str]) -> list[Path]:
     Raises LookupError for an entry that is no module of the harness.
     """
     sources = module_files()
-    found: set[str] = set()
+    reached: set[str] = set()
     waiting: list[str] = []
     for entry in entries:
-        inside = [module for module in sources if module == entry or module.startswith(f"{entry}.")]
-        if not inside:
+        modules_of_entry = [module for module in sources if module == entry or module.startswith(f"{entry}.")]
+        if not modules_of_entry:
             raise LookupError(f"{entry}: no module of the harness")
-        waiting += inside
+        waiting += modules_of_entry
     while waiting:
         module = waiting.pop()
-        if module not in found:
-            found.add(module)
+        if module not in reached:
+            reached.add(module)
             waiting += imports_of(module)
-    return sorted(sources[module] for module in found)
+    return sorted(sources[module] for module in reached)
 
 
 @functools.cache
@@ -59,11 +59,17 @@ def imports_of(module: str) -> frozenset[str]:
     """Return the modules of the harness that a module names, with the packages around them."""
     with ONE_AT_A_TIME:
         tree = ast.parse(module_files()[module].read_bytes())
-    statements = (statement for statement in tree.body if not _is_table_of_ring(statement))
-    nodes = (node for statement in statements for node in ast.walk(statement))
-    named = {name for node in nodes for name in _names_in(node, _package_of(module))}
-    around = {".".join(name.split(".")[:depth]) for name in named for depth in range(1, name.count(".") + 2)}
-    return frozenset(around & module_files().keys())
+    package = _package_of(module)
+    names: set[str] = set()
+    for statement in tree.body:
+        if not _is_table_of_ring(statement):
+            for node in ast.walk(statement):
+                names.update(_names_in(node, package))
+    names_with_packages: set[str] = set()
+    for name in names:
+        parts = name.split(".")
+        names_with_packages.update(".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    return frozenset(names_with_packages & module_files().keys())
 
 
 def _is_table_of_ring(statement: ast.stmt) -> bool:

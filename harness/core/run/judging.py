@@ -18,7 +18,7 @@ from harness.core.judge.trial import Trial
 
 
 def judge_folder(folder: Path) -> Judgement:
-    """Judges stored evidence: reads and computes; starts nothing, writes nothing. Raises EvidenceError."""
+    """Judge stored evidence: read and compute; start nothing, write nothing. Raises EvidenceError."""
     trial = load_trial(folder)
     with np.errstate(over="ignore", invalid="ignore"):  # a number that went wrong is a finding
         results = judge(trial)
@@ -40,7 +40,9 @@ def judge_folder(folder: Path) -> Judgement:
 
 
 def _diagnosed(trial: Trial, results: Sequence[Result]) -> Diagnosis | None:
-    """Importing what diagnoses takes a tenth of a second, for which a run without a failing check need not wait."""
+    """Return the diagnosis of a run; None if no check fails.
+
+    Importing what diagnoses takes a tenth of a second, for which a run without a failing check need not wait."""
     if not any(result.verdict is Verdict.FAIL for result in results):
         return None
     from harness.core.causes import diagnose
@@ -49,7 +51,7 @@ def _diagnosed(trial: Trial, results: Sequence[Result]) -> Diagnosis | None:
 
 
 def _gpu(trial: Trial) -> str:
-    """What ranks say that they computed on; empty on CPU."""
+    """Return the names of the GPUs that ranks report they computed on; empty on CPU."""
     names = {evidence.environment.get("device", "cpu") for evidence in trial.ranks.values()} - {"cpu"}
     return ", ".join(sorted(names))
 

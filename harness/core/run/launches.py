@@ -56,7 +56,7 @@ class Stopwatch:
 
 
 def launch_all(case: Case, folder: Path, weights: Path, options: Options, stage: Callable[[str], None]) -> None:
-    """One launch after the other; none after one that failed, for it would have nothing to resume from.
+    """Run one launch after the other; none after one that failed, for it would have nothing to resume from.
 
     What the trainer itself wrote is listed at the end, so that a later run can tell it from a user's files."""
     try:
@@ -67,12 +67,16 @@ def launch_all(case: Case, folder: Path, weights: Path, options: Options, stage:
 
 def _launch_each(case: Case, folder: Path, weights: Path, options: Options, stage: Callable[[str], None]) -> None:
     launches = case.launches | ({"repeat": case} if case.runs > 1 else {})
-    failed = ""
+    failed_launch = ""
     for number, (name, launched) in enumerate(launches.items(), 1):
-        stage(f"{launched.dims.world_size} ranks" + f", launch {number} of {len(launches)}" * (len(launches) > 1))
-        if failed:
+        title = f"{launched.dims.world_size} ranks"
+        if len(launches) > 1:
+            title += f", launch {number} of {len(launches)}"
+        stage(title)
+        if failed_launch:
             exits = tuple(
-                Exit(rank, "lost", error=f"not started: {failed} failed") for rank in range(launched.dims.world_size)
+                Exit(rank, "lost", error=f"not started: {failed_launch} failed")
+                for rank in range(launched.dims.world_size)
             )
             save_run(
                 Run(
@@ -86,15 +90,16 @@ def _launch_each(case: Case, folder: Path, weights: Path, options: Options, stag
                 )
             )
         elif not launch_and_keep(launched, folder / name, weights, options) and launched.last_step is not None:
-            failed = name
+            failed_launch = name
 
 
 def reported_losses(case: Case, options: Options, folder: Path, *, steps: int) -> tuple[float, ...]:
-    """What rank 0 reports in the last steps of a longer run of the case without the probe, resumed like the case. If two
-    launches train a step, the first one's loss counts; of one that starts from weights alone, its own count. Nothing if a rank
-    failed."""
-    most = max(steps, case.training.steps) if case.resume and case.resume[-1].after >= steps else steps
-    longer = replace(case, training=replace(case.training, steps=most))
+    """Return the losses that rank 0 reports in the last steps of a longer run of the case without the probe.
+
+    The run is resumed like the case. If two launches train a step, the first one's loss counts; of one that starts from weights
+    alone, its own count. Empty if a rank failed."""
+    last_step = max(steps, case.training.steps) if case.resume and case.resume[-1].after >= steps else steps
+    longer = replace(case, training=replace(case.training, steps=last_step))
     weights = reference_folder(case.from_the_seed, options) / "weights.npz"
     losses: dict[int, float] = {}
     for name, launched in longer.launches.items():
@@ -107,8 +112,9 @@ def reported_losses(case: Case, options: Options, folder: Path, *, steps: int) -
 
 
 def launch_and_keep(case: Case, folder: Path, weights: Path, options: Options) -> bool:
-    """Whether all ranks ended well."""
-    watch, made = Stopwatch(), {"launch": uuid.uuid4().hex[:12], **made_by(case, options)}
+    """Launch a case's ranks and store how they ended; return whether all ended well."""
+    watch = Stopwatch()
+    made = {"launch": uuid.uuid4().hex[:12], **made_by(case, options)}
     exits = _launch_ranks(case, folder, weights, options, entry=RANK_ENTRY, watch=watch, launch_id=made["launch"])
     run = Run(
         str(folder),
@@ -144,7 +150,7 @@ def cut_short(checkpoints: Path) -> None:
 
 
 def made_by(case: Case, options: Options) -> dict[str, str]:
-    replaced = [
+    replacements = [
         *trainers.load(options.trainer).replaced(case, options.device),
         *communication.replaced(options),
     ]
@@ -158,18 +164,18 @@ def made_by(case: Case, options: Options) -> dict[str, str]:
         "launcher": options.launcher,
         **_typed(case, options),
         "sources": digest(options),
-        **({"replaced": "\n".join(replaced)} if replaced else {}),
+        **({"replaced": "\n".join(replacements)} if replacements else {}),
     }
 
 
 def _typed(case: Case, options: Options) -> dict[str, str]:
     """Return the further options of a command that runs the case like this again, where they are not the usual ones."""
-    usual = Options()
-    given = {"timeout": f"{options.timeout:g}"} if options.timeout != usual.timeout else {}
-    given |= {"torchrun-args": shlex.join(options.torchrun_args)} if options.torchrun_args else {}
+    default_options = Options()
+    options_typed = {"timeout": f"{options.timeout:g}"} if options.timeout != default_options.timeout else {}
+    options_typed |= {"torchrun-args": shlex.join(options.torchrun_args)} if options.torchrun_args else {}
     if not case.file and options.cases:  # a case with a file has its folder
-        given |= {"cases": str(case_files.folder_of(options.cases))}
-    return given
+        options_typed |= {"cases": str(case_files.folder_of(options.cases))}
+    return options_typed
 
 
 def commit_of_trainer(spec: str) -> str:
@@ -180,7 +186,7 @@ def commit_of_trainer(spec: str) -> str:
 
 
 def _wanted(case: Case, folder: Path, weights: Path, options: Options) -> dict[str, object]:
-    """The options of the entries of rank_main.py."""
+    """Return the options of the entries of rank_main.py."""
     return {
         "case": to_json(case),
         "trainer": options.trainer,
@@ -205,7 +211,7 @@ def _compile_cache(case: Case, out: Path) -> str:
 
 
 def slots_for(case: Case, options: Options) -> int | None:
-    """None: as many as it has ranks on this machine."""
+    """Return how many slots a launch takes of this machine; None for as many as it has ranks here."""
     if options.device == "cuda":
         return None if options.torchrun_args else communication.gpus_needed(case.dims.world_size, options)
     return 0 if options.waits else None
@@ -240,6 +246,10 @@ def _launch_ranks(
 
 
 def _preload(case: Case, options: Options) -> tuple[str, ...]:
-    """What its ranks would each import."""
-    own = trainers.load(options.trainer).preload
-    return own + EIGHT_BITS * bool(case.training.quantize) + COMPILER * case.features.compile
+    """Return the modules that each rank would import, so that their server imports them once."""
+    modules = trainers.load(options.trainer).preload
+    if case.training.quantize:
+        modules = modules + EIGHT_BITS
+    if case.features.compile:
+        modules = modules + COMPILER
+    return modules

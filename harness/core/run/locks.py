@@ -12,7 +12,7 @@ from harness.core.evidence.store import EvidenceError
 
 @contextmanager
 def only_one(lock: Path) -> Iterator[None]:
-    """One process and one thread at a time; the kernel releases the lock of a process that died."""
+    """Hold a lock that one process and one thread has at a time. The kernel releases that of a process that died."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         handle = open(lock, "a", encoding="utf-8")  # noqa: SIM115 - held while the caller works

@@ -41,21 +41,21 @@ def run_all(
     jobs: int,
     progress: Progress,
     ended: Callable[[Outcome], None],
-    most: int | None = None,
+    max_failures: int | None = None,
     how: Callable[[Case, Options], Judgement] | None = None,
     again: int = 0,
 ) -> list[Outcome]:
-    """Cases in this order, `jobs` at a time, each as soon as it has its slots; any thread calls `ended` with each outcome.
+    """Run cases in this order, `jobs` at a time, each as soon as it has its slots. Return outcomes as the cases end.
 
-    most: so many failures after which no other case begins. how: in place of run_case. again: how often a failing case is
-    made again. KeyboardInterrupt leaves ranks alive.
+    ended: called with each outcome, by any thread. max_failures: so many failures after which no other case begins. how: in
+    place of run_case. again: how often a failing case is rerun. KeyboardInterrupt leaves ranks alive.
     """
 
-    def one(case: Case) -> Outcome | None:
-        if most is not None and len(failed) >= most:
+    def run_one(case: Case) -> Outcome | None:
+        if max_failures is not None and len(failed) >= max_failures:
             return None
         progress.started(case.name)
-        outcome = repeated.outcome(case, options, functools.partial(attempt, how=how))
+        outcome = reruns.outcome(case, options, functools.partial(attempt, run_one=how))
         ended(outcome)
         failed.extend([case.name] if outcome.failed else [])
         return outcome
@@ -63,9 +63,9 @@ def run_all(
     if options.launcher == "local" and how is None:
         default_server(trainers.load(options.trainer).preload, device=options.device)
     failed: list[str] = []
-    repeated = Again(again)
+    reruns = Again(again)
     pool = ThreadPoolExecutor(jobs)
-    return _collected(pool, {pool.submit(one, case) for case in cases}, progress)
+    return _collected(pool, {pool.submit(run_one, case) for case in cases}, progress)
 
 
 def _collected(pool: ThreadPoolExecutor, pending: set[Future[Outcome | None]], progress: Progress) -> list[Outcome]:
@@ -84,10 +84,10 @@ def _collected(pool: ThreadPoolExecutor, pending: set[Future[Outcome | None]], p
     return outcomes
 
 
-def attempt(case: Case, options: Options, how: Callable[[Case, Options], Judgement] | None = None) -> Outcome:
-    """One case to its end, whatever that is: only KeyboardInterrupt passes through."""
+def attempt(case: Case, options: Options, run_one: Callable[[Case, Options], Judgement] | None = None) -> Outcome:
+    """Run one case and return its outcome, whatever that is: only KeyboardInterrupt passes through."""
     try:
-        return became.judged((how or run_case)(case, options))
+        return became.judged((run_one or run_case)(case, options))
     except Unsupported as reason:
         return became.skipped(case, str(reason))
     except PROBLEMS as problem:

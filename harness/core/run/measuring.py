@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,26 +17,30 @@ from harness.core.judge.measured import measured
 from harness.core.judge.stored_trial import load_trial
 
 
-def write_measured(case: Case, folder: Path, chosen: Mapping[str, TrainerTraits]) -> None:
+def write_measured(case: Case, folder: Path, declared: Mapping[str, TrainerTraits]) -> None:
     """Write traits.json: by launch, what the trainer declares and what was measured of it. Then settle gradients."""
     runs = {name: load_run(folder / name, values=False) for name in case.launches}
-    found = {name: measured(launched, chosen[name], runs[name]) for name, launched in case.launches.items()}
-    write_text(folder / TRAITS_FILE, json.dumps({n: traits.to_json(one) for n, one in found.items()}, indent=1))
+    traits_by_launch = {}
+    for name, launched in case.launches.items():
+        traits_by_launch[name] = traits.to_json(measured(launched, declared[name], runs[name]))
+    write_text(folder / TRAITS_FILE, json.dumps(traits_by_launch, indent=1))
     if any(map(_altered_after_backward, runs.values())):
         _settle_gradients(folder)
 
 
 def _altered_after_backward(run: Run) -> bool:
     """Return whether any gradients were multiplied between backward and the optimizer, by something other than torch."""
-    return any(factor(step) not in (None, 1.0) for evidence in run.ranks.values() for step in evidence.steps)
+    steps = itertools.chain.from_iterable(evidence.steps for evidence in run.ranks.values())
+    return any(factor(step) not in (None, 1.0) for step in steps)
 
 
 def _settle_gradients(folder: Path) -> None:
     """Rewrite the files of ranks whose clipping was given other gradients than those at the end of backward."""
     trial = load_trial(folder)
     for launch in trial.launches:
-        late, runs = late_steps(launch), [launch.run, launch.repeat]
-        for run in filter(None, runs if late else []):
+        clipped_late = late_steps(launch)
+        runs = [launch.run, launch.repeat]
+        for run in filter(None, runs if clipped_late else []):
             stored = load_run(Path(run.directory))
-            for rank, evidence in with_gradients_after(stored, late).ranks.items():
+            for rank, evidence in with_gradients_after(stored, clipped_late).ranks.items():
                 save(evidence_file(Path(run.directory), rank), evidence)

@@ -55,7 +55,9 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
 
 
 def watched(options: dict[str, Any]) -> StartedTrainer:
-    """options: case, trainer, weights, device, fault ("FILE.py:NAME" or None), directory (of the evidence), checkpoints,
+    """Run the trainer under the probe and store the evidence of this rank; return the trainer.
+
+    options: case, trainer, weights, device, fault ("FILE.py:NAME" or None), directory (of the evidence), checkpoints,
     compile_cache (a directory, or None), launch (its id).
 
     What a launch writes into checkpoints the next one continues from; both happen while the probe watches.
@@ -65,17 +67,19 @@ def watched(options: dict[str, Any]) -> StartedTrainer:
     from harness.core.probe.settings import settings_before_the_trainer
 
     settings = settings_before_the_trainer()
-    case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
+    case = from_json(options["case"])
+    adapter = trainers.load(options["trainer"])
     checkpoints = Path(options["checkpoints"])
-    this, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     checkpoints_of_case.tell(checkpoints)
     _share_compiled_code(options.get("compile_cache"))
     with trainers.starting(options["trainer"]):
         adapter.importable()
     _refuse_lacking()  # of the modules, too, that the trainer imports
-    fired = _apply_fault(options, this)
+    fired_calls = _apply_fault(options, rank)
     row_length = functools.partial(_row_length, case)
-    probe = Probe(this, world_size, on_issue=_note_inflight(), row_length=row_length, settings=settings)
+    probe = Probe(rank, world_size, on_issue=_note_inflight(), row_length=row_length, settings=settings)
     probe.install()
     try:
         trainer = _started(adapter, case, options)
@@ -83,28 +87,30 @@ def watched(options: dict[str, Any]) -> StartedTrainer:
         if case.resume:
             trainer.resume(checkpoints)
             probe.resumed(case.steps.start - 1)
-        started_file(Path(options["directory"]), this).touch()
+        started_file(Path(options["directory"]), rank).touch()
         train_and_write(trainer, case, options, probe)
-        reported = {one.step: (one.loss, one.grad_norm, one.lr, one.largest) for one in trainer.metrics}
-        evidence = probe.evidence(reported, bool(fired) if options.get("fault") else None, _numbers(trainer))
-        told = {"reports": getattr(trainer, "reports", adapter.reports), "launch": options.get("launch", "")}
-        evidence = dataclasses.replace(in_the_references_words(evidence, adapter, case, probe.starts), **told)
+        reported = {
+            metrics.step: (metrics.loss, metrics.grad_norm, metrics.lr, metrics.largest) for metrics in trainer.metrics
+        }
+        evidence = probe.evidence(reported, bool(fired_calls) if options.get("fault") else None, _numbers(trainer))
+        launch_facts = {"reports": getattr(trainer, "reports", adapter.reports), "launch": options.get("launch", "")}
+        evidence = dataclasses.replace(in_the_references_words(evidence, adapter, case, probe.starts), **launch_facts)
     finally:
         probe.remove()
-    save(evidence_file(Path(options["directory"]), this), _with_export(evidence, case, options))
+    save(evidence_file(Path(options["directory"]), rank), _with_export(evidence, case, options))
     adapter.stop()
     return trainer
 
 
 def _refuse_lacking() -> None:
     """Raises CannotStart if torch lacks what the probe relies on."""
-    if gone := relies_on.lacking():
-        raise trainers.CannotStart(gone)
+    if missing := relies_on.lacking():
+        raise trainers.CannotStart(missing)
 
 
 def _numbers(trainer: StartedTrainer) -> dict[int, Mapping[str, trainers.Number]]:
     """Return, by step, the other numbers that the trainer reports."""
-    return {one.step: one.numbers for one in trainer.metrics}
+    return {metrics.step: metrics.numbers for metrics in trainer.metrics}
 
 
 def in_the_references_words(
@@ -112,15 +118,15 @@ def in_the_references_words(
 ) -> RankEvidence:
     """Return the evidence under the reference's names, fused tensors separated, with what the adapter says of its reports and
     switches. starts: by the trainer's name, at which element of a fused tensor this rank's interval begins."""
-    told = dataclasses.replace(
+    with_adapter_facts = dataclasses.replace(
         evidence,
         reports=adapter.reports,
         reports_every=adapter.reports_every,
         settings=evidence.settings | dict(adapter.settings),
     )
     fqn = with_tied_output(case, adapter.fqn)
-    own = {fqn(name): start for name, start in starts.items()}
-    return apart(renamed(told, fqn), _fused(adapter, case), own)
+    starts_by_fqn = {fqn(name): start for name, start in starts.items()}
+    return apart(renamed(with_adapter_facts, fqn), _fused(adapter, case), starts_by_fqn)
 
 
 def _fused(adapter: trainers.Adapter, case: Case) -> dict[str, tuple[Block, ...]]:
@@ -129,7 +135,7 @@ def _fused(adapter: trainers.Adapter, case: Case) -> dict[str, tuple[Block, ...]
 
 
 def _started(adapter: trainers.Adapter, case: Case, options: dict[str, Any]) -> StartedTrainer:
-    """Start it. If parameters do not fit the seed weights, rank 0 writes the model's shapes."""
+    """Start the trainer. If parameters do not fit the seed weights, rank 0 writes the model's shapes."""
     try:
         with trainers.starting(options["trainer"]):
             return adapter.start(case, Path(options["weights"]), options["device"])
@@ -140,30 +146,32 @@ def _started(adapter: trainers.Adapter, case: Case, options: dict[str, Any]) -> 
 
 
 def train_and_write(trainer: StartedTrainer, case: Case, options: dict[str, Any], probe: Probe | None = None) -> None:
-    """All steps of the launch, and the checkpoint that it leaves: after the last of them, or on the way. Then an export.
+    """Train all steps of the launch and save the checkpoint that it leaves: after the last step, or on the way. Then export.
 
     What `save` returns may be a future of what is written in the background; the launch waits for it at its end.
     """
-    saved, last, checkpoints = case.saved_step, case.steps[-1], Path(options["checkpoints"])
+    saved_step = case.saved_step
+    last_step = case.steps[-1]
+    checkpoints = Path(options["checkpoints"])
     pending = []
-    if saved is not None and saved < last:
-        trainer.train(saved)
+    if saved_step is not None and saved_step < last_step:
+        trainer.train(saved_step)
         with probe.saving() if probe else contextlib.nullcontext():
             pending.append(trainer.save(checkpoints))
-    trainer.train(last)
+    trainer.train(last_step)
     if probe:
         probe.trained()
-    if saved == last or case.cut_short:
+    if saved_step == last_step or case.cut_short:
         pending.append(trainer.save(checkpoints))
-    for written in pending:
-        if hasattr(written, "result"):
-            written.result()
+    for pending_save in pending:
+        if hasattr(pending_save, "result"):
+            pending_save.result()
     if probe:
         _export(trainer, case, options)
 
 
 def _export(trainer: StartedTrainer, case: Case, options: dict[str, Any]) -> None:
-    """What is exported is there once every rank is done."""
+    """Export the model if the case requests it. The export is complete once every rank is done."""
     if case.features.export and case.last_step is None:
         import torch.distributed as dist
 
@@ -173,13 +181,13 @@ def _export(trainer: StartedTrainer, case: Case, options: dict[str, Any]) -> Non
 
 
 def _with_export(evidence: RankEvidence, case: Case, options: dict[str, Any]) -> RankEvidence:
-    """Rank 0 reads what was exported, and deletes it."""
+    """Return the evidence, of rank 0 with what was exported. Rank 0 deletes the export."""
     folder = Path(options["directory"]) / EXPORT
     if not case.features.export or case.last_step is not None or evidence.rank != 0:
         return evidence
-    held = read_export(folder)
+    exported = read_export(folder)
     shutil.rmtree(folder, ignore_errors=True)
-    return dataclasses.replace(evidence, exported=held)
+    return dataclasses.replace(evidence, exported=exported)
 
 
 def _row_length(case: Case, step: int) -> int:
@@ -187,17 +195,20 @@ def _row_length(case: Case, step: int) -> int:
 
 
 def started_file(directory: Path, rank: int) -> Path:
-    """There as soon as the rank has set up all it needs for its first step."""
+    """Return a file that is there as soon as the rank has set up all it needs for its first step."""
     path = evidence_file(directory, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.with_suffix(".started")
 
 
 def reference(options: dict[str, Any]) -> None:
-    """options: case, directory, device, noise (keys to measure); leaves reference.npz and weights.npz in the directory."""
+    """Run the reference; leave reference.npz and weights.npz in the directory.
+
+    options: case, directory, device, noise (keys to measure)."""
     from harness.reference.train import train
 
-    case, directory = from_json(options["case"]), Path(options["directory"])
+    case = from_json(options["case"])
+    directory = Path(options["directory"])
     trained = train(case.model, case.training, options["device"], noise=options["noise"], model_of=case.model_of)
     partial = directory / ".weights.partial.npz"
     np.savez(partial, **trained.weights)  # type: ignore[arg-type]
@@ -206,52 +217,60 @@ def reference(options: dict[str, Any]) -> None:
 
 
 def checkpoint(options: dict[str, Any]) -> None:
-    """What the latest checkpoint holds, read by a process that trains nothing. Options as above; leaves checkpoint.npz."""
+    """Read the latest checkpoint, in a process that trains nothing, and leave checkpoint.npz. Options as of `watched`."""
     from harness.core.evidence.checkpoint_index import TIED, read
 
-    case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
+    case = from_json(options["case"])
+    adapter = trainers.load(options["trainer"])
     fused = _fused(adapter, case)
-    found = read(Path(options["checkpoints"]), {*case.model.parameter_shapes(), TIED, *fused}, adapter.fqn)
-    save(Path(options["directory"]) / CHECKPOINT_FILE, saved_apart(found, fused))
+    checkpoint_tensors = read(Path(options["checkpoints"]), {*case.model.parameter_shapes(), TIED, *fused}, adapter.fqn)
+    save(Path(options["directory"]) / CHECKPOINT_FILE, saved_apart(checkpoint_tensors, fused))
 
 
 def unwatched(options: dict[str, Any]) -> StartedTrainer:
-    """The trainer alone, as a user sees it: rank 0 leaves the losses that it reports in losses.json. Options as above."""
-    case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
-    this, directory = int(os.environ.get("RANK", 0)), Path(options["directory"])
+    """Run the trainer alone, as a user does: rank 0 leaves the losses that it reports in losses.json. Options as of
+    `watched`."""
+    case = from_json(options["case"])
+    adapter = trainers.load(options["trainer"])
+    rank = int(os.environ.get("RANK", 0))
+    directory = Path(options["directory"])
     checkpoints_of_case.tell(Path(options["checkpoints"]))
     _share_compiled_code(options.get("compile_cache"))
     with trainers.starting(options["trainer"]):
         adapter.importable()
-    _apply_fault(options, this)
+    _apply_fault(options, rank)
     trainer = _started(adapter, case, options)
     if case.resume:
         trainer.resume(Path(options["checkpoints"]))
     train_and_write(trainer, case, options)
-    if this == 0:
+    if rank == 0:
         write_text(directory / "losses.json", json.dumps([(metrics.step, metrics.loss) for metrics in trainer.metrics]))
     adapter.stop()
     return trainer
 
 
 def _apply_fault(options: dict[str, Any], rank: int) -> list[bool]:
-    """What it returns fills when the fault's code runs. So does a file, for a rank that will not live to tell."""
-    fired: list[bool] = []
-    mark = evidence_file(Path(options["directory"]), rank).with_suffix(".fired")
+    """Apply the fault, if there is one. Return a list that fills when the fault's code runs.
+
+    A file appears then, too, for a rank that dies of it."""
+    fired_calls: list[bool] = []
+    fired_file = evidence_file(Path(options["directory"]), rank).with_suffix(".fired")
 
     def note() -> None:
-        if not fired:
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-        fired.append(True)
+        if not fired_calls:
+            fired_file.parent.mkdir(parents=True, exist_ok=True)
+            fired_file.touch()
+        fired_calls.append(True)
 
     if options.get("fault"):
         rings.function_for("called", "load_fault")(options["fault"]).apply(note)
-    return fired
+    return fired_calls
 
 
 def _share_compiled_code(folder: str | None) -> None:
-    """What one rank or case has compiled, the next ones find. One thread: the default is a pool of processes a rank."""
+    """Keep compiled code in a folder, where the next ranks and cases find it; None: do not.
+
+    One thread compiles: the default is a pool of processes a rank."""
     if folder is not None:
         from torch._inductor import config
 
@@ -260,12 +279,22 @@ def _share_compiled_code(folder: str | None) -> None:
 
 
 def _note_inflight() -> Callable[[Collective], None]:
-    """Every collective is put on record before it is issued, so that a hang can be explained from outside."""
+    """Return a function that puts a collective on record before it is issued, so that a hang can be explained from outside."""
     record = inflight.current()
 
     def note(call: Collective) -> None:
         if record is not None:
-            what = (call.group, call.ranks, call.seq, call.op, call.bytes, call.step, call.phase)
-            record.issue(*what, call.peer, call.root, call.dtype)
+            record.issue(
+                call.group,
+                call.ranks,
+                call.seq,
+                call.op,
+                call.bytes,
+                call.step,
+                call.phase,
+                call.peer,
+                call.root,
+                call.dtype,
+            )
 
     return note

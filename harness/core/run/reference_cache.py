@@ -26,12 +26,13 @@ from harness.reference.kernels import kind_of_cpu, noise_alike
 from harness.reference.record import ReferenceRun
 
 REFERENCE_ENTRY = "harness.core.run.rank_main:reference"
-FILES, WHOLE = ("reference.npz", "weights.npz"), "whole.json"
+FILES = ("reference.npz", "weights.npz")
+WHOLE = "whole.json"
 REFERENCE_PACKAGES = ("torch", "numpy", "torchao")  # what the reference's numbers depend on, beside its sources
 
 
 def hard_link(source: Path, target: Path) -> None:
-    """A hard link where the file system has them, so that ten cases of one recipe share one file."""
+    """Make a hard link where the file system has them, so that ten cases of one recipe share one file; else a copy."""
     try:
         os.link(source, target)
     except OSError:
@@ -39,14 +40,16 @@ def hard_link(source: Path, target: Path) -> None:
 
 
 def reference_folder(case: Case, options: Options, noise: Sequence[str] | None = None) -> Path:
-    """Where the recipe's reference lies, computed now if it was not: keyed by recipe, sources, versions and kind of processor.
+    """Return the folder of the recipe's reference, which is computed now if it was not.
+
+    It is keyed by recipe, sources, versions and kind of processor.
 
     noise: what to measure in addition, by TrainerTraits.noise_key; None: what this case needs and no golden holds.
     """
     noise = unknown_noise(case, options) if noise is None else noise
-    measured = "".join(f"-{key.replace(' ', '-')}" for key in noise)
+    noise_suffix = "".join(f"-{key.replace(' ', '-')}" for key in noise)
     device = "cpu" if options.device == "cpu" else f"{options.device}-{machine.kind_of_gpu()}"
-    folder = options.out / ".reference" / f"{golden.recipe_name(case)}-{reference_key(case)}-{device}{measured}"
+    folder = options.out / ".reference" / f"{golden.recipe_name(case)}-{reference_key(case)}-{device}{noise_suffix}"
     with only_one(folder.with_suffix(".lock")):
         if not is_whole(folder):
             _launch_reference(case, folder, options, noise)
@@ -54,10 +57,12 @@ def reference_folder(case: Case, options: Options, noise: Sequence[str] | None =
 
 
 def unknown_noise(case: Case, options: Options) -> tuple[str, ...]:
-    """A golden holds the noise of its recipe on the kind of CPU that made it. Another recipe, seed or device has its own,
-    measured once."""
-    known = case.exact or (options.device == "cpu" and _golden_knows(case, options))
-    return () if known else (_noise_key(case, options),)
+    """Return the keys of the noise that this case needs and no golden holds.
+
+    A golden holds the noise of its recipe on the kind of CPU that made it. Another recipe, seed or device has its own, measured
+    once."""
+    is_known = case.exact or (options.device == "cpu" and _golden_knows(case, options))
+    return () if is_known else (_noise_key(case, options),)
 
 
 def takes_long(case: Case, options: Options) -> bool:
@@ -70,7 +75,9 @@ def _noise_key(case: Case, options: Options) -> str:
 
 
 def _golden_knows(case: Case, options: Options) -> bool:
-    """A recipe of no file may be that of one all the same. A file's is left to the check `golden`, which says what to do."""
+    """Return whether a golden holds the noise of this case.
+
+    A recipe of no file may be that of one all the same. A file's is left to the check `golden`, which says what to do."""
     try:
         accepted = golden.load(case)
     except golden.GoldenError:
@@ -99,7 +106,7 @@ def package_versions() -> str:
 
 
 def _version(package: str) -> str:
-    """Empty where it is not installed: torchao is needed by recipes in 8 bits only."""
+    """Return a package's version; empty where it is not installed: torchao is needed by recipes in 8 bits only."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -109,18 +116,25 @@ def _version(package: str) -> str:
 def _launch_reference(case: Case, folder: Path, options: Options, noise: Sequence[str]) -> None:
     if reason := does_not_fit_now(case, options.device, noise=bool(noise)):
         raise EvidenceError(reason)
-    fresh = folder.with_name(folder.name + ".partial")
-    for place in (fresh, folder):
-        emptied(place, REFERENCE_FOLDER).rmdir()
-    wanted = {"case": to_json(case), "directory": str(fresh.resolve()), "device": options.device, "noise": noise}
-    job = Job(fresh, 1, REFERENCE_ENTRY, wanted, timeout=max(options.timeout, 600.0), device=options.device)
-    (ended,) = launch(job, pool=pool_of_references() if options.device == "cpu" else None)
-    if ended.how != "ok":
+    partial_folder = folder.with_name(folder.name + ".partial")
+    for stale_folder in (partial_folder, folder):
+        emptied(stale_folder, REFERENCE_FOLDER).rmdir()
+    options_of_entry = {
+        "case": to_json(case),
+        "directory": str(partial_folder.resolve()),
+        "device": options.device,
+        "noise": noise,
+    }
+    job = Job(
+        partial_folder, 1, REFERENCE_ENTRY, options_of_entry, timeout=max(options.timeout, 600.0), device=options.device
+    )
+    (rank_exit,) = launch(job, pool=pool_of_references() if options.device == "cpu" else None)
+    if rank_exit.how != "ok":
         raise EvidenceError(
-            f"the reference run of case {case.name!r} failed, nothing can be judged: {why_failed(ended)}"
+            f"the reference run of case {case.name!r} failed, nothing can be judged: {why_failed(rank_exit)}"
         )
-    write_text(fresh / WHOLE, json.dumps({name: state_of(fresh / name) for name in FILES}))
-    fresh.rename(folder)
+    write_text(partial_folder / WHOLE, json.dumps({name: state_of(partial_folder / name) for name in FILES}))
+    partial_folder.rename(folder)
 
 
 def is_whole(folder: Path) -> bool:
@@ -134,11 +148,11 @@ def is_whole(folder: Path) -> bool:
 
 def state_of(file: Path) -> list[int]:
     """Return what changes when the file's bytes do: its size, and when it was written, in nanoseconds."""
-    found = file.stat()
-    return [found.st_size, found.st_mtime_ns]
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns]
 
 
-def why_failed(ended: Exit) -> str:
-    if ended.how == "signal" and ended.signal == "SIGKILL":
+def why_failed(rank_exit: Exit) -> str:
+    if rank_exit.how == "signal" and rank_exit.signal == "SIGKILL":
         return "it was killed by SIGKILL, as the kernel does when memory runs out; request a smaller model or batch"
-    return f"{ended.error or ended.signal}\n{ended.stack}".rstrip()
+    return f"{rank_exit.error or rank_exit.signal}\n{rank_exit.stack}".rstrip()

@@ -16,50 +16,58 @@ LOGITS = 3
 
 
 def never_fits(case: Case, device: str) -> str:
-    """Why this machine has too little memory, whatever else runs on it; empty if it may do."""
+    """Return why this machine has too little memory, whatever else runs on it; empty if it may do."""
     return _too_large(case, device, machine.memory(), "this machine has", noise=False)
 
 
 def does_not_fit_now(case: Case, device: str, *, noise: bool) -> str:
-    """Why there is too little at the moment; empty if it may do. noise: whether it is measured as well."""
+    """Return why there is too little memory at the moment; empty if it may do. noise: whether it is measured as well."""
     return _too_large(case, device, machine.free_memory(), "there are now", noise=noise)
 
 
-def _too_large(case: Case, device: str, there: int, has: str, *, noise: bool) -> str:
-    kept, activations = of_parameters(case, device, noise=noise), of_activations(case, device)
-    needed = max(kept, activations)
-    if needed <= there:
+def _too_large(case: Case, device: str, available: int, availability_text: str, *, noise: bool) -> str:
+    parameter_bytes = of_parameters(case, device, noise=noise)
+    activation_bytes = of_activations(case, device)
+    needed = max(parameter_bytes, activation_bytes)
+    if needed <= available:
         return ""
-    training, model = case.training, case.model
-    what = f"{training.steps} steps of {case.model.numel / 1e6:,.0f} M parameters"
+    training = case.training
+    model = case.model
+    work = f"{training.steps} steps of {case.model.numel / 1e6:,.0f} M parameters"
     keys = f"model: {{dim: {model.dim}, n_layers: {model.n_layers}, vocab_size: {model.vocab_size}}}"
-    if activations > kept:
-        what = f"{training.global_batch} x {training.seq_len} tokens in one pass"
+    if activation_bytes > parameter_bytes:
+        work = f"{training.global_batch} x {training.seq_len} tokens in one pass"
         keys = f"training: {{global_batch: {training.global_batch}, seq_len: {training.seq_len}}}"
     where = f"{case.file}: " if case.file else ""
     return (
-        f"{where}case {case.name!r}: the reference, {what} in {training.dtype} on one device, takes at least"
-        f" {needed / 1e9:.1f} GB of memory, and {has} {there / 1e9:.1f} GB; for a trial request smaller sizes, and give the"
-        f" trainer the same: {keys}"
+        f"{where}case {case.name!r}: the reference, {work} in {training.dtype} on one device, takes at least"
+        f" {needed / 1e9:.1f} GB of memory, and {availability_text} {available / 1e9:.1f} GB; for a trial request"
+        f" smaller sizes, and give the trainer the same: {keys}"
     )
 
 
 def of_parameters(case: Case, device: str, *, noise: bool) -> int:
-    """Bytes of the host: seed weights in float64, the model, its gradients and moments, copies of these for each step. Copies
-    are copied once more as they are written. A repeat, for noise, has as much as the run."""
-    training, moments = case.training, {"adamw": 2, "sgd": 0, "muon": 1}[case.training.optimizer]
-    computed, copied = BYTES[training.dtype], max(4, BYTES[training.dtype])
-    recorded = copied * (1 + training.steps * (2 + moments))
-    model = computed * (2 + moments) if device == "cpu" else 0
-    return case.model.numel * max((8 + model + recorded) + noise * recorded, 2 * recorded)
+    """Return the bytes of the host for parameters: seed weights in float64, the model, its gradients and moments, copies of
+    these for each step.
+
+    Copies are copied once more as they are written. A repeat, for noise, has as much as the run."""
+    training = case.training
+    moments = {"adamw": 2, "sgd": 0, "muon": 1}[case.training.optimizer]
+    bytes_per_number = BYTES[training.dtype]
+    bytes_per_copy = max(4, BYTES[training.dtype])
+    recorded_bytes = bytes_per_copy * (1 + training.steps * (2 + moments))
+    model_bytes = bytes_per_number * (2 + moments) if device == "cpu" else 0
+    return case.model.numel * max((8 + model_bytes + recorded_bytes) + noise * recorded_bytes, 2 * recorded_bytes)
 
 
 def of_activations(case: Case, device: str) -> int:
-    """Bytes of the host in the first backward pass, in which the whole batch is computed at once, beside the model."""
+    """Return the bytes of the host in the first backward pass, the model's included. It computes the whole batch at once."""
     if device != "cpu":
         return 0
-    training, model = case.training, case.model
-    tokens, size = training.global_batch * training.seq_len, BYTES[training.compute_dtype or training.dtype]
+    training = case.training
+    model = case.model
+    tokens = training.global_batch * training.seq_len
+    size = BYTES[training.compute_dtype or training.dtype]
     layers = model.n_layers * (LAYER[0] * model.dim + LAYER[1] * model.ffn_dim)
-    beside = 8 + max(4, BYTES[training.dtype]) + 2 * BYTES[training.dtype]
-    return tokens * (size * layers + max(4, size) * LOGITS * model.vocab_size) + case.model.numel * beside
+    bytes_per_parameter = 8 + max(4, BYTES[training.dtype]) + 2 * BYTES[training.dtype]
+    return tokens * (size * layers + max(4, size) * LOGITS * model.vocab_size) + case.model.numel * bytes_per_parameter

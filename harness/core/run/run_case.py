@@ -46,54 +46,58 @@ Stage = Callable[[str], None]
 
 
 def run_case(case: Case, options: Options, stage: Stage = lambda _: None) -> Judgement:
-    """The whole line. Raises Unsupported, CaseError, EvidenceError, LaunchError; a failing rank is a finding, not an error."""
+    """Run and judge a case: the whole line. Raises Unsupported, CaseError, EvidenceError, LaunchError.
+
+    A failing rank is a finding, not an error."""
     if reason := unsupported(case, options):
         raise Unsupported(reason)
     with to_itself(case, options) as folder:
         make(case, options, stage)
         stage("checks")
         judgement = judged(folder)
-        for told in rings.functions_of("judged"):
-            told(case, options, folder, judgement)
+        for on_judged in rings.functions_of("judged"):
+            on_judged(case, options, folder, judgement)
         return judgement
 
 
 @contextmanager
 def to_itself(case: Case, options: Options) -> Iterator[Path]:
-    """The case's folder; whoever else runs this case into the same OUT waits."""
+    """Yield the case's folder. Other processes that run this case into the same OUT wait meanwhile."""
     folder = folder_of(case, options)
     with only_one(options.out / ".locks" / f"{folder.name}.lock"):
         yield folder
 
 
 def make(case: Case, options: Options, stage: Stage = lambda _: None) -> Path:
-    """The left half of the line: all evidence, in a folder that no other run uses meanwhile. Raises as run_case does."""
-    chosen, place = trainers.traits_by_launch(case, options.trainer), folder_of(case, options)
-    case = traits.settled(case, chosen)
+    """Make all evidence of a case, in a folder that no other run uses meanwhile, and return the folder. This is the left half
+    of the line. Raises as run_case does."""
+    declared_traits = trainers.traits_by_launch(case, options.trainer)
+    target = folder_of(case, options)
+    case = traits.settled(case, declared_traits)
     for name, launched in case.launches.items():
-        make_plan(launched, chosen[name])
+        make_plan(launched, declared_traits[name])
     stage("reference on one device")
     cached = {reference_file(launched): reference_folder(launched, options) for launched in golden.references(case)}
-    folder = fresh_folder(place)
+    folder = fresh_folder(target)
     write_text(folder / CASE_FILE, json.dumps(requested.to_json(case), indent=1))
-    for name, of in cached.items():
-        place_reference(case, of / "reference.npz", folder / name, options)
+    for name, cached_folder in cached.items():
+        place_reference(case, cached_folder / "reference.npz", folder / name, options)
     launch_all(case, folder, cached[reference_file(case.from_the_seed)] / "weights.npz", options, stage)
-    write_measured(case, folder, chosen)
+    write_measured(case, folder, declared_traits)
     return folder
 
 
-def place_reference(case: Case, cached: Path, place: Path, options: Options) -> None:
+def place_reference(case: Case, cached: Path, target: Path, options: Options) -> None:
     """Put the reference beside the evidence, its rows in the trainer's order. Ranks cannot reorder theirs: a slice of reordered
     rows is no slice of the reference's."""
     if rows := trainers.rows(case, options.trainer):
-        save(place, reordered_reference(load(cached, ReferenceRun), rows))
+        save(target, reordered_reference(load(cached, ReferenceRun), rows))
     else:
-        hard_link(cached, place)
+        hard_link(cached, target)
 
 
 def judged(folder: Path) -> Judgement:
-    """The right half, with its report beside the evidence. Raises EvidenceError."""
+    """Judge the evidence in a folder and store the report beside it: the right half of the line. Raises EvidenceError."""
     judgement = judge_folder(folder)
     store_report(judgement)
     if judgement.verdict is Verdict.PASS:  # both sides of every checkpoint are in the ranks' evidence

@@ -13,7 +13,7 @@ ALL_TIERS = "all"
 
 
 def matching(cases: Iterable[Case], expression: str) -> list[Case]:
-    """The cases that `-k` means: words of a name, any case of letters, joined by and, or, not. Raises CaseError."""
+    """Return the cases that `-k` means: words of a name, any case of letters, joined by and, or, not. Raises CaseError."""
     chosen = [case for case in cases if holds(expression, case.name)]
     if not chosen:
         raise CaseError(f"-k {expression!r} selects no case; `harness matrix --list` lists them")
@@ -21,31 +21,33 @@ def matching(cases: Iterable[Case], expression: str) -> list[Case]:
 
 
 def of_tier(cases: Sequence[Case], tier: str) -> list[Case]:
-    """The cases of a tier, or of all. Raises CaseError where there is none, and says where there are some."""
+    """Return the cases of a tier, or of all. Raises CaseError where there is none; its message has the tiers with some."""
     chosen = [case for case in cases if tier in (ALL_TIERS, case.tier)]
     if not chosen:
         others = Counter(case.tier for case in cases)
-        found = ", ".join(f"{count} of tier {name}" for name, count in others.items())
+        tiers_text = ", ".join(f"{count} of tier {name}" for name, count in others.items())
         raise CaseError(
-            f"no case of tier {tier} is selected, but {found}; add --tier {next(iter(others))} or --tier all"
+            f"no case of tier {tier} is selected, but {tiers_text}; add --tier {next(iter(others))} or --tier all"
         )
     return chosen
 
 
 def holds(expression: str, name: str) -> bool:
-    """Each word becomes True or False; nothing but these, and, or, not and parentheses is ever evaluated."""
+    """Return whether an expression of `-k` matches a name.
+
+    Each word becomes True or False; nothing but these, and, or, not and parentheses is ever evaluated."""
     words = re.findall(r"\w+|\S", expression)
     terms = [w if w in ("and", "or", "not", "(", ")") else str(w.lower() in name.lower()) for w in words]
-    wrong = CaseError(f"-k {expression!r}: expected words joined by and, or, not and parentheses")
+    syntax_error = CaseError(f"-k {expression!r}: expected words joined by and, or, not and parentheses")
     for before, after in itertools.pairwise(terms):  # what Python would read as a call, or as an empty tuple
         if (before in (")", "True", "False") and after in ("(", "True", "False")) or (before, after) == ("(", ")"):
-            raise wrong
+            raise syntax_error
     try:
         return not terms or bool(eval(" ".join(terms), {}))
     except (SyntaxError, RecursionError, MemoryError) as error:  # the last two: parentheses nested by hundreds
-        raise wrong from error
+        raise syntax_error from error
 
 
 def weight(case: Case) -> int:
-    """How many processes the case takes."""
+    """Return how many processes the case takes."""
     return 1 + case.dims.world_size * case.runs

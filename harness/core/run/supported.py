@@ -17,7 +17,7 @@ from harness.core.run.reference_memory import never_fits
 
 
 def unsupported(case: Case, options: Options) -> str | None:
-    """Why the case cannot run here: the trainer's reason, or the machine's."""
+    """Return why the case cannot run here: the trainer's reason, or the machine's; None if it can."""
     adapter = trainers.load(options.trainer)
     for name, launched in case.launches.items():
         reason = other_dtype(launched, adapter) or adapter.unsupported(launched) or cut_fused(launched, adapter)
@@ -33,17 +33,17 @@ def unsupported(case: Case, options: Options) -> str | None:
     if options.device == "cuda" and on_cp and case.training.dtype == "float64":
         return "float64 with cp on GPUs: no fused attention kernel takes float64, and torch's ring attention needs one"
     if options.device == "cuda" and options.launcher == "local":
-        visible = visible_gpus()
-        most = max(launched.dims.world_size for launched in case.launches.values())
-        wanted = communication.gpus_needed(most, options)
-        if wanted > visible:
+        visible_count = visible_gpus()
+        world_size = max(launched.dims.world_size for launched in case.launches.values())
+        wanted = communication.gpus_needed(world_size, options)
+        if wanted > visible_count:
             remedy = "CUDA_VISIBLE_DEVICES, more machines, or several ranks on one: --ranks-per-gpu"
-            return f"needs {wanted} GPUs, {visible} visible ({remedy})"
+            return f"needs {wanted} GPUs, {visible_count} visible ({remedy})"
     return communication.obstacle(case, options) or None
 
 
 def other_dtype(case: Case, adapter: trainers.Adapter) -> str | None:
-    """Why a trainer cannot compute in the case's dtype, and the command with which it is judged in one that it can."""
+    """Return why a trainer cannot compute in the case's dtype, and the option for one that it can; None if it can."""
     if case.training.dtype in adapter.dtypes:
         return None
     known = " and ".join(adapter.dtypes)
@@ -58,15 +58,18 @@ def _continues_all(case: Case, adapter: trainers.Adapter) -> str | None:
 
 
 def cut_fused(case: Case, adapter: trainers.Adapter) -> str | None:
-    """Why FSDP cannot be judged where the trainer has several weights in one: it cuts that inside of them, the plan each alone.
-    What holds whole blocks of it on each rank is judged."""
+    """Return why FSDP cannot be judged where the trainer has several weights in one; None if it can.
+
+    FSDP cuts that inside of them, the plan each alone. What holds whole blocks of it on each rank is judged."""
     case = with_wrapper(case, adapter.traits(case).wrapper)
     if case.wrapper not in ("fsdp1", "fsdp2"):
         return None
-    rows, ranks = {fqn: shape[0] for fqn, shape in case.model.parameter_shapes().items()}, case.shards * case.dims.tp
+    rows = {fqn: shape[0] for fqn, shape in case.model.parameter_shapes().items()}
+    ranks = case.shards * case.dims.tp
     for name, parts in adapter.fused(case).items():
-        whole, total = blocks(parts, rows), sum(rows[part] for part in dict.fromkeys(parts))
-        if case.wrapper == "fsdp1" or total % ranks or not held_blocks(whole, total // ranks):
+        fused_blocks = blocks(parts, rows)
+        total_rows = sum(rows[part] for part in dict.fromkeys(parts))
+        if case.wrapper == "fsdp1" or total_rows % ranks or not held_blocks(fused_blocks, total_rows // ranks):
             layout = ",".join(f"{axis}={getattr(case.dims, axis)}" for axis in AXES if getattr(case.dims, axis) > 1)
             return (
                 f"{name} is several weights in one (`fused`), and {case.wrapper} over {case.shards} ranks cuts it inside of"
@@ -77,14 +80,19 @@ def cut_fused(case: Case, adapter: trainers.Adapter) -> str | None:
 
 
 def _too_few_descriptors(case: Case) -> str:
-    """16 ranks were seen to use 53 each. Below the limit a rank dies in a socket, which reads like the trainer's mistake."""
-    most = max(launched.dims.world_size for launched in case.launches.values())
-    needed, allowed = 32 + 8 * most, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    """Return why ranks may run out of file descriptors; empty if there are enough.
+
+    16 ranks were seen to use 53 each. Below the limit a rank dies in a socket, which reads like the trainer's mistake."""
+    world_size = max(launched.dims.world_size for launched in case.launches.values())
+    needed = 32 + 8 * world_size
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if allowed != resource.RLIM_INFINITY and allowed < needed:
-        return f"{most} ranks may need {needed} file descriptors each, {allowed} are allowed; `ulimit -n {needed}`"
+        return (
+            f"{world_size} ranks may need {needed} file descriptors each, {allowed} are allowed; `ulimit -n {needed}`"
+        )
     return ""
 
 
 def visible_gpus() -> int:
-    """Counted without touching CUDA, which ranks forked from here could not use any more."""
+    """Count the visible GPUs, without touching CUDA, which ranks forked from here could not use any more."""
     return len(machine.gpus())

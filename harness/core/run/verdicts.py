@@ -54,12 +54,12 @@ class RecordedRun:
 
     @property
     def trainer(self) -> str:
-        """Its name, and the last part of its source's path: a clone may lie anywhere."""
+        """Return the trainer's name, and the last part of its source's path: a clone may lie anywhere."""
         return self.begins.get("name") or short_name(self.begins.get("trainer", ""))
 
     @property
     def missing(self) -> list[str]:
-        """The cases that never ended."""
+        """Return the names of the cases that never ended."""
         return [name for name in self.begins["cases"] if name not in self.outcomes]
 
 
@@ -78,7 +78,8 @@ def short_name(spec: str) -> str:
 
 
 def read(path: Path) -> tuple[list[RecordedRun], list[str]]:
-    """The runs in the order of beginning, and a sentence for each line that is none. EvidenceError if it cannot be read."""
+    """Return the runs in the order of beginning, and a sentence for each line that is none. EvidenceError if it cannot be
+    read."""
     runs: dict[str, RecordedRun] = {}
     unread: list[str] = []
     try:
@@ -92,7 +93,7 @@ def read(path: Path) -> tuple[list[RecordedRun], list[str]]:
 
 
 def _add(line: bytes, runs: dict[str, RecordedRun], path: Path) -> bool:
-    """Whether it is a line of a run."""
+    """Add what a line says to the runs; return whether it is a line of a run."""
     try:
         value = json_of(line)
         if b"\\ud" in line.lower():
@@ -109,7 +110,8 @@ def _add(line: bytes, runs: dict[str, RecordedRun], path: Path) -> bool:
                 value["run"], path, {"shard": "", **begins, "cases": dict(begins["cases"])}
             )
             return True
-        run, outcome = runs[value["run"]], outcomes.from_json(value["ended"])
+        run = runs[value["run"]]
+        outcome = outcomes.from_json(value["ended"])
     except (ValueError, TypeError, KeyError, AttributeError):
         return False
     if outcome.case in run.outcomes:
@@ -125,7 +127,7 @@ def file_in(out: Path) -> Path | None:
 
 
 def last(out: Path) -> tuple[RecordedRun, list[str]]:
-    """The run that began last, and what of the file could not be read. EvidenceError where there is none."""
+    """Return the run that began last, and what of the file could not be read. EvidenceError where there is none."""
     file = file_in(out)
     runs, unread = read(file) if file else ([], [])
     if not runs:
@@ -140,7 +142,8 @@ class Record:
     """One run's lines. Any thread may add to it."""
 
     def __init__(self, out: Path, run: str) -> None:
-        self.file, self.run = out / FILE, run
+        self.file = out / FILE
+        self.run = run
 
     def ended(self, outcome: Outcome) -> None:
         append(self.file, {"run": self.run, "ended": outcomes.to_json(outcome)})
@@ -153,15 +156,18 @@ def begin(cases: Sequence[Case], options: Options, shard: str) -> Record:
 
 
 def resume(cases: Sequence[Case], options: Options, shard: str | None) -> tuple[Record, RecordedRun, list[str]]:
-    """The last run in OUT, to go on with, and what of the file could not be read. EvidenceError if it was of other things, or
-    of cases that are not among these."""
+    """Return the last run in OUT, to go on with, and what of the file could not be read.
+
+    EvidenceError if it was of other things, or of cases that are not among these."""
     run, unread = last(options.out)
-    now = beginning(cases, options, run.begins["shard"] if shard is None else shard)
-    different = [name for name in SAME if (run.begins.get(name) or "") != now[name]]
-    if different:
-        shown = "; ".join(f"{name} {run.begins.get(name) or 'none'}, now {now[name] or 'none'}" for name in different)
-        raise EvidenceError(f"--resume: the last run in {options.out} was another one: {shown}")
-    if changed := [name for name, digest in run.begins["cases"].items() if now["cases"].get(name) != digest]:
+    begins_now = beginning(cases, options, run.begins["shard"] if shard is None else shard)
+    differing_keys = [name for name in SAME if (run.begins.get(name) or "") != begins_now[name]]
+    if differing_keys:
+        differences_text = "; ".join(
+            f"{name} {run.begins.get(name) or 'none'}, now {begins_now[name] or 'none'}" for name in differing_keys
+        )
+        raise EvidenceError(f"--resume: the last run in {options.out} was another one: {differences_text}")
+    if changed := [name for name, digest in run.begins["cases"].items() if begins_now["cases"].get(name) != digest]:
         raise EvidenceError(
             f"--resume: the last run in {options.out} had cases that are not selected now, or were changed since: "
             + _some(changed)
@@ -174,7 +180,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def beginning(cases: Sequence[Case], options: Options, shard: str) -> dict[str, Any]:
-    """What a run is of."""
+    """Return the first line of a run: what it is of, and where and when it began."""
     return {
         "began": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
         "machine": platform.node(),
@@ -202,8 +208,8 @@ def refuse_other_lines(file: Path, key: str) -> None:
     """Raises EvidenceError for a file that is there and does not begin as ours do, with an object's first key."""
     begins = f'{{"{key}": '.encode()
     try:
-        with regular(file) as opened:
-            start = opened.read(len(begins))
+        with regular(file) as file_handle:
+            start = file_handle.read(len(begins))
     except FileNotFoundError:
         return
     except OSError as error:
@@ -213,18 +219,18 @@ def refuse_other_lines(file: Path, key: str) -> None:
 
 
 def append(file: Path, *values: dict[str, Any]) -> None:
-    """A line each, also behind one that was cut short; on disk when this returns. Raises EvidenceError."""
+    """Append a line for each value, also behind a line that was cut short; on disk when this returns. Raises EvidenceError."""
     refuse_other_lines(file, next(iter(values[0])))
     line = b"".join(json.dumps(value).encode() + b"\n" for value in values)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "ab+", buffering=0) as opened:
-            fcntl.flock(opened, fcntl.LOCK_EX)
-            end = opened.seek(0, os.SEEK_END)
-            if end and os.pread(opened.fileno(), 1, end - 1) != b"\n":
+        with open(file, "ab+", buffering=0) as file_handle:
+            fcntl.flock(file_handle, fcntl.LOCK_EX)
+            end = file_handle.seek(0, os.SEEK_END)
+            if end and os.pread(file_handle.fileno(), 1, end - 1) != b"\n":
                 line = b"\n" + line
             while line:
-                line = line[opened.write(line) :]
-            os.fsync(opened.fileno())
+                line = line[file_handle.write(line) :]
+            os.fsync(file_handle.fileno())
     except OSError as error:
         raise EvidenceError(f"{file}: cannot be written: {error.strerror}; choose another --out") from error

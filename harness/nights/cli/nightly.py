@@ -46,6 +46,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_tier(parser)
     add_jobs(parser, "cases at a time at most; default as many as slots allow")
     add_recipe(parser)
-    add_again(parser, usual=1)
+    add_again(parser, default=1)
     add_map(parser)
     add_how_to_run(parser)

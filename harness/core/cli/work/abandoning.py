@@ -11,9 +11,9 @@ from harness.core.report.output import complain
 from harness.core.report.progress import Progress
 
 
-def abandon(progress: Progress, what: str, remedy: str = "") -> NoReturn:
+def abandon(progress: Progress, unit: str, remedy: str = "") -> NoReturn:
     """Ends this process at once, whatever its threads wait for. The rank server sees it and kills what it started."""
     progress.clear()
-    first = f"interrupted after {len(progress.done)} of {len(progress.weights)} {what}{remedy}"
-    complain("\n  ".join([first, *standing()]))
+    summary = f"interrupted after {len(progress.done)} of {len(progress.weights)} {unit}{remedy}"
+    complain("\n  ".join([summary, *standing()]))
     os._exit(INTERRUPTED)

@@ -18,8 +18,10 @@ from harness.core.run.judging import judge_folder
 
 
 def command(args: argparse.Namespace) -> int:
-    """What cannot be read in one folder is said, and keeps no other from being judged."""
-    judgements, codes, unread = [], [], list[str]()
+    """Judge stored evidence again. What cannot be read in one folder is printed, and the others are judged all the same."""
+    judgements = []
+    codes = []
+    unread = list[str]()
     for folder in case_folders(args.folders):
         try:
             judgements.append(judge_folder(folder))
@@ -28,10 +30,14 @@ def command(args: argparse.Namespace) -> int:
             codes.append(NOT_JUDGED)
             unread.append(str(error))
     if judgements:
-        others = other_trainers(judgement.trainer for judgement in judgements)
-        data = {"cases": list(map(case_here, judgements)), "unread": unread, "notes": others}
-        told = (*(f"{case_report(judgement)}\n" for judgement in judgements), provenance(judgements), *others)
-        answer(args, "cases", data, *told)
+        trainer_notes = other_trainers(judgement.trainer for judgement in judgements)
+        data = {"cases": list(map(case_here, judgements)), "unread": unread, "notes": trainer_notes}
+        text_blocks = (
+            *(f"{case_report(judgement)}\n" for judgement in judgements),
+            provenance(judgements),
+            *trainer_notes,
+        )
+        answer(args, "cases", data, *text_blocks)
     args.failed = "\n".join(unread)
     for judgement in judgements:
         try:

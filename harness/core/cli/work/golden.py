@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from harness.core import rings
 from harness.core.case.case import Case
@@ -30,33 +31,47 @@ from harness.reference.record import ReferenceRun
 
 
 def command(args: argparse.Namespace) -> int:
-    for instead in rings.functions_for("instead", "golden"):
-        if (code := instead(args)) is not None:
+    for replacement in rings.functions_for("instead", "golden"):
+        if (code := replacement(args)) is not None:
             return int(code)
     if args.accept:
         no_document(args, "--accept")
-    every = cases_of(args)
-    chosen = matching(every, args.expression)
-    recipes = {golden.recipe_name(of): of for case in chosen for of in golden.references(case)}
+    all_cases = cases_of(args)
+    chosen = matching(all_cases, args.expression)
+    recipes: dict[str, Case] = {}
+    for case in chosen:
+        recipes |= {golden.recipe_name(recipe_case): recipe_case for recipe_case in golden.references(case)}
     options = Options(out=args.out)
     if args.accept:
         names = [case.name for case in chosen]
         for case in recipes.values():  # done, though nothing is judged
-            said = accept(case, options, every, names)
-            say(*said, f"  accepted, not judged: review `{golden.review_command(case)}`")
-        for line in _unused(every):
+            lines = accept(case, options, all_cases, names)
+            say(*lines, f"  accepted, not judged: review `{golden.review_command(case)}`")
+        for line in _unused(all_cases):
             say(line)
         return PASSED if recipes else NOT_JUDGED
     results = {golden.path_of(case).name: _against_golden(case, options) for case in recipes.values()}
-    data = {"goldens": [{"file": file, "result": result} for file, result in results.items()], "unused": _unused(every)}
-    answer(args, "golden", data, *(line for found in results.items() for line in _lines(*found)), *_unused(every))
+    data = {
+        "goldens": [{"file": file, "result": result} for file, result in results.items()],
+        "unused": _unused(all_cases),
+    }
+    lines = []
+    for file, result in results.items():
+        lines += _lines(file, result)
+    answer(args, "golden", data, *lines, *_unused(all_cases))
     codes = {Verdict.PASS: PASSED, Verdict.FAIL: BROKEN}
     return worst(codes.get(result.verdict, NOT_JUDGED) for result in results.values())
 
 
-def _unused(every: Sequence[Case]) -> list[str]:
-    stored = {path for folder in {golden.home(case) for case in every} for path in folder.glob("*.json")}
-    unused = sorted(stored - {golden.path_of(of) for case in every for of in golden.references(case)})
+def _unused(all_cases: Sequence[Case]) -> list[str]:
+    """Return a line for each stored golden that no case uses."""
+    stored: set[Path] = set()
+    for folder in {golden.home(case) for case in all_cases}:
+        stored.update(folder.glob("*.json"))
+    used: set[Path] = set()
+    for case in all_cases:
+        used.update(golden.path_of(recipe_case) for recipe_case in golden.references(case))
+    unused = sorted(stored - used)
     return [f"{path.name}: no case uses it; delete it" for path in unused]
 
 
@@ -65,18 +80,20 @@ def _lines(file: str, result: Result) -> list[str]:
 
 
 def _against_golden(case: Case, options: Options) -> Result:
-    """The check `golden`, which looks at no rank."""
+    """Return the result of the check `golden`, which looks at no rank."""
     return run_check("golden", golden_check.check, _trial(case, options))
 
 
 def _trial(case: Case, options: Options) -> Trial:
     """Return what the check needs, without any rank."""
     reference = load(reference_folder(case, options, ()) / "reference.npz", ReferenceRun)
-    accepted, problem = None, ""
+    accepted = None
+    problem = ""
     try:
         accepted = golden.load(case)
     except GoldenError as error:
         problem = str(error)
-    saved = tuple(_trial(of, options) for of in golden.references(case)[:-1])
-    plan, run = make_plan(case), Run("", 0, (), {})
+    saved = tuple(_trial(recipe_case, options) for recipe_case in golden.references(case)[:-1])
+    plan = make_plan(case)
+    run = Run("", 0, (), {})
     return Trial(case, plan, run, reference, golden=accepted, golden_problem=problem, saved=saved)

@@ -65,11 +65,12 @@ def command(args: argparse.Namespace) -> int:
         refuse_others(args, "a list", OF_LIST)
     if args.resume and (unused := {"--last-failed", "--durations"} & {*typed_options(args)}):
         raise BadInput(f"{min(unused)}: leave it out; --resume goes on with the cases of the run that was cut short")
-    cases, more = selected(args)
+    cases, omitted = selected(args)
     notes = which_trainer(args)
     selection = next(filter(None, (select(cases, args) for select in rings.functions_of("selections"))), None)
     if selection is not None:
-        cases, notes = list(selection.cases), [*notes, selection.sentence()]
+        cases = list(selection.cases)
+        notes = [*notes, selection.sentence()]
         if not cases:
             answer(args, "matrix", {"outcomes": [], "seconds": 0.0, "notes": notes}, *notes)
             return PASSED
@@ -82,17 +83,17 @@ def command(args: argparse.Namespace) -> int:
     machines = next(filter(None, (where(args, options) for where in rings.functions_of("machines"))), None)
     cases, record, before = resumed(cases, options, args) if args.resume else (cases, begin(cases, options, args), {})
     todo = [case for case in cases if case.name not in before]
-    found, seconds = run(
-        todo, options, record, jobs=args.jobs, most=args.max_failures, machines=machines, again=args.again
+    new_outcomes, seconds = run(
+        todo, options, record, jobs=args.jobs, max_failures=args.max_failures, machines=machines, again=args.again
     )
-    done = before | {one.case: one for one in found}
+    done = before | {outcome.case: outcome for outcome in new_outcomes}
     outcomes = [done[case.name] for case in cases if case.name in done]
     if len(outcomes) < len(cases):
         notes += [
             f"{len(cases) - len(outcomes)} more were not run after {args.max_failures} failures: --resume runs them"
         ]
-    if more:
-        notes += [f"{more} more of other tiers were not run: --tier all"]
+    if omitted:
+        notes += [f"{omitted} more of other tiers were not run: --tier all"]
     data = {"outcomes": list(map(as_document, outcomes)), "seconds": seconds, "notes": notes}
     answer(args, "matrix", data, matrix_report(outcomes, seconds), *notes)
     return matrix_code(outcomes)
@@ -104,32 +105,33 @@ def run(
     record: Record,
     *,
     jobs: int | None,
-    most: int | None = None,
+    max_failures: int | None = None,
     machines: Machines | None = None,
     again: int = 0,
     remedy: str = "; the same command with --resume runs the rest",
 ) -> tuple[list[Outcome], float]:
-    """What became of the cases, and how many seconds all took. jobs: cases at a time; None: as many as slots allow. most:
-    failures after which no other begins. machines: others than this one.
-    again: how often a failing case is made again. remedy: what one does after Ctrl-C."""
+    """Run the cases; return their outcomes, and how many seconds all took.
+
+    jobs: cases at a time; None: as many as slots allow. max_failures: failures after which no other begins. machines: others
+    than this one. again: how often a failing case is rerun. remedy: what one does after Ctrl-C."""
     slots = max(1, sum(machines.carries()) if machines else len(pool_of(options.device).slots))
     named = {case.name: case for case in cases}
     todo = ordered(cases, options, slots)
     progress = Progress({load.name: max(load.area, 0.1) for load in todo}, sys.stderr)
     try:
-        found = run_all(
+        outcomes = run_all(
             [named[load.name] for load in todo],
             options,
             jobs=jobs or slots + 1,  # one that is judged has given its slots back
             progress=progress,
             ended=record.ended,
-            most=most,
+            max_failures=max_failures,
             how=machines.run_case if machines else None,
             again=again,
         )
     except KeyboardInterrupt:
         abandon(progress, "cases", remedy)
-    return found, progress.elapsed()
+    return outcomes, progress.elapsed()
 
 
 def begin(cases: Sequence[Case], options: Options, args: argparse.Namespace) -> Record:
@@ -137,17 +139,17 @@ def begin(cases: Sequence[Case], options: Options, args: argparse.Namespace) -> 
 
 
 def resumed(
-    selected: Sequence[Case], options: Options, args: argparse.Namespace
+    selected_cases: Sequence[Case], options: Options, args: argparse.Namespace
 ) -> tuple[list[Case], Record, dict[str, Outcome]]:
-    """The cases of the run that was cut short, where it is recorded, and the outcomes that it has."""
-    record, run, unread = verdicts.resume(selected, options, args.shard)
+    """Return the cases of the run that was cut short, the record that it goes on in, and the outcomes that it has."""
+    record, run, unread = verdicts.resume(selected_cases, options, args.shard)
     for line in unread:
         complain(line)
-    return [case for case in selected if case.name in run.begins["cases"]], record, run.outcomes
+    return [case for case in selected_cases if case.name in run.begins["cases"]], record, run.outcomes
 
 
 def ordered(cases: Sequence[Case], options: Options, slots: int) -> list[Load]:
-    """Largest first, by how long they took when they were last run here."""
+    """Return the cases' loads, largest first, by how long they took when they were last run here."""
     file = verdicts.file_in(options.out)
     runs, _ = verdicts.read(file) if file else ([], [])
     seconds = remembered(
@@ -189,10 +191,13 @@ def part_of(cases: Sequence[Case], args: argparse.Namespace) -> list[Case]:
 
 
 def common_durations(args: argparse.Namespace) -> dict[str, float]:
-    """What every machine knows that is given the same files; nothing without any."""
+    """Return the seconds of each case that every machine finds that is given the same files; nothing without any."""
     if not args.durations:
         return {}
-    runs = [run for file in args.durations for run in verdicts.read(file)[0]]
+    runs: list[verdicts.RecordedRun] = []
+    for file in args.durations:
+        recorded, _ = verdicts.read(file)
+        runs += recorded
     return remembered(runs, trainer=verdicts.name_of_trainer(options_of(args).trainer), device=args.device)
 
 
@@ -201,7 +206,8 @@ def selected(args: argparse.Namespace) -> tuple[list[Case], int]:
     if args.random:
         if unused := {"-k", "--tier", "--cases"} & {*typed_options(args)}:
             raise BadInput(f"{min(unused)}: leave it out; it is for cases of files, and --random draws others")
-        options, seed = options_of(args), 1 if args.seed is None else args.seed
+        options = options_of(args)
+        seed = 1 if args.seed is None else args.seed
         return random_cases.first(args.random, seed, lambda case: unsupported(case, options), dtype=args.dtype), 0
     return of_files(args)
 
@@ -214,14 +220,14 @@ def of_files(args: argparse.Namespace) -> tuple[list[Case], int]:
 
 
 def matrix_code(outcomes: Sequence[Outcome]) -> int:
-    """Cases that were skipped count for nothing; if no other is left, nothing was judged."""
+    """Return the exit code. Cases that were skipped count for nothing; if no other is left, nothing was judged."""
     return worst(code_of(outcome.verdict) for outcome in outcomes if not outcome.skipped)
 
 
-def pairs_code(found: Sequence[coverage.Pair]) -> int:
-    """Every pair of options with its case or its reason; a pair with neither is a gap in the matrix."""
-    say(coverage.pairs_text(found))
-    return NOT_JUDGED if any(pair.missing for pair in found) else PASSED
+def pairs_code(pairs: Sequence[coverage.Pair]) -> int:
+    """Print every pair of options with its case or its reason; return the exit code. A pair with neither is a gap."""
+    say(coverage.pairs_text(pairs))
+    return NOT_JUDGED if any(pair.missing for pair in pairs) else PASSED
 
 
 def listing(cases: Sequence[Case]) -> str:

@@ -36,36 +36,43 @@ def usual() -> Usual:
 def which_trainer(args: argparse.Namespace) -> list[str]:
     """Return a line on the trainer that was judged, if configuration or folder chose it, and one on a torch that is not among
     those tried."""
-    found = Usual(args.trainer) if args.trainer else usual()
-    because = f"judged was {shown(found.name)}, {found.because}" if found.because else ""
-    return [line for line in (because, releases.untested(importlib.metadata.version("torch"))) if line]
+    trainer = Usual(args.trainer) if args.trainer else usual()
+    chosen_text = f"judged was {shown(trainer.name)}, {trainer.because}" if trainer.because else ""
+    return [line for line in (chosen_text, releases.untested(importlib.metadata.version("torch"))) if line]
 
 
-def other_trainers(judged: Iterable[str]) -> list[str]:
+def other_trainers(judged_trainers: Iterable[str]) -> list[str]:
     """Return a line on each trainer of stored evidence that is another than the configuration names. Raises BadInput for a
     configuration that names none: then whose verdict is wanted is not known."""
     try:
-        found = configured(Path.cwd())
+        configured_trainer = configured(Path.cwd())
     except ValueError as error:
         raise BadInput(str(error)) from error
-    if found is None:
+    if configured_trainer is None:
         return []
-    own = Path(found.name).stem if found.name.endswith(".py") else found.name
-    names = dict.fromkeys(trainer_label(trainer).partition("@")[0] for trainer in judged)
-    return [f"judged was {name}, not {shown(found.name)} ({found.because})" for name in names if name != own]
+    own_name = (
+        Path(configured_trainer.name).stem if configured_trainer.name.endswith(".py") else configured_trainer.name
+    )
+    names = dict.fromkeys(trainer_label(trainer).partition("@")[0] for trainer in judged_trainers)
+    return [
+        f"judged was {name}, not {shown(configured_trainer.name)} ({configured_trainer.because})"
+        for name in names
+        if name != own_name
+    ]
 
 
 def shown(trainer: str) -> str:
     """Return it as a person reads it here."""
-    path, here = Path(trainer), Path.cwd()
+    path = Path(trainer)
+    here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else trainer
 
 
-def refuse_others(args: argparse.Namespace, what: str, effective: Collection[str]) -> None:
-    """Raises BadInput for the first typed option that is not among the effective ones. what: the command does, in words."""
+def refuse_others(args: argparse.Namespace, action: str, effective: Collection[str]) -> None:
+    """Raises BadInput for the first typed option that is not among the effective ones. action: what the command does."""
     for option in typed_options(args):
         if option not in effective:
-            raise BadInput(f"{option} has no effect on {what}; leave it out")
+            raise BadInput(f"{option} has no effect on {action}; leave it out")
 
 
 def no_document(args: argparse.Namespace, option: str) -> None:
@@ -87,9 +94,9 @@ def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Optio
         trainers.load(trainer)
     except ValueError as error:
         raise BadInput(f"--trainer: {error}") from error
-    given: dict[str, Any] = {}
+    ring_options: dict[str, Any] = {}
     for options_of_ring in rings.functions_of("run_options"):
-        given |= options_of_ring(args, trainer)
+        ring_options |= options_of_ring(args, trainer)
     resident_client.choose(args.server)
     torchrun_args = tuple(shlex.split(args.torchrun_args))
     if torchrun_args and args.launcher != "torchrun":
@@ -107,7 +114,7 @@ def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Optio
         ranks_per_gpu=args.ranks_per_gpu,
         backend=args.backend,
         cases=getattr(args, "cases", None) or "",
-        **given,
+        **ring_options,
     )
 
 

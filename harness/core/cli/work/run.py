@@ -36,12 +36,13 @@ from harness.core.run.run_case import run_case
 # ---- The processes that stay after a command, with torch imported, and fork the ranks of the next commands
 
 
-def shown_or_ended(what: str) -> None:
+def shown_or_ended(action: str) -> None:
     """Print a line for each of this user's servers. `end` leaves those of other environments, and says so."""
-    every, stop = what == END_ALL, what != SHOW
-    found = resident_client.stop(every=every) if stop else resident_client.status_of_all()
-    lines = [line(server, stop=stop and (every or not server.get("stays"))) for server in found]
-    if stop and not every and any(server.get("stays") for server in found):
+    ends_all = action == END_ALL
+    is_ending = action != SHOW
+    servers = resident_client.stop(every=ends_all) if is_ending else resident_client.status_of_all()
+    lines = [line(server, stop=is_ending and (ends_all or not server.get("stays"))) for server in servers]
+    if is_ending and not ends_all and any(server.get("stays") for server in servers):
         lines.append("what is left is of other environments; `harness run --server end-all` ends it too")
     say(*(lines or ["no rank server is here"]))
 
@@ -50,7 +51,8 @@ def line(server: dict[str, Any], *, stop: bool) -> str:
     if "commands" not in server:
         ends = ": killed" if stop else "; `harness run --server end` of its environment kills it"
         return f"pid {server['pid']} does not answer{ends}"
-    served = f"{server['commands']} command{'s' * (server['commands'] != 1)}"
+    noun = "command" if server["commands"] == 1 else "commands"
+    served = f"{server['commands']} {noun}"
     if stop:
         state = f"ends with the {served} that it serves" if server["commands"] else "ended"
     elif server["commands"]:
@@ -64,15 +66,19 @@ def line(server: dict[str, Any], *, stop: bool) -> str:
 
 
 def command(args: argparse.Namespace) -> int:
-    other = "--join" if args.join else f"--server {args.server}" if args.server in OF_SERVERS else ""
-    if bool(other) == bool(args.case):
-        raise BadInput(f"{other}: leave out CASE" if other else "run: name a CASE; `harness matrix --list` lists them")
-    if other:
-        no_document(args, other)
+    other_action = "--join" if args.join else f"--server {args.server}" if args.server in OF_SERVERS else ""
+    if bool(other_action) == bool(args.case):
+        raise BadInput(
+            f"{other_action}: leave out CASE"
+            if other_action
+            else "run: name a CASE; `harness matrix --list` lists them"
+        )
+    if other_action:
+        no_document(args, other_action)
     if args.join:
         refuse_others(args, "this node's part of a launch", {"--join", "--timeout"})
         return _join(args)
-    if other:
+    if other_action:
         refuse_others(args, "rank servers that are there", {"--server"})
         shown_or_ended(args.server)
         return PASSED
@@ -88,9 +94,11 @@ def _join(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    case, options = case_of(args), options_of(args)
+    case = case_of(args)
+    options = options_of(args)
     case = in_dtype(case if args.seed is None else reseeded(case, args.seed), args.dtype)
-    ranks, degrees = requested_ranks(["torchrun", *options.torchrun_args]), case.dims
+    ranks = requested_ranks(["torchrun", *options.torchrun_args])
+    degrees = case.dims
     if ranks not in (None, degrees.world_size):
         raise BadInput(
             f"--torchrun-args: they start {ranks} ranks, but {case.name} is {degrees} = {degrees.world_size} ranks"
@@ -99,9 +107,10 @@ def _run(args: argparse.Namespace) -> int:
         say(f"on every other node: harness run --join {shlex.quote(str(folder_of(case, options)))}", to=sys.stderr)
     with stages(case.name, sys.stderr) as stage:
         judgement = run_case(case, options, stage)
-        again = functools.partial(attempt, how=functools.partial(run_case, stage=stage))
-        outcome = with_repeats(judgement, options, args.again, again)
-    data, text = case_here(judgement), outcome.report or case_report(judgement)
+        make_again = functools.partial(attempt, run_one=functools.partial(run_case, stage=stage))
+        outcome = with_repeats(judgement, options, args.again, make_again)
+    data = case_here(judgement)
+    text = outcome.report or case_report(judgement)
     if outcome.repeats:
         data |= {"repeats": outcome.repeats, "cause": outcome.cause, "diagnosis": outcome.diagnosis or None}
     answer(args, "case", data, text, *which_trainer(args))

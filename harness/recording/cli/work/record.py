@@ -96,7 +96,9 @@ def record(
     injection.fresh(directory)
     launch = uuid.uuid4().hex[:12]
     try:
-        ends_too = partial(die_with_parent, os.getpid(), by=signal.SIGTERM)  # and its launcher ends the ranks
+        ends_too = partial(
+            die_with_parent, os.getpid(), signal_number=signal.SIGTERM
+        )  # and its launcher ends the ranks
         code = injection.run(
             words,
             directory,
