@@ -117,21 +117,32 @@ def summary_like(first: Summary, rank: int, dims: ParallelDims) -> Summary:
     ours, theirs = ({axis: line(dims, one, axis) for axis in axes} for one in (first.rank, rank))
     keys = {"": ""} | {ranks_key(ours[axis]): ranks_key(theirs[axis]) for axis in axes}
     groups = {"": ""} | {f"{axis} {ours[axis][0]}": f"{axis} {theirs[axis][0]}" for axis in axes}
-    peers = {key: str(int(key) - first.rank + rank) for _, key in first.places if key.isdigit()}
+    peers = {key: str(int(key) - first.rank + rank) for _, key in first.rank_class.groups if key.isdigit()}
     held, fed = (at["dp_shard"], at["tp"]), at["dp_replicate"] * dims.dp_shard + at["dp_shard"]
+    inputs = {step: tuple(number([one, fed]) for one in each) for step, each in first.received.inputs.items()}
+    issued = tuple(replace(one, group=groups[one.group], ranks=keys[one.ranks]) for one in first.groups.issued)
+    named = tuple((groups[group], (keys | peers)[key]) for group, key in first.rank_class.groups)
     return replace(
         first,
         rank=rank,
-        uses=tuple(replace(use, ranks=keys[use.ranks]) for use in first.uses),
-        issued=tuple(replace(one, group=groups[one.group], ranks=keys[one.ranks]) for one in first.issued),
-        roles={keys[ranks]: role for ranks, role in first.roles.items()},
-        places=tuple((groups[group], (keys | peers)[key]) for group, key in first.places),
-        slices=number([first.slices, *held]),
-        contents={step: number([one, *held]) for step, one in first.contents.items()},
-        fed={step: number([one, fed]) for step, one in first.fed.items()},
-        tokens={step: number([one, fed]) for step, one in first.tokens.items()},
-        inputs={step: tuple(number([one, fed]) for one in each) for step, each in first.inputs.items()},
+        traffic=replace(first.traffic, uses=tuple(replace(use, ranks=keys[use.ranks]) for use in first.traffic.uses)),
+        groups=replace(
+            first.groups, issued=issued, roles={keys[ranks]: role for ranks, role in first.groups.roles.items()}
+        ),
+        rank_class=replace(first.rank_class, groups=named),
+        parameters=replace(first.parameters, slices=number([first.parameters.slices, *held])),
+        contents=replace(first.contents, by_step=_with_more(first.contents.by_step, *held)),
+        received=replace(
+            first.received,
+            batches=_with_more(first.received.batches, fed),
+            tokens=_with_more(first.received.tokens, fed),
+            inputs=inputs,
+        ),
     )
+
+
+def _with_more(by_step: dict[int, int], *more: int) -> dict[int, int]:
+    return {step: number([one, *more]) for step, one in by_step.items()}
 
 
 def write(dims: ParallelDims, folder: Path, odd: int | None) -> int:

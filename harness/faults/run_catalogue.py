@@ -30,7 +30,7 @@ from harness.core.evidence.own_folders import list_trainer_files
 from harness.core.evidence.reading import read_json
 from harness.core.evidence.store import CASE_FILE, EvidenceError
 from harness.core.judge.judgement import Judgement
-from harness.core.judge.result import Verdict
+from harness.core.judge.result import Firing, Verdict
 from harness.core.launch import default_server
 from harness.core.report.cause_text import diagnosis_line
 from harness.core.report.progress import INTERVAL, Progress
@@ -293,7 +293,7 @@ def outcome_of(fault: Fault, judgement: Judgement) -> Outcome:
     """
     broken = _broken(judgement)
     kinds = _kinds(judgement)
-    if not judgement.fired:
+    if judgement.firing is not Firing.FIRED:
         return Outcome.UNFIRED
     if broken and set(fault.caught_by) <= set(broken) and (not fault.named or fault.named in kinds):
         return Outcome.CAUGHT

@@ -39,7 +39,7 @@ from harness.core.causes.words import (
 from harness.core.checks.traffic import IN_ANOTHER_DTYPE
 from harness.core.judge.result import Cause, Lines
 from harness.core.judge.tolerance import relative_difference
-from harness.core.judge.traffic import axis_of, axis_text
+from harness.core.judge.traffic import axis_of, axis_text, planned_optional
 from harness.core.judge.traffic import observed as observed_traffic
 from harness.core.judge.traffic import planned as planned_traffic
 from harness.core.judge.trial import Trial
@@ -308,9 +308,8 @@ def _less_than_planned(trial: Trial, step: int) -> str:
     """Return the axes over which the first rank moved less in backward than planned, optional flows left out."""
     rank = min(trial.ranks)
     observed = observed_traffic(trial, trial.ranks[rank], step)
-    planned, optional = (
-        planned_traffic(trial, rank, step, optional_only=optional_only) for optional_only in (False, True)
-    )
+    planned = planned_traffic(trial, rank, step)
+    optional = planned_optional(trial, rank, step)
     required = {key: size - optional.get(key, 0) for key, size in planned.items() if key[2] == "backward"}
     short_axes = (axis_of(trial, key[0]) for key, size in required.items() if observed.get(key, 0) < size)
     axes = " and ".join(dict.fromkeys(short_axes))

@@ -12,7 +12,7 @@ from harness.core.causes.hypothesis import Broken, Fact, Hypothesis, seen
 from harness.core.causes.words import finding_line
 from harness.core.checks.export import exported, held_differently, roundings, same, wrong
 from harness.core.evidence.exported import ExportedTensor, as_exported
-from harness.core.judge.exports import FUSED, Arrays, export_of, halves, weights_of
+from harness.core.judge.exports import FUSED, Arrays, export_of, export_with_rows, halves, weights_of
 from harness.core.judge.result import Cause
 from harness.core.judge.trial import Trial
 
@@ -68,7 +68,7 @@ def _on_record(trial: Trial) -> Iterator[tuple[Details, dict[str, np.ndarray]]]:
     is_permuted = case.features.export != "hf_interleaved"
     yield (), export_of(case, weights)
     rows = (("with rows of q and k", "in the order for halves" if not is_permuted else "not in the order for halves"),)
-    yield rows, export_of(case, weights, permuted=not is_permuted)
+    yield rows, export_with_rows(case, weights, permuted=not is_permuted)
     if case.features.export == "hf_fused":
         for name, parts in FUSED.items():
             for order in itertools.permutations(range(len(parts))):
@@ -100,7 +100,7 @@ def _as_held(
         lora = replace(case.model.lora, alpha=case.model.lora.alpha * factor)
         rescaled = replace(case, model=replace(case.model, lora=lora))
         yield (("with adapters", f"scaled by {factor:.4g} times alpha / rank"),), export_of(rescaled, weights)
-    plain = export_of(case, weights, permuted=False) if is_permuted else {}
+    plain = export_with_rows(case, weights, permuted=False) if is_permuted else {}
     of_heads = [name for name in wrong_names if name in plain and name.endswith(("q_proj.weight", "k_proj.weight"))]
     for heads in (case.model.n_heads, case.model.n_kv_heads):
         sizes = {name: divmod(len(plain[name]), 2 * heads) for name in of_heads}

@@ -25,6 +25,7 @@ from harness.core.launch.job import SUFFIXES
 
 POLL = 0.2  # seconds
 EXITS = "exits"
+NOTHING = "{}"  # run.json of a launch that is gone
 Files = dict[str, bytes]  # by name in the launch's folder; compressed, as an in-flight record is mostly zeros
 
 
@@ -68,16 +69,19 @@ class FirstNode:
         return None
 
     def take(self, files: Files) -> str | None:
-        """Write the files of another node's ranks. Return the end of the launch once it has one, "" where all of it is gone."""
+        """Write the files of another node's ranks. Return the launch's run.json, that of nothing where all of it is gone.
+
+        None while it runs.
+        """
         with contextlib.suppress(FileNotFoundError):
             if self.launch not in (self.folder / "job.json").read_text(encoding="utf-8"):
-                return ""
+                return NOTHING
             for name in sorted(files, key=lambda name: name.startswith(EXITS)):
                 (self.folder / name).parent.mkdir(exist_ok=True)
                 write(self.folder / name, zlib.decompress(files[name]))
             end = self.folder / "run.json"
             return end.read_text(encoding="utf-8") if end.exists() else None
-        return ""
+        return NOTHING
 
 
 def write(path: Path, data: bytes) -> None:
@@ -106,7 +110,7 @@ def joined(first: First, node_folder: Path, seconds: float) -> Iterator[Path]:
             send_all(first, folder, ranks_ended)
         except BaseException as error:
             errors.append(error)
-            write(folder / "run.json", b"{}")  # the first node is gone: ranks here need not go on
+            write(folder / "run.json", NOTHING.encode())  # the first node is gone: ranks here need not go on
 
     sender = threading.Thread(target=send, daemon=True)
     sender.start()
@@ -154,7 +158,7 @@ def send_all(first: First, folder: Path, ranks_ended: threading.Event) -> None:
         is_last_round = ranks_ended.wait(POLL)
         end = first.take(news(folder, sent))
         if end is not None:
-            return write(folder / "run.json", end.encode() or b"{}")
+            return write(folder / "run.json", end.encode())
         if is_last_round:
             return None
 

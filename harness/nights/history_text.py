@@ -44,12 +44,19 @@ class Told:
         """Return, by broken case, the commit that broke it, or why it was not found."""
         return {change.case: str(culprit) for change in self.of(State.BROKEN) if (culprit := self.culprit(change))}
 
-    def of(self, state: State, *, new: bool | None = None) -> list[Change]:
-        """Return the changes to this state that are not set aside. new: only those since the last night, or only the others."""
-        changes_in_state = [
-            change for change in self.changes if change.state == state and change.case not in self.set_aside
-        ]
-        return [change for change in changes_in_state if new is None or change.new == new]
+    def of(self, state: State) -> list[Change]:
+        """Return the changes to a state, without the cases that are set aside."""
+        return [change for change in self.changes if change.state == state and change.case not in self.set_aside]
+
+    @property
+    def newly_broken(self) -> list[Change]:
+        """Return the cases that broke in the last night."""
+        return [change for change in self.of(State.BROKEN) if change.new]
+
+    @property
+    def still_broken(self) -> list[Change]:
+        """Return the cases that broke in an earlier night."""
+        return [change for change in self.of(State.BROKEN) if not change.new]
 
 
 def told(
@@ -139,8 +146,8 @@ def lines(series_changes: Told) -> list[str]:
     head += [f"  lacking in the last: {text}" for text in last.lacking]
     flaky_title = "FLAKY, of the same sources, torch, device and request"
     parts = [
-        *_changes("NEWLY BROKEN", series_changes.of(State.BROKEN, new=True), series_changes),
-        *_changes("STILL BROKEN", series_changes.of(State.BROKEN, new=False), series_changes),
+        *_changes("NEWLY BROKEN", series_changes.newly_broken, series_changes),
+        *_changes("STILL BROKEN", series_changes.still_broken, series_changes),
         *_changes("NOT JUDGED", series_changes.of(State.UNJUDGED), series_changes),
         *_changes(flaky_title, series_changes.of(State.FLAKY), series_changes),
         *_listed("NEWLY FIXED", (_fixed(change, series_changes) for change in series_changes.of(State.FIXED))),

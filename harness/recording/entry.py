@@ -11,7 +11,7 @@ def imported(module: str) -> None:
     Raises ImportError if torch lacks what is relied on. Nothing is observed then, and the job goes on as if it were not
     recorded.
     """
-    if module == "torch" and (lacking_text := relies_on.lacking(recorder=True)):
+    if module == "torch" and (lacking_text := relies_on.lacking_for_recorder()):
         raise ImportError(lacking_text)
     from harness.recording import recorder
 

@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,18 @@ def imported(module: str) -> None:
     elif module == COMPILER:
         compiler_imported()
     elif _recorder is not None:
-        if lacking_text := relies_on.lacking(recorder=True):
+        if lacking_text := relies_on.lacking_for_recorder():
             _recorder.failed = lacking_text
             raise ImportError(lacking_text)
         _recorder.pipeline.install()
+
+
+class Claim(Enum):
+    """Whether this process has a folder for its rank's record."""
+
+    OPEN = "not claimed yet"
+    HELD = "claimed by this process"
+    REFUSED = "this process is not recorded"
 
 
 class Recorder:
@@ -119,7 +128,7 @@ class Recorder:
         self._recorded = 0
         self._written = 0.0
         self._took = 0.0
-        self._mine: bool | None = None
+        self._claim = Claim.OPEN
         self._place: tuple[int, int] | None = None
 
     def install(self) -> None:
@@ -282,7 +291,7 @@ class Recorder:
         Trap: before a process joins others its rank may be unknown, and a process that loads data for a rank has that rank's
         environment.
         """
-        if self._mine is not None or not self.seen.classes:
+        if self._claim is not Claim.OPEN or not self.seen.classes:
             return
         is_rank_known = (dist.is_available() and dist.is_initialized()) or is_named() or stepping
         if is_rank_known and not multiprocessing.current_process().daemon:
@@ -292,7 +301,7 @@ class Recorder:
 
     def _left_at_once(self, code: int) -> None:
         """Record an exit by os._exit. Evidence is not saved: such a process may hang, and reading a device would wait."""
-        if self._mine and self._place and self.seen.pid == os.getpid():
+        if self._claim is Claim.HELD and self._place and self.seen.pid == os.getpid():
             left_at_once(self.directory, self._place[0], code, self.ends.error)
         elif self.ends.error and not self.seen.classes:
             raised_early(self.directory, self.ends.error)
@@ -311,11 +320,11 @@ class Recorder:
         """Write what this rank recorded. A failure is reported, and training goes on."""
         self._saved = True
         rank, world = self._place = self._place if self._place and not dist.is_initialized() else place_of()
-        if self._mine is None:
+        if self._claim is Claim.OPEN:
             folder = claimed(self.directory, rank)
-            self._mine = folder is not None
+            self._claim = Claim.HELD if folder is not None else Claim.REFUSED
             self.directory = folder or self.directory
-        if not self._mine:
+        if self._claim is Claim.REFUSED:
             return
         began = time.perf_counter()
         try:

@@ -19,7 +19,7 @@ from harness.core.checks import all_checks
 from harness.core.evidence.records import Exit, Run
 from harness.core.evidence.store import save_run
 from harness.core.judge.judgement import Judgement
-from harness.core.judge.result import Result, Verdict, one_cause
+from harness.core.judge.result import Firing, Result, Verdict, one_cause
 from harness.core.run.options import Options
 from harness.faults import FAMILIES, Fault, FaultError, all_faults, faults_of_file
 from harness.faults import catalogue_text as shown
@@ -39,7 +39,7 @@ def judgement(
     folder: Path,
     broken: str = "",
     cause: str = "",
-    fired: bool = True,
+    firing: Firing = Firing.FIRED,
     exit: Exit | None = None,
     kind: str = "gradients scaled",
 ) -> Judgement:
@@ -48,7 +48,7 @@ def judgement(
     save_run(Run(str(folder / "run"), 1, (exit or Exit(0, "ok"),), {}))
     results = tuple(Result(check, Verdict.FAIL, 1) for check in broken.split()) or (Result("loss", Verdict.PASS, 1),)
     return Judgement(
-        tiny_case("fsdp_2"), folder, results, one_cause(cause, kind=kind) if cause else None, 1.0, "halved", fired
+        tiny_case("fsdp_2"), folder, results, one_cause(cause, kind=kind) if cause else None, 1.0, "halved", firing
     )
 
 
@@ -83,7 +83,7 @@ def test_a_fault_whose_run_left_too_little_to_be_judged_is_not_missed_by_any_che
 
 
 def test_a_fault_that_never_fired_is_unfired_whatever_failed(tmp_path: Path) -> None:
-    seen = judgement(tmp_path, "gradients update", "gradients are 0.5 times", fired=False)
+    seen = judgement(tmp_path, "gradients update", "gradients are 0.5 times", firing=Firing.NOT_FIRED)
     assert lot.outcome_of(FAULT, seen) is Outcome.UNFIRED
 
 

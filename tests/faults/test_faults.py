@@ -13,7 +13,7 @@ import pytest
 from harness import ROOT
 from harness.core.case.loading import find_case, load_all
 from harness.core.judge.judgement import Judgement
-from harness.core.judge.result import Verdict
+from harness.core.judge.result import Firing, Verdict
 from harness.core.report.text import case_report
 from harness.core.run.judging import judge_folder
 from harness.core.run.options import Options
@@ -62,7 +62,7 @@ def test_hsdp_run_as_fsdp_over_16_ranks_is_named_although_losses_gradients_and_g
 def test_stored_evidence_of_a_fault_is_judged_the_same_again(out: Path) -> None:
     judgement = run("hsdp_runs_as_fsdp", "hsdp_2x2", out)
     again = judge_folder(judgement.folder)
-    assert (again.results, again.diagnosis, again.fired) == (judgement.results, judgement.diagnosis, judgement.fired)
+    assert (again.results, again.diagnosis, again.firing) == (judgement.results, judgement.diagnosis, judgement.firing)
 
 
 OWN_FAULTS = """
@@ -81,13 +81,13 @@ def never_fires(fired):
 def test_a_fault_of_ones_own_that_changes_nothing_passes(out: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN_FAULTS)
     judgement = run(f"{tmp_path}/own.py:changes_nothing", "fsdp_2", out)
-    assert (judgement.verdict, judgement.fired) == (Verdict.PASS, True)
+    assert (judgement.verdict, judgement.firing) == (Verdict.PASS, Firing.FIRED)
 
 
 def test_a_fault_that_did_not_fire_is_reported(out: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN_FAULTS)
     judgement = run(f"{tmp_path}/own.py:never_fires", "fsdp_2", out)
-    assert judgement.fired is False
+    assert judgement.firing is Firing.NOT_FIRED
     assert "UNFIRED" in case_report(judgement)
 
 

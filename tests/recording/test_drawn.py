@@ -24,10 +24,10 @@ def test_ranks_that_draw_the_same_samples_are_not_taken_to_have_different_ones(
         monkeypatch.setenv("SAME", "1")
     code = forked_main(["record", "-o", str(tmp_path / "one"), "--layout", "dp_replicate=2", "--", *RANKS])
     ranks = load_recording(tmp_path / "one").summaries
-    assert ranks[0].fed[1] != ranks[1].fed[1]
-    assert (ranks[0].drawn == ranks[1].drawn, len(ranks[0].drawn)) == (same, 4)
+    assert ranks[0].received.batches[1] != ranks[1].received.batches[1]
+    assert (ranks[0].received.drawn == ranks[1].received.drawn, len(ranks[0].received.drawn)) == (same, 4)
     assert code == (NOT_JUDGED if same else PASSED)
-    assert [(one.buffers, one.wrappers) for one in ranks.values()] == [(2, {"ddp": 1})] * 2
+    assert [(one.modules.buffers, one.modules.wrappers) for one in ranks.values()] == [(2, {"ddp": 1})] * 2
 
 
 @pytest.mark.slow("a job; test_ranks_that_draw_the_same_samples_are_not_taken_to_have_different_ones has such a job")
@@ -37,7 +37,10 @@ def test_ranks_that_shuffle_the_same_samples_each_by_itself_are_undecided(
     monkeypatch.setenv("SHUFFLES", "1")
     code = forked_main(["record", "-o", str(tmp_path / "one"), "--layout", "dp_replicate=2", "--", *RANKS])
     ranks = load_recording(tmp_path / "one").summaries
-    assert ranks[0].fed[1] != ranks[1].fed[1] and ranks[0].drawn != ranks[1].drawn
-    assert [len({*one.samples[1]}) for one in ranks.values()] == [12, 12]
-    assert len({*ranks[0].samples[1]} & {*ranks[1].samples[1]}) >= 8  # of 16 in all
+    assert (
+        ranks[0].received.batches[1] != ranks[1].received.batches[1]
+        and ranks[0].received.drawn != ranks[1].received.drawn
+    )
+    assert [len({*one.received.samples[1]}) for one in ranks.values()] == [12, 12]
+    assert len({*ranks[0].received.samples[1]} & {*ranks[1].received.samples[1]}) >= 8  # of 16 in all
     assert code == NOT_JUDGED

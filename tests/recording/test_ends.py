@@ -109,7 +109,7 @@ def test_the_rank_that_raised_is_blamed_where_multiprocessing_caught_it(start: s
     other, first = exits_of(found, 2)
     assert (first.how, first.error, first.blamed, other.blamed) == ("raised", "Gone: the reason", True, False)
     assert (anomalies(found)[0].label, anomalies(found)[0].ranks) == ("RAISED", (1,))
-    assert found.summaries[1].reached == Reached(2, "backward", over=False)
+    assert found.summaries[1].progress.reached == Reached(2, "backward", over=False)
 
 
 @pytest.mark.slow("mp.spawn; tests/recording/judged/test_recorded_ends.py blames over literals")
@@ -120,7 +120,7 @@ def test_a_rank_of_mp_spawn_that_is_killed_in_its_first_step_is_blamed_and_how_f
     assert found.exits[1] == -signal.SIGKILL
     other, first = exits_of(found, 2)
     assert (first.how, first.signal, first.blamed, other.blamed) == ("signal", "SIGKILL", True, False)
-    assert found.summaries[1].reached == Reached(1, "optimizer", over=False)
+    assert found.summaries[1].progress.reached == Reached(1, "optimizer", over=False)
     assert (anomalies(found)[0].label, anomalies(found)[0].ranks) == ("ENDED", (1,))
     assert {one.label for one in anomalies(found)} >= {"REACHED"}
 
@@ -142,7 +142,7 @@ def test_what_ended_a_process_is_on_record_whatever_way_it_leaves(
     monkeypatch.setenv("WORLD_SIZE", "1")
     run = main if how == "os._exit" else forked_main
     (one,) = recorded(run, job, how, where, "alone").summaries.values()
-    assert (one.ended, one.error, one.reached) == ("raised", "Gone: the reason", reached)
+    assert (one.progress.ended, one.progress.error, one.progress.reached) == ("raised", "Gone: the reason", reached)
 
 
 CAUGHT = """
@@ -166,7 +166,7 @@ for step in range(3):
 def test_an_exit_that_was_caught_ended_nothing(tmp_path: Path, forked_main: Main) -> None:
     assert forked_main(["record", "-o", str(tmp_path / "out"), "--", sys.executable, "-c", CAUGHT]) == 0
     (one,) = load_recording(tmp_path / "out").summaries.values()
-    assert (one.ended, one.error) == ("ok", "")
+    assert (one.progress.ended, one.progress.error) == ("ok", "")
 
 
 HANGS = """
@@ -187,7 +187,7 @@ def test_a_process_alone_that_is_ended_in_its_first_step_reports_how_far_it_came
     assert main(["record", "-o", str(tmp_path / "out"), "--", sys.executable, "-c", HANGS]) == 1
     found = load_recording(tmp_path / "out")
     assert found.nothing == ""
-    assert found.summaries[0].reached == Reached(1, "optimizer", over=False)
+    assert found.summaries[0].progress.reached == Reached(1, "optimizer", over=False)
     assert [one.step for one in anomalies(found) if one.label == "REACHED"] == [1]
 
 
@@ -226,8 +226,8 @@ def test_wrapper_and_optimizer_of_one_step_are_read_while_the_model_lives(
     monkeypatch.chdir(tmp_path)
     assert forked_main(["record", "-o", "out", "--", sys.executable, "-c", ONE_STEP]) == 0
     (one,) = load_recording(Path("out")).summaries.values()
-    assert (one.wrappers, one.unstepped, one.steps_seen) == ({"ddp": 1}, 0, 1)
-    assert one.optimizers
+    assert (one.modules.wrappers, one.modules.unstepped, one.progress.steps_seen) == ({"ddp": 1}, 0, 1)
+    assert one.modules.optimizers
 
 
 BY_HAND = """
@@ -277,8 +277,8 @@ def test_parameters_that_are_averaged_after_the_optimizers_step_are_read_as_the_
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert forked_main(["record", "-o", "out", "--layout", "dp_replicate=2", "--", *torchrun, "train.py"]) == 0
     one, other = load_recording(Path("out")).summaries.values()
-    assert one.contents == other.contents
-    assert len({*one.contents.values()}) == 4
+    assert one.contents.by_step == other.contents.by_step
+    assert len({*one.contents.by_step.values()}) == 4
 
 
 SPAWNED = """
@@ -317,7 +317,7 @@ def test_a_ctrl_c_that_mp_spawn_catches_is_no_end_of_training(tmp_path: Path, mo
     (tmp_path / "job.py").write_text(SPAWNED)
     main(["record", "-o", "out", "--", sys.executable, "job.py"])
     recording = load_recording(Path("out"))
-    assert {rank: (one.ended, one.error) for rank, one in recording.summaries.items()} == {
+    assert {rank: (one.progress.ended, one.progress.error) for rank, one in recording.summaries.items()} == {
         rank: ("raised", "KeyboardInterrupt") for rank in (0, 1)
     }
     found = {odd.label: odd.ranks for odd in anomalies(recording)}

@@ -35,8 +35,8 @@ def recorded(how: str, folder: Path, monkeypatch: pytest.MonkeyPatch, forked_mai
     assert forked_main(["record", "-o", str(folder / "out"), "--", *TORCHRUN, SCRIPT]) == 0
     recording = load_recording(folder / "out")
     assert sorted(recording.summaries) == [0, 1]
-    assert not any(one.failed for one in recording.summaries.values())
-    assert len({one.contents[3] for one in recording.summaries.values()}) == 1
+    assert not any(one.recorder.failed for one in recording.summaries.values())
+    assert len({one.contents.by_step[3] for one in recording.summaries.values()}) == 1
     return recording
 
 
@@ -61,7 +61,7 @@ def test_what_runs_over_a_group_without_ranks_is_on_record_and_not_judged(
 ) -> None:
     recording = recorded(how, tmp_path, monkeypatch, forked_main)
     for rank, one in recording.summaries.items():
-        (group,) = one.own_groups
+        (group,) = one.groups.own
         assert (group.kind, group.place, group.size, group.issued) == (kind, rank, 2, 8)
         assert {(c.op, c.dtype, c.phase) for c in group.calls} == {("all_reduce", "float32", "other")}
         assert {c.step: (c.calls, c.bytes) for c in group.calls} == {step: (2, GRADIENTS) for step in (1, 2, 3)}
@@ -77,8 +77,8 @@ def test_what_passes_the_dispatcher_by_on_a_group_with_ranks_is_a_collective_ove
 ) -> None:
     recording = recorded(how, tmp_path, monkeypatch, forked_main)
     for one in recording.summaries.values():
-        assert one.own_groups == ()
-        assert [(use.ranks, use.op, use.calls, use.bytes) for use in one.outside] == [
+        assert one.groups.own == ()
+        assert [(use.ranks, use.op, use.calls, use.bytes) for use in one.traffic.outside] == [
             ("0,1", "all_reduce", 2, GRADIENTS)
         ]
     assert {verdicts(recording)[check] for check in ("collective_order", "process_groups")} == {Verdict.PASS}
@@ -89,9 +89,9 @@ def test_ddp_over_a_group_without_ranks_claims_no_replicas(
 ) -> None:
     recording = recorded("without_a_name_of_ddp", tmp_path, monkeypatch, forked_main)
     for one in recording.summaries.values():
-        assert (one.wrappers, one.slices) == ({"ddp": 1}, 0)
+        assert (one.modules.wrappers, one.parameters.slices) == ({"ddp": 1}, 0)
         assert (
-            sum(call.bytes for call in one.own_groups[0].calls if call.phase == "backward" and call.step == 2)
+            sum(call.bytes for call in one.groups.own[0].calls if call.phase == "backward" and call.step == 2)
             >= GRADIENTS
         )
     assert verdicts(recording)["process_groups"] is Verdict.UNKNOWN

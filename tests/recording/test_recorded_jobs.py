@@ -14,7 +14,7 @@ from forked_jobs import Main
 from harness.core.case.launching import requested_ranks
 from harness.core.cli import main
 from harness.core.evidence.recording import load_record, record_file
-from harness.core.evidence.summary import Use
+from harness.core.evidence.summary_parts import Use
 from harness.core.judge.observed import axes, out_of_order
 from harness.recording.injection import missing_script
 from harness.recording.judged.stored_recording import load_recording
@@ -45,7 +45,7 @@ def test_an_unedited_job_is_recorded(
     assert {call.step for call in found.evidence.collectives} <= {0, 1, 2, 3}
     assert not list((tmp_path / "one" / "ranks").glob("*.last"))
     for one in recording.summaries.values():
-        assert one.background == (Use("0,1", "all_reduce", "background", "float32", 3, 24),)
+        assert one.traffic.background == (Use("0,1", "all_reduce", "background", "float32", 3, 24),)
     assert not out_of_order(recording.summaries.values())
     printed = capfd.readouterr().out
     assert "other threads   all_reduce of float32 over [0,1]: 24 B in 3 calls" in printed
@@ -57,7 +57,7 @@ def test_a_rank_that_is_killed_leaves_its_last_collective(tmp_path: Path, monkey
     monkeypatch.setenv("DIES", "1")
     assert record(tmp_path / "one", *TORCHRUN, "2", SCRIPT) == 1
     recording = load_recording(tmp_path / "one")
-    assert recording.summaries[1].ended == ""
+    assert recording.summaries[1].progress.ended == ""
     assert "step 3, backward" in recording.last[1].text
     assert recording.last[1].ranks == (0, 1)
     assert recording.exits[1] == -signal.SIGKILL  # as the launcher has it
@@ -113,8 +113,8 @@ def test_ranks_with_uneven_inputs_under_join_have_no_anomaly(
     assert main([*words, *TORCHRUN, "2", str(tmp_path / "train.py")]) == 0
     assert "PASS layout dp_replicate 2" in capsys.readouterr().out
     summaries = load_recording(tmp_path / "one").summaries
-    assert [summaries[rank].joined for rank in (0, 1)] == [None, 1]
-    assert [summaries[rank].steps_seen for rank in (0, 1)] == [6, 2]
+    assert [summaries[rank].progress.joined for rank in (0, 1)] == [None, 1]
+    assert [summaries[rank].progress.steps_seen for rank in (0, 1)] == [6, 2]
 
 
 LEAVES = """
@@ -132,7 +132,7 @@ os._exit(0)
 def test_a_rank_that_leaves_by_os_exit_is_heard_of(tmp_path: Path) -> None:
     assert record(tmp_path / "one", sys.executable, "-c", LEAVES) == 0
     recording = load_recording(tmp_path / "one")
-    assert (recording.summaries[0].ended, recording.exits) == ("", {0: 0})
+    assert (recording.summaries[0].progress.ended, recording.exits) == ("", {0: 0})
 
 
 OUTLIVED = """

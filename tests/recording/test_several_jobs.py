@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from literal_recording import summary
+from literal_recording import summary, with_changes
 
 from harness.core.case.dims import ParallelDims
 from harness.core.cli import main
@@ -77,12 +76,12 @@ def test_a_replica_group_that_is_killed_and_comes_back_is_told(tmp_path: Path) -
     recording = load_recording(out)
     jobs = [recording, *recording.others]
     assert [job.job for job in jobs] == [f"REPLICA_GROUP_ID={group} MASTER_PORT={29500 + group}" for group in (0, 1, 1)]
-    assert [(job.world, sorted(job.summaries), job.summaries[0].ended) for job in jobs] == [
+    assert [(job.world, sorted(job.summaries), job.summaries[0].progress.ended) for job in jobs] == [
         (1, [0], "ok"),
         (1, [0], ""),
         (1, [0], "ok"),
     ]
-    assert len({job.summaries[0].contents[3] for job in jobs}) == 1
+    assert len({job.summaries[0].contents.by_step[3] for job in jobs}) == 1
     assert [(odd.label, odd.ranks) for odd in anomalies(recording)] == [("ENDED UNHEARD", (0,)), ("REACHED", (0,))]
     rows = [text for _, text in job_rows(recording)]
     assert "it had left, and came back" in rows[3] and "[1-3]" in rows[4]
@@ -109,7 +108,7 @@ def test_each_of_several_jobs_is_judged_by_a_layout_of_its_own_ranks_and_by_no_o
     recording = stored(tmp_path, 2)
     for job, fed in zip(recording.jobs, ((1, 2), (3, 3)), strict=True):
         for rank, one in job.summaries.items():
-            left = replace(one, fed={1: fed[rank]}, ended="ok", shown=1, steps_seen=1)
+            left = with_changes(one, fed={1: fed[rank]}, ended="ok", shown=1, steps_seen=1)
             evidence = RankEvidence(rank, 2, parameters=(), groups=(), collectives=(), steps=())
             save_record(record_file(job.directory, rank), left, RankRecord(evidence, (), ended="ok", steps_seen=1))
     both = load_recording(tmp_path)

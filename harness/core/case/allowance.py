@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 AMOUNTS = {
@@ -98,25 +98,9 @@ class Allowance:
         return int(self.matmuls[0]) * forward if isinstance(self.matmuls, str) else self.matmuls
 
 
-def allowed(allowances: Iterable[Allowance], kind: str, parameters: int) -> int:
-    """Return the bytes that are allowed of one kind. parameters: bytes of the rank's own slices."""
-    return sum(allowance.amount(parameters) for allowance in allowances if allowance.what == kind)
-
-
-def allowed_matmuls(allowances: Iterable[Allowance], forward: int) -> int:
-    """Return the matmuls that are allowed in a step in addition to its passes. forward: matmuls of its forward passes."""
-    return sum(allowance.computed(forward) for allowance in allowances)
-
-
 def declaration(allowances: Iterable[Allowance]) -> str:
     """Return the line that declares all of these in a case."""
     return f"allow: [{', '.join(allowance.entry for allowance in allowances)}]"
-
-
-def said(used: Mapping[Allowance, bool]) -> str:
-    """Return a note of what is allowed, and which of it nothing uses: an unused allowance should be deleted."""
-    note_by_use = {True: "", False: ", not used"}
-    return "; ".join(f"{declaration([allowance])}{note_by_use[needed]}" for allowance, needed in used.items())
 
 
 def _as_yaml(value: int | str) -> str:

@@ -195,8 +195,7 @@ def held(trial: Trial, kind: str, ranks: Collection[int]) -> Iterator[Allowance]
         copied = []
         for rank in ranks:
             for size, step, phase in memory.copied_too_much(trial, rank):
-                planned = memory.most_copied(trial, rank, phase, step)
-                copied.append(size - planned + memory.allowed_bytes(trial, rank, "copied"))
+                copied.append(size - memory.copied_by_plan(trial, rank, phase, step))
         yield Allowance("copied", max(copied), WHY)
 
 

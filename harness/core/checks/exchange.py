@@ -18,7 +18,8 @@ import numpy as np
 
 from harness.core.case.dims import AXES, ParallelDims
 from harness.core.evidence.keys import ranks_of
-from harness.core.evidence.summary import POINT_TO_POINT, Outside, Summary, Use
+from harness.core.evidence.summary import POINT_TO_POINT, Summary
+from harness.core.evidence.summary_parts import Outside, Use
 from harness.core.evidence.text import ranks_text
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
@@ -37,7 +38,7 @@ def check(trial: Trial) -> Result:
     data = [] if trial.holds_told else data_axes(trial.plan)
     if not axes and not data:
         return not_applicable("exchange", "neither tensor, context nor pipeline parallelism")
-    judged = [summary for summary in trial.glances if summary.saw_a_step and not summary.failed]
+    judged = [summary for summary in trial.glances if summary.saw_a_step and not summary.recorder.failed]
     findings, undecided = _of_data(trial, data)
     for axis in axes:
         lines = trial.lines(axis)
@@ -189,13 +190,13 @@ def _of_shards(summary: Summary, use: Use | Outside, axis: str) -> bool:
     that gather the parameters, once or several times. An exchange of keys and values there gathers other bytes, or uses another
     collective.
     """
-    if not summary.roles.get(use.ranks, "").startswith("sharded") or axis == "pp":
+    if not summary.groups.roles.get(use.ranks, "").startswith("sharded") or axis == "pp":
         return False
     if axis == "tp":
         return True
     if use.phase == "backward":
         return use.op in ("all_gather", "reduce_scatter")
-    parameter_bytes = summary.elements * GATHERED.get(use.dtype, 0)
+    parameter_bytes = summary.parameters.elements * GATHERED.get(use.dtype, 0)
     return (use.op, use.phase) == ("all_gather", "forward") and parameter_bytes > 0 and use.bytes % parameter_bytes == 0
 
 
@@ -206,8 +207,10 @@ def _began_alike(judged: Sequence[Summary], lines: dict[int, tuple[int, ...]]) -
     """
     by_beginning: dict[object, list[int]] = {}
     for summary in judged:
-        if not summary.slices and 0 in summary.contents:
-            by_beginning.setdefault((lines[summary.rank], summary.model, summary.contents[0]), []).append(summary.rank)
+        if not summary.parameters.slices and 0 in summary.contents.by_step:
+            by_beginning.setdefault(
+                (lines[summary.rank], summary.parameters.model, summary.contents.by_step[0]), []
+            ).append(summary.rank)
     families = [ranks for ranks in by_beginning.values() if len(ranks) > 1]
     return [f"ranks {ranks_text(ranks)} of a pp group begin with the same bytes, as replicas do" for ranks in families]
 
@@ -218,7 +221,9 @@ def _moved(summary: Summary, line: tuple[int, ...], *, between_passes: bool) -> 
     Stages of a pipeline send between passes, too.
     """
     uses: tuple[Use | Outside, ...] = (
-        (*summary.uses, *summary.outside, *summary.background) if between_passes else summary.uses
+        (*summary.traffic.uses, *summary.traffic.outside, *summary.traffic.background)
+        if between_passes
+        else summary.traffic.uses
     )
     return [use for use in uses if len(set(line).intersection(ranks_of(use.ranks))) > 1]
 
@@ -236,7 +241,7 @@ def other_order(summaries: Iterable[Summary], dims: ParallelDims) -> str:
     """
     observed_lines: set[tuple[int, ...]] = set()
     for summary in summaries:
-        calls: tuple[Use | Outside, ...] = (*summary.uses, *summary.outside)
+        calls: tuple[Use | Outside, ...] = (*summary.traffic.uses, *summary.traffic.outside)
         for use in calls:
             if use.op in POINT_TO_POINT:
                 observed_lines.add(tuple(ranks_of(use.ranks)))

@@ -18,10 +18,10 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from harness.core.case.allowance import allowed_matmuls, said
 from harness.core.case.case import Case
 from harness.core.evidence.step import Attention, QuantizedMatmul, StepEvidence
 from harness.core.judge import compiled_code, output_layer, policies, saved_hooks
+from harness.core.judge.explained import ExplainedDifference, allowances_text, allowed_matmuls, most_of
 from harness.core.judge.finding import Finding, Limit, Value
 from harness.core.judge.received_samples import sizes_wanted
 from harness.core.judge.result import Result, verdict_of
@@ -48,7 +48,7 @@ def check(trial: Trial) -> Result:
             outcomes += [outcome for look in looks for outcome in look(trial_of_step, rank, step)]
         outcomes += [*reduced(trial, rank), *buckets_in_force(trial, rank)]
     findings = [finding for finding in outcomes if finding]
-    notes = (_allowances_text(trial), policies.switches(trial))
+    notes = (_text_of_allowances(trial), policies.switches(trial))
     return verdict_of("features", findings, len(outcomes), note="; ".join(filter(None, notes)))
 
 
@@ -298,19 +298,26 @@ def computed_beside(step: StepEvidence) -> int:
 
 def most_computed(trial: Trial, step: StepEvidence) -> int:
     """Return how many of these the case or the trainer allows, in addition to what Muon multiplies in the optimizer."""
-    muon = trial.case.training.optimizer == "muon"
     forward, own = (matmuls(step, p).total() + batched_matmuls(step, (p,)) for p in ("forward", "optimizer"))
-    return allowed_matmuls(trial.allow, forward) + own * muon
+    explained = allowed_matmuls(trial, forward)
+    if trial.case.training.optimizer == "muon":
+        explained.append(ExplainedDifference("computed", own))
+    return most_of(explained)
 
 
-def _allowances_text(trial: Trial) -> str:
+def _text_of_allowances(trial: Trial) -> str:
+    """Return what is allowed to be computed, compiled and hooked, and which of it nothing uses."""
     hooks = {name for _, step in trial.own_steps() for name in saved_hooks.all_hooks(step)}
-    used = {
-        "computed": any(computed_beside(step) for _, step in trial.own_steps()),
-        "compiled": any(evidence.compiler.get("graphs") for evidence in trial.ranks.values()),
-    }
-    kinds = (*used, "hooks")
-    return said({one: one.name in hooks or used.get(one.what, False) for one in trial.allow if one.what in kinds})
+    computed = any(computed_beside(step) for _, step in trial.own_steps())
+    compiled = any(evidence.compiler.get("graphs") for evidence in trial.ranks.values())
+    return allowances_text(
+        trial,
+        {
+            "computed": lambda _: computed,
+            "compiled": lambda _: compiled,
+            "hooks": lambda allowance: allowance.name in hooks,
+        },
+    )
 
 
 def matmuls_beside(step: StepEvidence) -> int:

@@ -18,10 +18,16 @@ import math
 import re
 from typing import Any
 
-from harness.core.case.allowance import allowed, said
 from harness.core.case.case import Case
 from harness.core.evidence.records import HeldTensor, RankEvidence
 from harness.core.evidence.text import counted
+from harness.core.judge.explained import (
+    ExplainedDifference,
+    allowances_text,
+    allowed_bytes,
+    most_of,
+    without_allowances,
+)
 from harness.core.judge.finding import Finding, Limit
 from harness.core.judge.result import Result, Verdict, verdict_of
 from harness.core.judge.trial import Trial
@@ -51,7 +57,7 @@ def check(trial: Trial) -> Result:
         findings += _beside(trial, rank) + _growing(trial, rank) + _copied(trial, rank) + _graphs(evidence)
         examined += sum(len(measurements) for measurements in (looks(evidence), copied_at_once(evidence)))
     if findings:
-        return verdict_of("memory", findings, examined, note=_allowances_text(trial))
+        return verdict_of("memory", findings, examined, note=_text_of_allowances(trial))
     if unlooked := _unlooked(trial):
         note = f"what rank {unlooked[0][0]} holds after step {unlooked[0][1]} was not observed: no optimizer stepped"
         return Result("memory", Verdict.UNKNOWN, examined, note=note)
@@ -59,7 +65,7 @@ def check(trial: Trial) -> Result:
     if unseen:
         note = f"what rank {unseen[0]} keeps besides parameters, gradients and optimizer state was not observed"
         return Result("memory", Verdict.UNKNOWN, examined, note=note)
-    return verdict_of("memory", findings, examined, note=_allowances_text(trial))
+    return verdict_of("memory", findings, examined, note=_text_of_allowances(trial))
 
 
 def _unlooked(trial: Trial) -> list[tuple[int, int]]:
@@ -80,7 +86,7 @@ def planned(trial: Trial, rank: int) -> dict[str, tuple[int, int]]:
     _, gradients = trial.plan.gradient_bytes.get(rank, (smallest, largest))
     of_state = trial.plan.state_bytes.get(rank, (smallest, largest))
     return {
-        "parameters": (smallest, largest + allowed_bytes(trial, rank, "gathered")),
+        "parameters": (smallest, largest + most_of(allowed_bytes(trial, rank, "gathered"))),
         "gradients": (0, gradients + trial.plan.gradient_spare.get(rank, 0)),
         "optimizer_state": (copies * of_state[0] - muon_saving, copies * of_state[1] - muon_saving),
     }
@@ -119,7 +125,7 @@ def _at_most(trial: Trial) -> Result:
 
 def _copies(trial: Trial) -> int | None:
     """How many numbers a parameter torch's optimizers that were seen keep at most; None of others."""
-    counts = {_copies_of(text) for kept_numbers in trial.run.summaries.values() for text in kept_numbers.optimizers}
+    counts = {_copies_of(text) for summary in trial.run.summaries.values() for text in summary.modules.optimizers}
     return max((count or 0 for count in counts), default=None) if None not in counts else None
 
 
@@ -129,20 +135,30 @@ def _copies_of(text: str) -> int | None:
     return (1 if "momentum 0," not in f"{text}," else 0) if text.startswith("SGD(") else None
 
 
-def allowed_bytes(trial: Trial, rank: int, what: str) -> int:
-    return allowed(trial.allow, what, trial.plan.parameter_bytes[rank][1])
-
-
 def most_kept(trial: Trial, rank: int) -> int:
-    return spare(trial, rank) + allowed_bytes(trial, rank, "kept")
+    """Return the most bytes that may be kept when training has ended."""
+    return most_of(explained_kept(trial, rank))
 
 
 def spare(trial: Trial, rank: int) -> int:
-    """Around a single rank, too, DDP has its buckets, though no case requests it there."""
+    """Return the bytes that the plan explains of what is kept when training has ended."""
+    return most_of(without_allowances(explained_kept(trial, rank), "kept"))
+
+
+def explained_kept(trial: Trial, rank: int) -> list[ExplainedDifference]:
+    """Return what may be kept when training has ended.
+
+    Around a single rank, too, DDP has its buckets, though no case requests it there.
+    """
     requested = trial.case.wrapper in BUCKETED
     unrequested = not requested and any(wrapper.kind in BUCKETED for wrapper in trial.ranks[rank].structure.values())
     buckets = trial.plan.parameter_bytes[rank][0] if unrequested else 0
-    return trial.plan.spare_bytes[rank] + buckets + staged(trial, rank)
+    return [
+        ExplainedDifference("kept", trial.plan.spare_bytes[rank]),
+        ExplainedDifference("kept", buckets),
+        ExplainedDifference("kept", staged(trial, rank)),
+        *allowed_bytes(trial, rank, "kept"),
+    ]
 
 
 def staged(trial: Trial, rank: int) -> int:
@@ -152,16 +168,15 @@ def staged(trial: Trial, rank: int) -> int:
     return sum(planned(trial, rank)[kind][1] for kind in ("parameters", "optimizer_state"))
 
 
-def _allowances_text(trial: Trial) -> str:
-    used = {
-        "kept": any(sum(t.bytes for t in copies_kept(trial, r)) > spare(trial, r) for r in trial.ranks),
-        "copied": any(
-            size > most_copied(trial, rank, phase, step) - allowed_bytes(trial, rank, "copied")
-            for rank, evidence in trial.ranks.items()
-            for step, phase, size in copied_at_once(evidence)
-        ),
-    }
-    return said({one: used[one.what] for one in trial.allow if one.what in used})
+def _text_of_allowances(trial: Trial) -> str:
+    """Return what is allowed to be kept and copied, and which of it nothing uses."""
+    kept = False
+    copied = False
+    for rank, evidence in trial.ranks.items():
+        bytes_of_copies = sum(tensor.bytes for tensor in copies_kept(trial, rank))
+        kept |= bytes_of_copies > spare(trial, rank)
+        copied |= any(size > copied_by_plan(trial, rank, phase, step) for step, phase, size in copied_at_once(evidence))
+    return allowances_text(trial, {"kept": lambda _: kept, "copied": lambda _: copied})
 
 
 def _beside(trial: Trial, rank: int) -> list[Finding]:
@@ -243,14 +258,33 @@ def copied_at_once(evidence: RankEvidence) -> list[tuple[int, str, int]]:
 
 
 def most_copied(trial: Trial, rank: int, phase: str, step: int) -> int:
-    """Twice the largest parameter: who copies one after the other has two while the second is made. Outside of forward and
-    backward, where nothing is gathered, twice the largest slice. What is written in the background is copied first."""
+    """Return the most bytes that may be copied at once."""
+    return most_of(explained_copied(trial, rank, phase, step))
+
+
+def copied_by_plan(trial: Trial, rank: int, phase: str, step: int) -> int:
+    """Return the bytes that may be copied without an allowance for copies."""
+    return most_of(without_allowances(explained_copied(trial, rank, phase, step), "copied"))
+
+
+def explained_copied(trial: Trial, rank: int, phase: str, step: int) -> list[ExplainedDifference]:
+    """Return what may be copied at once.
+
+    It is twice the largest parameter: who copies one after the other has two while the second is made. Outside of forward and
+    backward, where nothing is gathered, it is twice the largest slice. What is written in the background is copied first.
+    """
     inside = phase in ("forward", "backward", "pipeline")
-    allowed_kept = allowed_bytes(trial, rank, "kept") * (phase == BEFORE_FORWARD)  # which may be replaced in each step
     parts = trial.plan.slices[rank]
     largest = max(math.prod(trial.plan.shapes[fqn]) if inside else numel(part) for fqn, part in parts.items())
     saving = staged(trial, rank) if step > (trial.case.saved_step or 0) else 0
-    return 2 * largest * BYTES[trial.case.training.dtype] + allowed_bytes(trial, rank, "copied") + allowed_kept + saving
+    explained = [
+        ExplainedDifference("copied", 2 * largest * BYTES[trial.case.training.dtype]),
+        ExplainedDifference("copied", saving),
+        *allowed_bytes(trial, rank, "copied"),
+    ]
+    if phase == BEFORE_FORWARD:
+        explained += allowed_bytes(trial, rank, "kept")  # which may be replaced in each step
+    return explained
 
 
 def copied_too_much(trial: Trial, rank: int) -> list[tuple[int, int, str]]:

@@ -23,7 +23,7 @@ from harness.core.evidence.summary import Summary
 from harness.core.evidence.text import ranks_text
 from harness.core.judge.finding import Finding
 from harness.core.judge.local_training import local_by, not_averaged
-from harness.core.judge.observed import copied, differing, most_and_others, replicas, uncut
+from harness.core.judge.observed import copied, differing, most_and_others, replicas, uncut, with_contents
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.core.judge.separate_models import joined_sets
 from harness.core.judge.trial import Trial
@@ -204,8 +204,8 @@ def _by_digests(trial: Trial) -> Result:
                 )
             )
     examined = ignored_compared + _compared(families) + len(separate_findings) + averaged_again
-    if not examined and any(summary.shown and 0 in summary.contents for summary in summaries):
-        stepped = sum(bool(summary.optimizers) for summary in summaries)
+    if not examined and any(summary.shown and 0 in summary.contents.by_step for summary in summaries):
+        stepped = sum(bool(summary.modules.optimizers) for summary in summaries)
         if stepped == len(summaries):
             note = UNREAD
         elif stepped:
@@ -226,7 +226,7 @@ def _parted_replicas(trial: Trial) -> list[Finding]:
     for ranks in joined_sets(summaries):
         joined_ranks |= dict.fromkeys(ranks, ranks)
     lines = trial.lines("dp_replicate") if trial.plan.dims.world_size == len(joined_ranks) else {}
-    began = {summary.rank: (summary.contents.get(0), summary.slices) for summary in summaries}
+    began = {summary.rank: (summary.contents.by_step.get(0), summary.parameters.slices) for summary in summaries}
     findings: list[Finding] = []
     for line in sorted(set(lines.values())):
         sets = sorted({joined_ranks[rank] for rank in line})
@@ -250,9 +250,15 @@ def _compared(families: Sequence[list[Summary]]) -> int:
     """Return the number of comparisons: of each family, all ranks but one in all steps on record."""
     comparisons = 0
     for family in families:
-        steps = [step for step in family[0].contents if step]
+        steps = [step for step in family[0].contents.by_step if step]
         comparisons += (len(family) - 1) * len(steps)
     return comparisons
+
+
+def _with_only(summary: Summary, by_step: dict[int, int]) -> Summary:
+    """Return the summary as that of a rank that has one parameter, a whole one, with these contents."""
+    whole = replace(summary, parameters=replace(summary.parameters, slices=0, model=0))
+    return with_contents(whole, by_step)
 
 
 def _ignored_replicas(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[list[Finding], int]:
@@ -261,13 +267,13 @@ def _ignored_replicas(summaries: Sequence[Summary], dims: ParallelDims) -> tuple
     compared = 0
     ignored: set[str] = set()
     for summary in summaries:
-        ignored.update(summary.ignored)
+        ignored.update(summary.contents.ignored)
     for fqn in sorted(ignored):
         # As if the parameter were all that these ranks have, so that only its bytes decide.
         of_parameter = [
-            replace(summary, slices=0, model=0, contents=summary.ignored[fqn])
+            _with_only(summary, summary.contents.ignored[fqn])
             for summary in summaries
-            if fqn in summary.ignored
+            if fqn in summary.contents.ignored
         ]
         families = _replicas_by_layout(of_parameter, dims)
         compared += _compared(families)
@@ -293,7 +299,7 @@ def _other_parameters(trial: Trial) -> tuple[int, ...]:
     That is a mistake, or they have experts that are spread over them. Empty if there are no such ranks.
     """
     lines = trial.lines("dp_replicate")
-    models = {summary.rank: summary.model for summary in trial.glances if not summary.slices}
+    models = {summary.rank: summary.parameters.model for summary in trial.glances if not summary.parameters.slices}
     for line in lines.values():
         if len({models[rank] for rank in line if rank in models}) > 1:
             return line
@@ -305,11 +311,13 @@ def _replicas_by_layout(summaries: Sequence[Summary], dims: ParallelDims) -> lis
     Their parameters are the same ones with the same bytes before the first step. Ranks that cut by hand begin with others."""
     by_layout: dict[tuple[object, ...], list[Summary]] = {}
     for summary in summaries:
-        if not summary.slices and 0 in summary.contents:
+        if not summary.parameters.slices and 0 in summary.contents.by_step:
             mesh_coordinate = coordinate(dims, summary.rank)
             cp_coordinate = mesh_coordinate["cp"] if dims.dp_shard > 1 else 0
             pp_coordinate = mesh_coordinate["pp"]
             tp_coordinate = mesh_coordinate["tp"]
             layout_key = (pp_coordinate, mesh_coordinate["dp_shard"], cp_coordinate, tp_coordinate)
-            by_layout.setdefault((*layout_key, summary.model, summary.contents[0]), []).append(summary)
+            by_layout.setdefault((*layout_key, summary.parameters.model, summary.contents.by_step[0]), []).append(
+                summary
+            )
     return [family for family in by_layout.values() if len(family) > 1]

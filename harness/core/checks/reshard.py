@@ -13,10 +13,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from harness.core.case.allowance import Allowance, said
 from harness.core.evidence.records import RankEvidence
 from harness.core.evidence.step import AfterForward
 from harness.core.judge import after_evaluation
+from harness.core.judge.explained import allowances, allowances_text
 from harness.core.judge.finding import Finding, Limit, Value
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.core.judge.traffic import Key, observed, of_collective, own_bytes, planned, still_gathered
@@ -50,7 +50,9 @@ def check(trial: Trial) -> Result:
             for record in step.after_forward:
                 examined += len(record.bytes)
                 findings += _kept(trial, step.step, rank, record)
-            still_gathered_fqns = [] if gathered_by_choice(trial) else left_by_backward(trial, evidence, step.step)
+            # Where that is allowed, `memory` judges how much it may be, and `traffic` that the next forward gathers it anew.
+            may_be_left = bool(allowances(trial, "gathered"))
+            still_gathered_fqns = [] if may_be_left else left_by_backward(trial, evidence, step.step)
             findings += [finding_of(fqn, "freed", "still gathered", AFTER_BACKWARD) for fqn in still_gathered_fqns]
             findings += _gathered_again(trial, evidence, step.step)
         findings += [
@@ -62,7 +64,7 @@ def check(trial: Trial) -> Result:
         ]
     findings.sort(key=lambda finding: (finding.ranks, finding.step) != ((0,), 1))
     used = any(left_by_backward(trial, trial.ranks[rank], step.step) for rank, step in trial.own_steps())
-    allowed = said(dict.fromkeys(gathered_by_choice(trial), used))
+    allowed = allowances_text(trial, {"gathered": lambda _: used})
     return verdict_of("reshard", findings, examined, "; ".join(filter(None, [_kept_text(trial), allowed])))
 
 
@@ -148,12 +150,6 @@ def left_by_backward(trial: Trial, evidence: RankEvidence, step: int) -> list[st
     """Return the fqns of parameters that are still gathered after the backward pass of a step."""
     gathered = next(({*record.gathered} for record in evidence.steps if record.step == step and record.gathered), set())
     return [fqn for fqn in trial.plan.after_forward[evidence.rank] if fqn in gathered]
-
-
-def gathered_by_choice(trial: Trial) -> list[Allowance]:
-    """Return the allowances for what is left gathered until the optimizer has stepped. `memory` judges how much that may be,
-    `traffic` that the next forward pass gathers it anew."""
-    return [allowance for allowance in trial.allow if allowance.what == "gathered"]
 
 
 def left_by_evaluation(trial: Trial, rank: int) -> list[tuple[int, str, int]]:

@@ -270,12 +270,12 @@ def _of_any_recipe(trial: Trial) -> Result:
         if dims.tp > 1:
             reason += ", and tp ranks are fed no tokens"
         return not_applicable("samples", reason)
-    with_inputs = {summary.rank for summary in trial.glances if summary.fed}
+    with_inputs = {summary.rank for summary in trial.glances if summary.received.batches}
     if len(with_inputs) < len(trial.glances) and not other_tokens:
-        ended = any(summary.steps_seen for summary in trial.glances)
+        ended = any(summary.progress.steps_seen for summary in trial.glances)
         reason = "no input tensor of a model was seen" if ended else "no step has ended"
         if ended and with_inputs:
-            without_inputs = tuple(summary.rank for summary in trial.glances if not summary.fed)
+            without_inputs = tuple(summary.rank for summary in trial.glances if not summary.received.batches)
             reason += f" on ranks {ranks_text(without_inputs)}"
         return Result("samples", Verdict.UNKNOWN, note=reason)
     result = verdict_of("samples", [*other_tokens, *_fed_alike(trial)], len(with_inputs))
@@ -287,7 +287,7 @@ def _of_any_recipe(trial: Trial) -> Result:
 
 def _other_tokens(trial: Trial) -> tuple[list[Finding], int]:
     """Return a finding of each rank that received other tokens than the first of its tp peers, and how many were compared."""
-    tokens = {summary.rank: summary.tokens for summary in trial.glances if summary.tokens}
+    tokens = {summary.rank: summary.received.tokens for summary in trial.glances if summary.received.tokens}
     findings: list[Finding] = []
     compared = 0
     for first, *peers in trial.plan.groups.get("tp", ()):
@@ -307,7 +307,7 @@ def _planes(trial: Trial) -> list[list[Summary]]:
     """Return lists of the ranks that differ in data parallelism alone, of those that were fed something."""
     planes: dict[tuple[int, ...], list[Summary]] = {}
     for summary in trial.glances:
-        if summary.fed:
+        if summary.received.batches:
             mesh_coordinate = coordinate(trial.plan.dims, summary.rank)
             key = (mesh_coordinate["pp"], mesh_coordinate["cp"], mesh_coordinate["tp"])
             planes.setdefault(key, []).append(summary)
@@ -319,7 +319,7 @@ def _fed_alike(trial: Trial) -> list[Finding]:
     findings = []
     for summaries in _planes(trial):
         for (digest_by_step, _), ranks in together(
-            summaries, lambda summary: (_steps(summary.fed), _steps(summary.inputs))
+            summaries, lambda summary: (_steps(summary.received.batches), _steps(summary.received.inputs))
         ).items():
             if len(ranks) > 1:
                 note = f"in {steps_text(tuple(step for step, _ in digest_by_step))}"
@@ -339,13 +339,17 @@ def _fed_alike_in_part(trial: Trial) -> str:
     tokens differ.
     """
     for summaries in _planes(trial):
-        steps = tuple(sorted(set.intersection(*(set(summary.inputs) for summary in summaries))))
+        steps = tuple(sorted(set.intersection(*(set(summary.received.inputs) for summary in summaries))))
         input_counts: list[int] = []
         for summary in summaries:
-            input_counts += [len(summary.inputs[step]) for step in steps]
+            input_counts += [len(summary.received.inputs[step]) for step in steps]
         for index in range(min(input_counts, default=0)):
             for values, ranks in together(summaries, partial(_input, steps, index)).items():
-                tokens = {_steps(summary.tokens) for summary in summaries if summary.rank in ranks and summary.tokens}
+                tokens = {
+                    _steps(summary.received.tokens)
+                    for summary in summaries
+                    if summary.rank in ranks and summary.received.tokens
+                }
                 if len(ranks) > max(1, len(tokens)) and (len(steps) == 1 or len({*values}) > 1):
                     text = f"ranks {ranks_text(tuple(ranks))} are fed the same input {index + 1} in {steps_text(steps)}"
                     return f"{text}, and others besides: noise of a rank's own hides equal samples"
@@ -359,10 +363,10 @@ def _single_alike(trial: Trial) -> str:
     is in one step alone.
     """
     for summaries in _planes(trial):
-        with_samples = [summary for summary in summaries if summary.samples]
+        with_samples = [summary for summary in summaries if summary.received.samples]
         for first, second in itertools.combinations(with_samples[:MOST_RANKS], 2):
-            common_steps = sorted(first.samples.keys() & second.samples.keys())
-            shared = [_shared(first.samples[step], second.samples[step]) for step in common_steps]
+            common_steps = sorted(first.received.samples.keys() & second.received.samples.keys())
+            shared = [_shared(first.received.samples[step], second.received.samples[step]) for step in common_steps]
             equal = sum(equal_in_step for equal_in_step, _ in shared)
             compared = sum(compared_in_step for _, compared_in_step in shared)
             some_in_every_step = all(equal_in_step for equal_in_step, _ in shared)
@@ -399,9 +403,9 @@ def _drawn_alike(trial: Trial) -> str:
 
 def _indices_without_tokens(summary: Summary) -> tuple[int, ...] | None:
     """Return the indices that a rank's data loader drew. None if it drew none, or if the rank is fed tokens."""
-    return None if summary.tokens else summary.drawn or None
+    return None if summary.received.tokens else summary.received.drawn or None
 
 
 def _input(steps: tuple[int, ...], index: int, summary: Summary) -> tuple[int, ...]:
     """Return the digest of one input of a rank in each of these steps. index: which of the inputs of a step."""
-    return tuple(summary.inputs[step][index] for step in steps)
+    return tuple(summary.received.inputs[step][index] for step in steps)

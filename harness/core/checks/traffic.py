@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from harness.core.case.allowance import said
 from harness.core.evidence.records import Collective, RankEvidence
 from harness.core.evidence.text import bytes_text
 from harness.core.judge import after_evaluation
+from harness.core.judge.explained import allowances_text, allowed_traffic, by_plan, most_by_what, unexplained
 from harness.core.judge.finding import Finding, Limit
 from harness.core.judge.kept_alike import first_difference, moves_in_step
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
@@ -32,6 +32,7 @@ from harness.core.judge.traffic import (
     observed_outside,
     of_collective,
     planned,
+    planned_optional,
     planned_outside,
 )
 from harness.core.judge.trial import Trial
@@ -65,7 +66,7 @@ def check(trial: Trial) -> Result:
     for rank, evidence in sorted(trial.ranks.items()):
         for step in trial.case.steps:
             wanted = planned(trial, rank, step)
-            optional = planned(trial, rank, step, optional_only=True)
+            optional = planned_optional(trial, rank, step)
             observed_bytes = observed(trial, evidence, step)
             inside = sum(optional[key] for key in optional if observed_bytes.get(key, 0) == wanted[key])
             # What may be missing or added is made equal to the plan first: the rest is compared to the byte.
@@ -77,15 +78,16 @@ def check(trial: Trial) -> Result:
             )
             observed_bytes |= {key: wanted.get(key, 0) for key in _of_buffers(trial, rank, wanted, observed_bytes)}
             examined += len(wanted) + 1
-            extra = {key: observed_bytes.get(key, 0) - wanted.get(key, 0) for key in _allowed(trial, rank)}
+            allowed = most_by_what(allowed_traffic(trial, rank))
+            extra = {key: observed_bytes.get(key, 0) - wanted.get(key, 0) for key in allowed}
             used |= {key for key in extra if extra[key] > 0}
-            within = {key for key, most in _allowed(trial, rank).items() if 0 < extra[key] <= most}
+            within = {key for key, limit in allowed.items() if 0 < extra[key] <= limit}
             observed_bytes |= {key: wanted.get(key, 0) for key in within}
             findings += _compare(trial, rank, step, wanted, observed_bytes)
             findings += _outside(trial, rank, step, inside) + _lacking_outside(trial, rank, step)
             findings += _integers(trial, rank, step)
             findings += _waiting(trial, evidence, step)
-    return verdict_of("traffic", findings, examined, note=_allowances_text(trial, used))
+    return verdict_of("traffic", findings, examined, note=_text_of_allowances(trial, used))
 
 
 def _at_least(trial: Trial) -> Result:
@@ -120,22 +122,11 @@ def _by_optimizer(trial: Trial, rank: int, lacking: Finding) -> list[Finding]:
     return [replace(lacking, note="; ".join(filter(None, (lacking.note, note))))]
 
 
-def _allowed(trial: Trial, rank: int) -> dict[Key, int]:
-    """Return, for each collective that is allowed in addition to the plan's, the most bytes in a step."""
-    most: dict[Key, int] = defaultdict(int)
-    for one in trial.allow:
-        if one.what == "moved":
-            world = tuple(range(trial.plan.dims.world_size))
-            ranks = world if one.axis == "world" else trial.plan.peers(rank, one.axis)
-            most[ranks, one.op, one.phase] += one.amount(trial.plan.parameter_bytes[rank][1])
-    return dict(most)
-
-
-def _allowances_text(trial: Trial, used: set[Key]) -> str:
+def _text_of_allowances(trial: Trial, used: set[Key]) -> str:
     """Return what is allowed to be moved. Outside of passes any collective of that kind uses it."""
     used |= {key for rank, step in trial.own_steps() for key in observed_outside(trial.ranks[rank], step.step)}
-    seen = {key[1:] for key in used}
-    return said({one: (one.op, one.phase) in seen for one in trial.allow if one.what == "moved"})
+    observed_kinds = {key[1:] for key in used}
+    return allowances_text(trial, {"moved": lambda allowance: (allowance.op, allowance.phase) in observed_kinds})
 
 
 def _by_evaluation(
@@ -169,10 +160,13 @@ def _of_buffers(trial: Trial, rank: int, wanted: dict[Key, int], observed_bytes:
 
 def _outside(trial: Trial, rank: int, step: int, inside: int) -> list[Finding]:
     """inside: bytes that may move there or in a pass, and moved in a pass."""
-    observed_bytes, allowed = observed_outside(trial.ranks[rank], step), _allowed(trial, rank)
-    for extra in (settling_bytes(trial, rank, step), ahead_outside(trial, rank, step)):
-        allowed |= {key: allowed.get(key, 0) + size for key, size in extra.items()}
-    moved = sum(max(count - allowed.get(key, 0), 0) for key, count in observed_bytes.items())
+    observed_bytes = observed_outside(trial.ranks[rank], step)
+    explained = [
+        *allowed_traffic(trial, rank),
+        *by_plan(settling_bytes(trial, rank, step)),
+        *by_plan(ahead_outside(trial, rank, step)),
+    ]
+    moved = unexplained(observed_bytes, explained)
     limit = trial.plan.outside_bytes[rank] + sum(planned_outside(trial, rank, step).values()) - inside
     if moved <= limit:
         return []
@@ -217,12 +211,12 @@ def _lacking_outside(trial: Trial, rank: int, step: int) -> list[Finding]:
 
 def _integers(trial: Trial, rank: int, step: int) -> list[Finding]:
     """Truth values and bytes among them. Stages of a pipeline tell each other their shapes by send and receive."""
-    observed_bytes, allowed = Counter[Key](), _allowed(trial, rank)
+    observed_bytes = Counter[Key]()
     for call in trial.ranks[rank].collectives:
         is_in_pass = call.step == step and call.phase in INSIDE and len(call.ranks) > 1
         if is_in_pass and "float" not in call.dtype and call.op not in ("send", "recv"):
             observed_bytes[call.ranks, call.op, call.phase] += call.bytes
-    moved = sum(max(count - allowed.get(key, 0), 0) for key, count in observed_bytes.items())
+    moved = unexplained(observed_bytes, allowed_traffic(trial, rank))
     finds_unused = any(wrapper.find_unused_parameters for wrapper in trial.ranks[rank].structure.values())
     later = trial.plan.used_bytes if finds_unused else 0
     limit = trial.plan.integer_bytes if step <= trial.first_step + 1 else later

@@ -5,7 +5,8 @@ with the records by itself. The number is raised by hand where a field keeps nam
 before.
 
 Names in files are data. What is renamed in Python keeps its name there: a field by `field(metadata=stored_as("old"))`, a record
-by `STORED = "Old"` in its class. So no recording, golden, history or trusted reference becomes another one.
+by `STORED = "Old"` in its class. Fields that move into a record of their own keep their place in files by `INLINED`, and the
+version by STORED_ORDER. So no recording, golden, history or trusted reference becomes another one.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import functools
 import hashlib
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 FORMAT = 2
 LATER = {"later": True}
 """Marks a field with a default that a record got after files of its version were written: these stay readable."""
+INLINED = {"inlined": True}
+"""Marks a field that holds a record: in files the fields of that record lie among those of the record that has the field.
+STORED_ORDER in the class of the latter lists the names in files in the order of which the version is a digest."""
 
 
 def stored_as(name: str) -> dict[str, Any]:
@@ -37,10 +42,25 @@ def record_name(kind: type) -> str:
     return str(vars(kind).get("STORED", kind.__name__))
 
 
+def is_inlined(field: dataclasses.Field[Any]) -> bool:
+    """Return whether a field holds a record of which files have the fields."""
+    return "inlined" in field.metadata
+
+
+def stored_items(record: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values that files have of a record."""
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if is_inlined(field):
+            yield from stored_items(value)
+        else:
+            yield field_name(field), value
+
+
 def as_stored(value: Any) -> Any:
     """Return a record, and all records in it, as dicts by the names in files."""
     if dataclasses.is_dataclass(value):
-        return {field_name(field): as_stored(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {name: as_stored(item) for name, item in stored_items(value)}
     if isinstance(value, dict):
         return {key: as_stored(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -61,14 +81,25 @@ def fields_digest(kind: type) -> str:
 
 def _fields(kind: Any) -> list[Any]:
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        fields = (field for field in dataclasses.fields(kind) if "later" not in field.metadata)
-        return [record_name(kind), *((field_name(field), _fields(hints[field.name])) for field in fields)]  # type: ignore[arg-type]
+        return [record_name(kind), *_of_first_files(kind)]  # type: ignore[arg-type]
     if hasattr(kind, "_fields"):  # a NamedTuple, whose fields have no names in files
         return [record_name(kind), *((name, _fields(hint)) for name, hint in typing.get_type_hints(kind).items())]
     origin = typing.get_origin(kind) or kind
     name = "|" if origin in (types.UnionType, typing.Union) else getattr(origin, "__qualname__", str(origin))
     return [name, *map(_fields, typing.get_args(kind))]
+
+
+def _of_first_files(kind: type) -> list[tuple[str, Any]]:
+    """Return names and types of the fields that files of a version have had from the first."""
+    hints = typing.get_type_hints(kind)
+    fields: list[tuple[str, Any]] = []
+    for field in dataclasses.fields(kind):
+        if is_inlined(field):
+            fields += _of_first_files(hints[field.name])
+        elif "later" not in field.metadata:
+            fields.append((field_name(field), _fields(hints[field.name])))
+    order = {name: position for position, name in enumerate(vars(kind).get("STORED_ORDER", ()))}
+    return sorted(fields, key=lambda field: order.get(field[0], len(order)))
 
 
 def other_version(written: str, kind: type) -> str:

@@ -10,14 +10,14 @@ import numpy as np
 from harness.core.evidence.recording import Fed, RankRecord, RecordedStep
 from harness.core.evidence.records import RankEvidence
 from harness.core.evidence.step import StepEvidence
-from harness.core.evidence.summary import Summary, summary_of
+from harness.core.evidence.summary import Summary, summary_without_class
 
 
 def glance(evidence: RankEvidence) -> Summary:
     """Return the summary of a rank, with the contents of parameters before the first step and after each."""
     before = {tensor.fqn: tensor.value for tensor in evidence.parameters}
     steps = (_contents(0, before), *(_contents(step.step, step.parameters) for step in evidence.steps))
-    return summary_of(RankRecord(evidence, steps, ended="ok", steps_seen=_last(evidence)), places=False)
+    return summary_without_class(RankRecord(evidence, steps, ended="ok", steps_seen=_last(evidence)))
 
 
 def record_of(evidence: RankEvidence, how: str) -> RankRecord:

@@ -34,7 +34,8 @@ class RecordedRun(Run):
         for rank, representative in self.stands.items():
             if rank == representative:
                 continue
-            pairs = zip(self.summaries[representative].places, self.summaries[rank].places, strict=True)
+            representative_groups = self.summaries[representative].rank_class.groups
+            pairs = zip(representative_groups, self.summaries[rank].rank_class.groups, strict=True)
             for (_, representative_ranks), (_, own_ranks) in pairs:
                 if ranks_of(representative_ranks) in chosen_by_rank[representative]:
                     groups.add(ranks_of(own_ranks))

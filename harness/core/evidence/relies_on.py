@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Mapping
 
 NAMES: dict[str, str] = {
     "torch._C._current_graph_task_id": "whether backward runs",
@@ -37,17 +38,25 @@ PROBE_ALONE = {
 RECORDER_ALONE = {"torch._C._dynamo.eval_frame.set_eval_frame": "what a compiler traces"}
 
 
-def lacking(*, recorder: bool = False) -> str:
+def lacking_for_probe() -> str:
+    """Return a sentence on the names that this torch lacks of those that a case's probe relies on; empty if none."""
+    return _lacking(NAMES | PROBE_ALONE, "probe")
+
+
+def lacking_for_recorder() -> str:
+    """Return a sentence on the names that this torch lacks of those that a job's recorder relies on; empty if none."""
+    return _lacking(NAMES | RECORDER_ALONE, "recorder")
+
+
+def _lacking(needed: Mapping[str, str], user: str) -> str:
     """Return a sentence on the names that this torch lacks, of the modules that are imported; empty if none.
 
-    recorder: names that a job's recorder relies on, instead of those of a case's probe.
+    needed: name -> what is seen by it. user: who relies on the names.
     """
-    needed = NAMES | (RECORDER_ALONE if recorder else PROBE_ALONE)
     missing = [f"no {name}, by which {purpose} would be seen" for name, purpose in needed.items() if not _there(name)]
     if not missing:
         return ""
     release = sys.modules["torch"].__version__
-    user = "recorder" if recorder else "probe"
     return f"torch {release} lacks what the {user} relies on: {'; '.join(missing)}"
 
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 
 from harness.core.evidence.checkpoint_index import Checkpoint
-from harness.core.evidence.format import field_name, other_version, record_name, version_of
+from harness.core.evidence.format import field_name, is_inlined, other_version, record_name, stored_items, version_of
 from harness.core.evidence.reading import MOST, json_of, read_json, regular
 from harness.core.evidence.records import Exit, RankEvidence, Run
 from harness.core.evidence.unsettled import with_settled_gradients
@@ -131,7 +131,7 @@ def _encode(value: Any, arrays: list[np.ndarray] | None) -> Any:
     Each array is appended to `arrays`. None: values of arrays are not kept.
     """
     if dataclasses.is_dataclass(value):
-        return {field_name(field): _encode(getattr(value, field.name), arrays) for field in dataclasses.fields(value)}
+        return {name: _encode(item, arrays) for name, item in stored_items(value)}
     if isinstance(value, np.ndarray):
         if arrays is not None:
             arrays.append(np.ascontiguousarray(value).reshape(-1))
@@ -169,15 +169,7 @@ def _reader(kind: Any) -> Callable[[Any, _Blob | _NoValues], Any]:
         inner = _reader(next(arg for arg in args if arg is not type(None)))
         return lambda record, blob: None if record is None else inner(record, blob)
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        readers = {field_name(field): (field.name, _reader(hints[field.name])) for field in dataclasses.fields(kind)}
-        make: Callable[..., Any] = kind  # type: ignore[assignment]
-
-        def rebuilt(record: Any, blob: _Blob | _NoValues) -> Any:
-            named = ((*readers[stored], item) for stored, item in record.items())
-            return make(**{name: read(item, blob) for name, read, item in named})
-
-        return rebuilt
+        return _record_reader(kind)
     if kind is np.ndarray:
         return lambda record, blob: blob.take(*record)
     if origin is dict:
@@ -188,6 +180,39 @@ def _reader(kind: Any) -> Callable[[Any, _Blob | _NoValues], Any]:
         each = _reader(args[0])
         return lambda record, blob: tuple([each(item, blob) for item in record])
     return lambda record, blob: record
+
+
+def _record_reader(kind: Any) -> Callable[[Any, _Blob | _NoValues], Any]:
+    """Return the function that rebuilds a record, with the parts whose fields lie among its own.
+
+    Values are read in the order of the file, in which arrays are taken from the blob.
+    """
+    fields = dataclasses.fields(kind)
+    hints = typing.get_type_hints(kind)
+    readers = {}
+    for field in fields:
+        if not is_inlined(field):
+            readers[field_name(field)] = ("", field.name, _reader(hints[field.name]))
+    parts = {field.name: hints[field.name] for field in fields if is_inlined(field)}
+    for part, kind_of_part in parts.items():
+        fields_of_part = dataclasses.fields(kind_of_part)
+        assert not any(map(is_inlined, fields_of_part)), f"{kind_of_part}: records are inlined once"
+        hints_of_part = typing.get_type_hints(kind_of_part)
+        for field in fields_of_part:
+            readers[field_name(field)] = (part, field.name, _reader(hints_of_part[field.name]))
+
+    def rebuilt(record: Any, blob: _Blob | _NoValues) -> Any:
+        own_values: dict[str, Any] = {}
+        values_by_part: dict[str, dict[str, Any]] = {part: {} for part in parts}
+        for stored, item in record.items():
+            part, name, read = readers[stored]
+            values = values_by_part[part] if part else own_values
+            values[name] = read(item, blob)
+        for part, values in values_by_part.items():
+            own_values[part] = parts[part](**values)
+        return kind(**own_values)
+
+    return rebuilt
 
 
 def _key_reader(kind: Any) -> Callable[[Any], Any]:

@@ -9,15 +9,32 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from harness.core.evidence.alike import alike
 from harness.core.evidence.claimed import claimed_places, copies, ignored, placement_text, roles, unclaimed, uncut
-from harness.core.evidence.format import LATER
+from harness.core.evidence.format import INLINED
 from harness.core.evidence.keys import number, ranks_key
-from harness.core.evidence.recording import Beside, Fed, Last, RankRecord, Reached
-from harness.core.evidence.records import BACKGROUND, Collective, OwnGroup, RankEvidence
+from harness.core.evidence.recording import Fed, RankRecord
+from harness.core.evidence.records import BACKGROUND, Collective, RankEvidence
+from harness.core.evidence.step import StepEvidence
+from harness.core.evidence.summary_parts import (
+    Contents,
+    Environment,
+    Groups,
+    Issued,
+    Modules,
+    Outside,
+    Parameters,
+    Progress,
+    RankClass,
+    Received,
+    Recorder,
+    Resources,
+    Traffic,
+    Use,
+)
 
 INSIDE = ("forward", "backward", "pipeline")
 POINT_TO_POINT = ("send", "recv")
@@ -27,218 +44,192 @@ UNEVEN = ("all_to_all", "scatter", "gather")  # ranks may rightly pass different
 
 
 @dataclass(frozen=True)
-class Use:
-    """What a rank moved in the step that is shown, over one group, by one collective in one phase."""
-
-    ranks: str
-    """Global ranks of the group, in the words of ranks_key."""
-    op: str
-    """Name of the collective."""
-    phase: str
-    """Phase of the step."""
-    dtype: str
-    """Dtype of the elements."""
-    calls: int
-    """Number of calls."""
-    bytes: int
-    """Bytes of all calls."""
-    steps: str = ""
-    """Recorded steps in which it moved as much, in the words of ranks_key; empty for all of several."""
-    blocked: dict[int, float] = field(default_factory=dict, metadata=LATER, compare=False)
-    """Recorded step that ended -> seconds in which its calls blocked their thread, where that was seen of all of them."""
-
-
-@dataclass(frozen=True)
-class Outside:
-    """What a rank moved outside of forward and backward, over one group, by one collective: the same in each of these steps."""
-
-    ranks: str
-    """Global ranks of the group, in the words of ranks_key."""
-    op: str
-    """Name of the collective."""
-    phase: str
-    """Phase: optimizer, evaluation, checkpoint or other."""
-    dtype: str
-    """Dtype of the elements."""
-    calls: int
-    """Number of calls."""
-    bytes: int
-    """Bytes of all calls."""
-    steps: str
-    """Steps, in the words of ranks_key."""
-
-
-@dataclass(frozen=True)
-class Issued:
-    """All that a rank issued over one group in the recorded steps, in order."""
-
-    group: str
-    """Name of the group."""
-    ranks: str
-    """Global ranks of the group, in the words of ranks_key."""
-    calls: int
-    """Number of calls."""
-    digest: int
-    """One number for all calls."""
-    steps: dict[int, int] = field(default_factory=dict)
-    """Step -> one number for its calls."""
-
-
-@dataclass(frozen=True)
 class Summary:
-    """What is seen of one rank at a glance."""
+    """What is seen of one rank at a glance. Files have the fields of its parts among its own."""
+
+    STORED_ORDER = (
+        *("rank", "world", "ended", "error", "host", "steps_seen", "last", "parts", "optimizers", "model"),
+        *("parameters", "elements", "placements", "slices", "contents", "fed", "not_finite", "shown", "uses", "issued"),
+        *("idle", "waits", "unstepped", "memory", "kept", "settings", "versions", "wrappers", "roles", "argv"),
+        *("left_out", "seconds", "peak", "own", "outside", "whole", "background", "copies", "kind", "places"),
+        *("tokens", "inputs", "ignored", "joined", "failed", "idle_steps", "launch", "reached", "hooks", "unclaimed"),
+        *("own_groups", "beside"),
+    )
 
     rank: int
     """Global rank."""
     world: int
     """Number of ranks of the job, as this rank sees it."""
-    ended: str
-    """Word for how it ended, as in RankRecord."""
-    error: str
-    """What it raised; empty if nothing."""
-    host: str
-    """Name of its machine."""
-    steps_seen: int
-    """Number of all steps that it trained to their end."""
-    last: Last | None
-    """Last collective that it issued; None if it issued none."""
-    parts: tuple[str, ...]
-    """Classes of its models."""
-    optimizers: tuple[str, ...]
-    """Optimizers, each in one line."""
-    model: int
-    """One number for names, whole shapes and dtypes of its parameters."""
-    parameters: int
-    """Number of its parameters."""
-    elements: int
-    """Number of their elements, as whole tensors."""
-    placements: dict[str, int]
-    """Placement as text -> number of parameters that are claimed to lie so."""
-    slices: int
-    """One number for the parts of parameters that it claims to hold; 0 where nothing is claimed."""
-    contents: dict[int, int]
-    """Step -> one number for the bytes of parameters: of those that `slices` is of, where there are any."""
-    fed: dict[int, int]
-    """Step -> one number for the samples of its forward passes."""
-    not_finite: dict[int, tuple[str, ...]]
-    """Step -> parameters with infinite numbers or NaN."""
     shown: int
-    """Step that `uses`, `waits`, `memory`, `kept` and `settings` are of; 0 if none was recorded."""
-    uses: tuple[Use, ...]
-    """What it moved inside forward and backward."""
-    issued: tuple[Issued, ...]
-    """What it issued over each group."""
-    idle: tuple[str, ...]
-    """Groups over which nothing ran."""
-    waits: int
-    """Number of barriers inside forward and backward."""
-    unstepped: int
-    """Number of parameters that no optimizer has."""
-    memory: dict[str, int]
-    """Kind -> bytes between steps."""
-    kept: int
-    """Bytes of parameters that are in memory as forward ends."""
-    settings: dict[str, str]
-    """Values of torch switches by name."""
-    versions: dict[str, str]
-    """Versions of python and torch, machine and device."""
-    wrappers: dict[str, int]
-    """Kind -> number of wrappers."""
-    roles: dict[str, str]
-    """Group -> what wrappers and DTensors claim of it."""
-    argv: tuple[str, ...]
-    """Command line of the process."""
-    left_out: tuple[str, ...]
-    """Models that are not recorded, and why."""
-    seconds: dict[int, float]
-    """Step -> seconds until the next one began."""
-    peak: int
-    """Most bytes of memory that were in use."""
-    own: float
-    """Seconds that the recorder took."""
-    outside: tuple[Outside, ...] = ()
-    """What it moved outside of forward and backward in `whole`."""
-    whole: tuple[int, ...] = ()
-    """Recorded steps of which all is on record."""
-    background: tuple[Use, ...] = ()
-    """What other threads moved than the one that trains, as far as it is on record; of no step."""
-    copies: dict[str, dict[int, int]] = field(default_factory=dict)
-    """Group over which some parameters are cut -> the contents by step of those that are copied over it."""
-    kind: int = 0
-    """Number that ranks with alike records have in common, as in evidence.alike; 0 where it was not computed."""
-    places: tuple[tuple[str, str], ...] = ()
-    """Groups that the record names, as in evidence.alike."""
-    tokens: dict[int, int] = field(default_factory=dict)
-    """The same as `fed`, for samples that are integers."""
-    inputs: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Step -> digests of all tensors that its forward passes were called with; the first ones of many."""
-    ignored: dict[str, dict[int, int]] = field(default_factory=dict)
-    """Fqn -> the contents by step of parameters that a wrapper ignores, but for those that begin as constants."""
-    joined: int | None = None
-    """Step after which it ran out of inputs, as in RankEvidence."""
-    failed: tuple[str, ...] = ()
-    """What the recorder itself raised."""
-    idle_steps: tuple[int, ...] = ()
-    """Steps in which none of its parameters had a gradient."""
-    launch: str = ""
-    """Id of the recording."""
-    reached: Reached | None = None
-    """How far it came; None before the first pass."""
-    hooks: tuple[str, ...] = ()
-    """Communication hooks of DDP."""
-    unclaimed: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Fqn of parameters that nothing claims -> two digests, as in evidence.unclaimed."""
-    own_groups: tuple[OwnGroup, ...] = ()
-    """Process groups that the trainer made itself, of which torch has no ranks."""
-    beside: tuple[Beside, ...] = ()
-    """What other threads issued over groups of the thread that trains."""
-    drawn: tuple[int, ...] = field(default=(), metadata=LATER)
-    """Digests of the indices of its samples, as in RankRecord."""
-    buffers: int = field(default=0, metadata=LATER)
-    """Number of buffers of floating-point numbers."""
-    samples: dict[int, tuple[int, ...]] = field(default_factory=dict, metadata=LATER)
-    """Step -> digests of single samples, as in RankRecord."""
-    uncut: dict[str, dict[int, int]] = field(default_factory=dict, metadata=LATER)
-    """Group over which DTensors cut others, and how parameters began -> the contents by step, as in evidence.claimed.uncut."""
+    """Step that is shown: what is here of one step is of this one; 0 if none was recorded."""
+    progress: Progress = field(metadata=INLINED)
+    """How far it came, and how it ended."""
+    environment: Environment = field(metadata=INLINED)
+    """Where and how its process ran."""
+    recorder: Recorder = field(metadata=INLINED)
+    """What the recorder itself did."""
+    modules: Modules = field(metadata=INLINED)
+    """Its models, their wrappers and optimizers."""
+    parameters: Parameters = field(metadata=INLINED)
+    """Names, shapes and placements of its parameters."""
+    contents: Contents = field(metadata=INLINED)
+    """What its parameters hold, by step."""
+    received: Received = field(metadata=INLINED)
+    """Samples that it received, by step."""
+    traffic: Traffic = field(metadata=INLINED)
+    """What it moved."""
+    groups: Groups = field(metadata=INLINED)
+    """Process groups that it is a member of."""
+    resources: Resources = field(metadata=INLINED)
+    """Time and memory."""
+    rank_class: RankClass = field(metadata=INLINED)
+    """Which ranks left alike records."""
 
     @property
     def saw_a_step(self) -> bool:
         """Whether the step that is shown came to its end: what did not run in it was left out."""
-        return 0 < self.shown <= self.steps_seen
+        return 0 < self.shown <= self.progress.steps_seen
 
 
-COPIED = sorted({one.name for one in fields(RankRecord)} & {one.name for one in fields(Summary)})
-"""What a summary has of the record as it is."""
+def summary_of(record: RankRecord) -> Summary:
+    """Return the summary of a rank that left this record."""
+    number_of_class, groups = alike(record)
+    return _summary(record, RankClass(number=number_of_class, groups=groups))
 
 
-def summary_of(record: RankRecord, *, places: bool = True) -> Summary:
-    """places: whether ranks that are alike are looked for."""
-    evidence, plain = record.evidence, {name: getattr(record, name) for name in COPIED}
-    kind, named = alike(record) if places else (0, ())
+def summary_without_class(record: RankRecord) -> Summary:
+    """Return the summary for use where nobody looks for ranks with alike records."""
+    return _summary(record, RankClass(number=0, groups=()))
+
+
+def _summary(record: RankRecord, rank_class: RankClass) -> Summary:
+    evidence = record.evidence
+    shown = step_shown(record)
+    step = next((step for step in evidence.steps if step.step == shown), None)
     return Summary(
         rank=evidence.rank,
         world=evidence.world_size,
-        placements=dict(Counter(placement_text(tensor) for tensor in evidence.parameters)),
-        issued=issued(evidence),
-        idle=tuple(sorted({ranks_key(group.ranks) for group in _idle(evidence)})),
-        versions=evidence.environment,
-        wrappers=dict(Counter(wrapper.kind for wrapper in evidence.structure.values())),
-        roles=roles(evidence),
-        copies=copies(record),
-        uncut=uncut(record),
-        ignored=ignored(record),
-        joined=evidence.joined,
-        own_groups=evidence.own_groups,
+        shown=shown,
+        progress=Progress(
+            ended=record.ended,
+            error=record.error,
+            steps_seen=record.steps_seen,
+            last=record.last,
+            joined=evidence.joined,
+            reached=record.reached,
+        ),
+        environment=_environment(record, step),
+        recorder=Recorder(left_out=record.left_out, failed=record.failed, seconds=record.own),
+        modules=_modules(record),
+        parameters=_parameters(evidence),
+        contents=_contents(record),
+        received=_received(record),
+        traffic=_traffic(record, shown),
+        groups=_groups(record),
+        resources=_resources(record, step),
+        rank_class=rank_class,
+    )
+
+
+def _environment(record: RankRecord, shown: StepEvidence | None) -> Environment:
+    evidence = record.evidence
+    settings = shown.settings if shown else {}
+    return Environment(
+        host=record.host,
         launch=evidence.launch,
-        hooks=tuple(sorted({wrapper.comm_hook for wrapper in evidence.structure.values()} - {""})),
+        argv=record.argv,
+        versions=evidence.environment,
+        settings={name: " and ".join(values) for name, values in settings.items()},
+    )
+
+
+def _modules(record: RankRecord) -> Modules:
+    wrappers = record.evidence.structure.values()
+    names = {tensor.fqn for tensor in record.evidence.parameters}
+    return Modules(
+        classes=record.parts,
+        wrappers=dict(Counter(wrapper.kind for wrapper in wrappers)),
+        hooks=tuple(sorted({wrapper.comm_hook for wrapper in wrappers} - {""})),
+        optimizers=record.optimizers,
+        unstepped=len(names - set(record.stepped)) if record.stepped else 0,
+        buffers=record.buffers,
+    )
+
+
+def _parameters(evidence: RankEvidence) -> Parameters:
+    parameters = evidence.parameters
+    places = claimed_places(evidence)
+    return Parameters(
+        model=number(sorted((tensor.fqn, tensor.global_shape, tensor.dtype) for tensor in parameters)),
+        count=len(parameters),
+        elements=sum(math.prod(tensor.global_shape) for tensor in parameters),
+        placements=dict(Counter(placement_text(tensor) for tensor in parameters)),
+        slices=number(places) if places else 0,
+    )
+
+
+def _contents(record: RankRecord) -> Contents:
+    return Contents(
+        by_step=_contents_by_step(record),
+        copies=copies(record),
+        ignored=ignored(record),
         unclaimed=unclaimed(record),
+        not_finite={step.step: step.not_finite for step in record.steps if step.not_finite},
         idle_steps=idle_steps(record),
+        uncut=uncut(record),
+    )
+
+
+def _contents_by_step(record: RankRecord) -> dict[int, int]:
+    claimed = {fqn for fqn, *_ in claimed_places(record.evidence)}
+    compared = claimed or {tensor.fqn for tensor in record.evidence.parameters}
+    contents = {}
+    for step in record.steps:
+        if digests := sorted((fqn, digest) for fqn, digest in step.digests.items() if fqn in compared):
+            contents[step.step] = number(digests)
+    return contents
+
+
+def _received(record: RankRecord) -> Received:
+    fed = {step.step: step.fed for step in record.steps if step.fed}
+    integers = {step: [batch for batch in batches if "int" in batch.dtype] for step, batches in fed.items()}
+    return Received(
+        batches={step: _inputs(batches) for step, batches in fed.items()},
+        tokens={step: _inputs(batches) for step, batches in integers.items() if batches},
+        inputs={step: _each_input(batches) for step, batches in fed.items()},
+        drawn=record.drawn,
+        samples=record.samples,
+    )
+
+
+def _traffic(record: RankRecord, shown: int) -> Traffic:
+    evidence = record.evidence
+    return Traffic(
+        uses=uses(evidence, shown, record.ended_steps),
+        waits=_waits(evidence, shown),
         outside=outside(evidence, whole_steps(record)),
         whole=whole_steps(record),
         background=background(evidence),
-        kind=kind,
-        places=named,
-        **plain | _model(record) | _steps(record) | _shown(record),
+    )
+
+
+def _groups(record: RankRecord) -> Groups:
+    evidence = record.evidence
+    return Groups(
+        roles=roles(evidence),
+        issued=issued(evidence),
+        idle=tuple(sorted({ranks_key(group.ranks) for group in _idle(evidence)})),
+        own=evidence.own_groups,
+        beside=record.beside,
+    )
+
+
+def _resources(record: RankRecord, shown: StepEvidence | None) -> Resources:
+    return Resources(
+        seconds={step.step: step.seconds for step in record.steps if step.seconds},
+        peak=max((step.peak for step in record.steps), default=0),
+        memory=dict(shown.memory) if shown else {},
+        after_forward=max((unit.storage for unit in shown.after_forward), default=0) if shown else 0,
     )
 
 
@@ -248,53 +239,12 @@ def idle_steps(record: RankRecord) -> tuple[int, ...]:
     return tuple(step.step for step in record.steps if step.step and held and held <= {*step.ungraded})
 
 
-def _model(record: RankRecord) -> dict[str, Any]:
-    parameters = record.evidence.parameters
-    return {
-        "model": number(sorted((t.fqn, t.global_shape, t.dtype) for t in parameters)),
-        "parameters": len(parameters),
-        "elements": sum(math.prod(t.global_shape) for t in parameters),
-        "unstepped": len({t.fqn for t in parameters} - set(record.stepped)) if record.stepped else 0,
-    }
-
-
-def _steps(record: RankRecord) -> dict[str, Any]:
-    """What is compared in every step that was recorded."""
-    places = claimed_places(record.evidence)
-    of = {fqn for fqn, *_ in places} or {tensor.fqn for tensor in record.evidence.parameters}
-    held = {s.step: sorted((fqn, value) for fqn, value in s.digests.items() if fqn in of) for s in record.steps}
-    return {
-        "slices": number(places) if places else 0,
-        "contents": {step: number(values) for step, values in held.items() if values},
-        "fed": {s.step: _inputs(s.fed) for s in record.steps if s.fed},
-        "tokens": {s.step: _inputs(whole) for s in record.steps if (whole := [f for f in s.fed if "int" in f.dtype])},
-        "inputs": {s.step: _each_input(s.fed) for s in record.steps if s.fed},
-        "not_finite": {s.step: s.not_finite for s in record.steps if s.not_finite},
-        "seconds": {s.step: s.seconds for s in record.steps if s.seconds},
-        "peak": max((s.peak for s in record.steps), default=0),
-    }
-
-
 def _inputs(fed: Iterable[Fed]) -> int:
     return number([(one.digest, one.shape) for one in fed])
 
 
 def _each_input(fed: Iterable[Fed]) -> tuple[int, ...]:
     return tuple(digest for one in fed for digest in (one.digest, *one.others))[:MOST_INPUTS]
-
-
-def _shown(record: RankRecord) -> dict[str, Any]:
-    """What is shown of one step only."""
-    evidence, shown = record.evidence, step_shown(record)
-    seen = next((step for step in evidence.steps if step.step == shown), None)
-    return {
-        "shown": shown,
-        "uses": uses(evidence, shown, record.ended_steps),
-        "waits": _waits(evidence, shown),
-        "memory": dict(seen.memory) if seen else {},
-        "kept": max((after.storage for after in seen.after_forward), default=0) if seen else 0,
-        "settings": {name: " and ".join(values) for name, values in seen.settings.items()} if seen else {},
-    }
 
 
 def step_shown(record: RankRecord) -> int:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from harness.core.judge.explained import allowed_graphs, most_of
 from harness.core.judge.finding import Finding, Limit, Value
 from harness.core.judge.trial import Trial
 
@@ -47,7 +48,7 @@ def most_graphs(trial: Trial) -> int:
     """Return how many graphs a rank may compile where the case requests no compiled blocks."""
     if trial.case.features.compile:
         return 0
-    return sum(allowance.graphs for allowance in trial.allow)
+    return most_of(allowed_graphs(trial))
 
 
 def gave_up(trial: Trial, rank: int) -> Iterator[str]:

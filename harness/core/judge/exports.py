@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -56,23 +57,29 @@ def exported_name(fqn: str) -> str:
 
 
 def export_of(
-    case: Case, weights: Arrays, permuted: bool | None = None, orders: Mapping[str, Sequence[int]] | None = None
+    case: Case, weights: Arrays, orders: Mapping[str, Sequence[int]] = MappingProxyType({})
 ) -> dict[str, np.ndarray]:
     """Return the tensors of an export of these weights, by exported name.
 
-    permuted: whether rows of q and k are in the order for a rotary embedding that turns halves; None: as requested.
     orders: by fused name, another order of its parts.
     """
-    kind = case.features.export
-    if permuted is None:
-        permuted = kind != "hf_interleaved"
+    return export_with_rows(case, weights, permuted=case.features.export != "hf_interleaved", orders=orders)
+
+
+def export_with_rows(
+    case: Case, weights: Arrays, *, permuted: bool, orders: Mapping[str, Sequence[int]] = MappingProxyType({})
+) -> dict[str, np.ndarray]:
+    """Return the tensors of an export whose rows of q and k are in another order than requested.
+
+    permuted: whether in the order for a rotary embedding that turns halves. orders: by fused name, another order of its parts.
+    """
     exported = {exported_name(fqn): value for fqn, value in merged(case.model.lora, weights).items()}
     if permuted:
         for name in [name for name in exported if name.endswith(("q_proj.weight", "k_proj.weight"))]:
             exported[name] = halves(exported[name], case.model.head_dim)
     if case.model.tied_embeddings and TIED in exported:
         exported[OUTPUT] = exported[TIED]
-    return _fused(exported, orders or {}) if kind == "hf_fused" else exported
+    return _fused(exported, orders) if case.features.export == "hf_fused" else exported
 
 
 def merged(lora: Lora | None, weights: Arrays) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from harness.core.case import releases
 from harness.core.case.case import Case, ExpectedFailure
 from harness.core.judge.finding import Finding
-from harness.core.judge.result import Diagnosis, Result, Verdict
+from harness.core.judge.result import Diagnosis, Firing, Result, Verdict
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Judgement:
     diagnosis: Diagnosis | None
     seconds: float  # of its launches, while they had their slots
     fault: str | None = None
-    fired: bool | None = None  # whether the fault's code ran; None without a fault
+    firing: Firing = Firing.NO_FAULT  # whether the fault's code ran
     trainer: str = "llama3"
     made: dict[str, str] = field(default_factory=dict)  # how the run came about (`Run.made`)
     measures: dict[str, float] = field(default_factory=dict)  # what it took (`judge.measures`)

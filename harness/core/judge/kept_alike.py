@@ -25,7 +25,7 @@ def first_difference(trial: Trial, group: tuple[int, ...]) -> int | None:
 
     None if the contents of a rank were not read, or if no rank changed its parameters.
     """
-    digests_by_step = [summary.contents for summary in trial.glances if summary.rank in group]
+    digests_by_step = [summary.contents.by_step for summary in trial.glances if summary.rank in group]
     if len(digests_by_step) < len(group) or not all(set(digests) - {0} for digests in digests_by_step):
         return None
     steps = sorted(set.union(*map(set, digests_by_step)) - {0})

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from harness.core.evidence.keys import ranks_of
-from harness.core.evidence.summary import Outside, Summary, Use
+from harness.core.evidence.summary import Summary
+from harness.core.evidence.summary_parts import Outside, Use
 
 LOCAL = re.compile("local_?sgd", re.IGNORECASE)
 AVERAGES = "averages of parameters"
@@ -23,7 +24,7 @@ def local_by(family: Sequence[Summary]) -> str:
 
     Empty if, as far as is known, some rank does not train locally.
     """
-    hooks = [next(filter(LOCAL.search, summary.hooks), "") for summary in family]
+    hooks = [next(filter(LOCAL.search, summary.modules.hooks), "") for summary in family]
     if hooks and all(hooks):
         return hooks[0]
     return AVERAGES if averaged(family) and not _reduces(family) else ""
@@ -34,7 +35,7 @@ def _reduces(family: Sequence[Summary]) -> bool:
     ranks = {summary.rank for summary in family}
     groups: set[str] = set()
     for summary in family:
-        groups.update(use.ranks for use in summary.uses if use.phase == "backward")
+        groups.update(use.ranks for use in summary.traffic.uses if use.phase == "backward")
     return any(len(ranks.intersection(ranks_of(group))) > 1 for group in groups)
 
 
@@ -43,7 +44,7 @@ def averaged(family: Sequence[Summary]) -> tuple[int, ...]:
     common_steps = sorted(set.intersection(*map(_steps_of, family)))
     equal_steps = set()
     for step in common_steps:
-        digests = {summary.contents[step] for summary in family}
+        digests = {summary.contents.by_step[step] for summary in family}
         if len(digests) == 1:
             equal_steps.add(step)
     first_unequal = next((step for step in common_steps if step not in equal_steps), None)
@@ -61,7 +62,7 @@ def _differs(family: Sequence[Summary]) -> bool:
     """Return whether the contents of these ranks differ after some step. A rank without the step counts as different."""
     steps = set[int]().union(*map(_steps_of, family))
     for step in steps:
-        digests = {summary.contents.get(step) for summary in family}
+        digests = {summary.contents.by_step.get(step) for summary in family}
         if len(digests) > 1:
             return True
     return False
@@ -69,7 +70,7 @@ def _differs(family: Sequence[Summary]) -> bool:
 
 def _steps_of(summary: Summary) -> set[int]:
     """Return the steps after which a rank's contents are known, without 0, which stands for the start."""
-    return {step for step in summary.contents if step}
+    return {step for step in summary.contents.by_step if step}
 
 
 @dataclass(frozen=True)
@@ -92,14 +93,14 @@ def _sums(family: Sequence[Summary]) -> bool:
     ranks = {summary.rank for summary in family}
     forward_bytes = 0
     later_bytes = 0
-    uses: tuple[Use | Outside, ...] = (*family[0].uses, *family[0].outside)
+    uses: tuple[Use | Outside, ...] = (*family[0].traffic.uses, *family[0].traffic.outside)
     for use in uses:
         if use.op in ("all_reduce", "reduce", "reduce_scatter") and len(ranks.intersection(ranks_of(use.ranks))) > 1:
             if use.phase in ("forward", "pipeline"):
                 forward_bytes += use.bytes
             else:
                 later_bytes += use.bytes
-    return not forward_bytes and later_bytes >= family[0].memory.get("parameters", 1)
+    return not forward_bytes and later_bytes >= family[0].resources.memory.get("parameters", 1)
 
 
 def partly_equal(summaries: Iterable[Summary]) -> list[PartlyEqual]:
@@ -110,15 +111,15 @@ def partly_equal(summaries: Iterable[Summary]) -> list[PartlyEqual]:
     """
     families: dict[object, list[Summary]] = defaultdict(list)
     for summary in summaries:
-        if summary.unclaimed:
-            first_digests = tuple((fqn, first) for fqn, (first, _) in summary.unclaimed.items())
-            families[summary.model, first_digests].append(summary)
+        if summary.contents.unclaimed:
+            first_digests = tuple((fqn, first) for fqn, (first, _) in summary.contents.unclaimed.items())
+            families[summary.parameters.model, first_digests].append(summary)
     partly_equal_sets = []
     for family in families.values():
         last_digests: dict[str, set[int]] = {}
-        for fqn in family[0].unclaimed:
-            last_digests[fqn] = {summary.unclaimed[fqn][1] for summary in family}
-        changed = {fqn for fqn, (first, _) in family[0].unclaimed.items() if last_digests[fqn] != {first}}
+        for fqn in family[0].contents.unclaimed:
+            last_digests[fqn] = {summary.contents.unclaimed[fqn][1] for summary in family}
+        changed = {fqn for fqn, (first, _) in family[0].contents.unclaimed.items() if last_digests[fqn] != {first}}
         equal = tuple(fqn for fqn, digests in last_digests.items() if len(digests) == 1 and fqn in changed)
         differ = tuple(fqn for fqn, digests in last_digests.items() if len(digests) > 1)
         if differ and not averaged(family) and (equal or _sums(family)):

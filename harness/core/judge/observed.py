@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from harness.core.evidence.keys import ranks_key, ranks_of
-from harness.core.evidence.summary import Issued, Summary, Use
+from harness.core.evidence.summary import Summary
+from harness.core.evidence.summary_parts import Issued, Use
 
 H = TypeVar("H", bound=Hashable)
 
@@ -62,9 +63,9 @@ def axes(summaries: Iterable[Summary]) -> tuple[Axis, ...]:
     uses: dict[str, list[Use]] = defaultdict(list)
     roles: dict[str, str] = {}
     for summary in summaries:
-        for use in summary.uses:
+        for use in summary.traffic.uses:
             uses[use.ranks].append(use)
-            roles.setdefault(use.ranks, summary.roles.get(use.ranks, ""))
+            roles.setdefault(use.ranks, summary.groups.roles.get(use.ranks, ""))
     groups_by_kind: dict[tuple[int, str, frozenset[tuple[str, str]]], list[str]] = defaultdict(list)
     for group, group_uses in uses.items():
         signature = frozenset((use.op, use.phase) for use in group_uses)
@@ -152,8 +153,8 @@ def replicas(summaries: Iterable[Summary]) -> list[list[Summary]]:
     """Return the families of several ranks that claim to hold the same slices of the same parameters."""
     families: dict[tuple[int, int], list[Summary]] = defaultdict(list)
     for summary in summaries:
-        if summary.slices:
-            families[summary.model, summary.slices].append(summary)
+        if summary.parameters.slices:
+            families[summary.parameters.model, summary.parameters.slices].append(summary)
     return [family for family in families.values() if len(family) > 1]
 
 
@@ -161,8 +162,8 @@ def copied(summaries: Iterable[Summary]) -> list[list[Summary]]:
     """Return the ranks of each group, with the contents of parameters that are copied over it, while others are cut."""
     families: dict[str, list[Summary]] = defaultdict(list)
     for summary in summaries:
-        for group, contents in summary.copies.items():
-            families[group].append(replace(summary, contents=contents))
+        for group, contents in summary.contents.copies.items():
+            families[group].append(with_contents(summary, contents))
     return [family for family in families.values() if len(family) > 1]
 
 
@@ -173,15 +174,20 @@ def uncut(summaries: Iterable[Summary]) -> list[list[Summary]]:
     """
     families: dict[str, list[Summary]] = defaultdict(list)
     for summary in summaries:
-        for group, contents in summary.uncut.items():
-            families[group].append(replace(summary, contents=contents))
+        for group, contents in summary.contents.uncut.items():
+            families[group].append(with_contents(summary, contents))
     return [family for family in families.values() if len(family) > 1 and _began_equal(family)]
 
 
 def _began_equal(family: list[Summary]) -> bool:
-    if 0 not in family[0].contents:
+    if 0 not in family[0].contents.by_step:
         return False
-    return len({summary.contents.get(0) for summary in family}) == 1
+    return len({summary.contents.by_step.get(0) for summary in family}) == 1
+
+
+def with_contents(summary: Summary, by_step: dict[int, int]) -> Summary:
+    """Return the summary with the contents of some of its parameters in place of those of all."""
+    return replace(summary, contents=replace(summary.contents, by_step=by_step))
 
 
 def differing(families: Iterable[list[Summary]]) -> dict[int, list[tuple[list[int], list[int]]]]:
@@ -191,9 +197,9 @@ def differing(families: Iterable[list[Summary]]) -> dict[int, list[tuple[list[in
     """
     pairs_by_step: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
     for family in families:
-        steps = set[int]().union(*(summary.contents for summary in family)) - {0}
+        steps = set[int]().union(*(summary.contents.by_step for summary in family)) - {0}
         for step in sorted(steps):
-            if pair := most_and_others({summary.rank: summary.contents.get(step) for summary in family}):
+            if pair := most_and_others({summary.rank: summary.contents.by_step.get(step) for summary in family}):
                 pairs_by_step[step].append(pair)
     return dict(sorted(pairs_by_step.items()))
 
@@ -217,8 +223,8 @@ def out_of_order(summaries: Iterable[Summary]) -> list[tuple[str, tuple[int, ...
     issued_by_group: dict[tuple[str, str], dict[int, Issued]] = defaultdict(dict)
     joined: dict[int, int | None] = {}
     for summary in summaries:
-        joined[summary.rank] = summary.joined
-        for issued in summary.issued:
+        joined[summary.rank] = summary.progress.joined
+        for issued in summary.groups.issued:
             issued_by_group[issued.group, issued.ranks][summary.rank] = issued
     differing_groups = []
     for (group, key), issued_by_rank in issued_by_group.items():
@@ -258,18 +264,18 @@ def odd_ranks(summaries: Iterable[Summary]) -> list[Odd]:
     """
     summaries = list(summaries)
     odd: list[Odd] = []
-    uneven_inputs = any(summary.joined is not None for summary in summaries)
-    switches = sorted(set[str]().union(*(summary.settings for summary in summaries)) - {"threads"})
+    uneven_inputs = any(summary.progress.joined is not None for summary in summaries)
+    switches = sorted(set[str]().union(*(summary.environment.settings for summary in summaries)) - {"threads"})
 
     def optimizer_classes(summary: Summary) -> str | None:
-        return ", ".join(sorted({text.partition("(")[0] for text in summary.optimizers})) or None
+        return ", ".join(sorted({text.partition("(")[0] for text in summary.modules.optimizers})) or None
 
     def steps_on_record(summary: Summary) -> str | None:
-        return str(summary.steps_seen) if summary.ended == "ok" and not uneven_inputs else None
+        return str(summary.progress.steps_seen) if summary.progress.ended == "ok" and not uneven_inputs else None
 
     comparisons: list[tuple[str, Callable[[Summary], str | None]]] = [
-        *((name, functools.partial(_of, "settings", name)) for name in switches),
-        *((f"{name}'s version", functools.partial(_of, "versions", name)) for name in ("torch", "python")),
+        *((name, functools.partial(_in_environment, "settings", name)) for name in switches),
+        *((f"{name}'s version", functools.partial(_in_environment, "versions", name)) for name in ("torch", "python")),
         ("optimizer", optimizer_classes),
         ("steps", steps_on_record),
     ]
@@ -280,9 +286,9 @@ def odd_ranks(summaries: Iterable[Summary]) -> list[Odd]:
     return odd
 
 
-def _of(table: str, name: str, summary: Summary) -> str | None:
+def _in_environment(table: str, name: str, summary: Summary) -> str | None:
     """Return an entry of the summary's settings or versions. None if the rank has no such entry."""
-    return getattr(summary, table).get(name)
+    return getattr(summary.environment, table).get(name)
 
 
 def left_on(summaries: Iterable[Summary]) -> dict[str, int]:
@@ -297,6 +303,6 @@ def left_on(summaries: Iterable[Summary]) -> dict[str, int]:
     ranks_by_switch: Counter[str] = Counter()
     for summary in summaries:
         for name, costly_value in costly_values.items():
-            if costly_value in summary.settings.get(name, "").split(" and "):
+            if costly_value in summary.environment.settings.get(name, "").split(" and "):
                 ranks_by_switch[name] += 1
     return dict(ranks_by_switch)

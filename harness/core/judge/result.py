@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from enum import Enum, StrEnum
 
 from harness.core.judge.finding import Finding
 
@@ -17,6 +17,14 @@ class Verdict(StrEnum):
     UNKNOWN = "UNKNOWN"
     XFAIL = "XFAIL"
     NOT_APPLICABLE = "NOT APPLICABLE"
+
+
+class Firing(Enum):
+    """Whether the code of a fault ran on some rank, even one that died of it. The value is the one in documents."""
+
+    NO_FAULT = None
+    FIRED = True
+    NOT_FIRED = False
 
 
 @dataclass(frozen=True)

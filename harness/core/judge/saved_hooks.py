@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from harness.core.evidence.step import StepEvidence
+from harness.core.judge.explained import allowed_hooks
 from harness.core.judge.trial import Trial
 
 HOOKS = "hooks on tensors saved for backward"
@@ -17,4 +18,4 @@ def all_hooks(step: StepEvidence) -> set[str]:
 
 def foreign_hooks(trial: Trial, step: StepEvidence) -> list[str]:
     """Return the owners of hooks that neither the case nor the trainer allows."""
-    return sorted(all_hooks(step) - {allowance.name for allowance in trial.allow})
+    return sorted(all_hooks(step) - allowed_hooks(trial))

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.core.evidence.keys import ranks_of
-from harness.core.evidence.summary import Outside, Summary, Use
+from harness.core.evidence.summary import Summary
+from harness.core.evidence.summary_parts import Outside, Use
 from harness.core.judge.local_training import local_by
 
 LEAST = 100  # a hundredth of the bytes of a rank's parameters: gradients may move compressed, and some of them only
@@ -45,14 +46,14 @@ def separate_models(summaries: Sequence[Summary]) -> Separate | None:
     for family in _alike_at_first(summaries):
         if local_by(family):
             continue
-        common_steps = set.intersection(*(set(summary.contents) - {0} for summary in family))
+        common_steps = set.intersection(*(set(summary.contents.by_step) - {0} for summary in family))
         last_step = max(common_steps, default=0)
         if not sets or not last_step:
             continue
         sets_of_family = {set_of_rank[summary.rank] for summary in family}
-        if len(sets_of_family) > 1 and len({summary.contents[last_step] for summary in family}) > 1:
+        if len(sets_of_family) > 1 and len({summary.contents.by_step[last_step] for summary in family}) > 1:
             ranks = tuple(summary.rank for summary in family)
-            return Separate(sets, ranks, last_step, any(summary.own_groups for summary in summaries))
+            return Separate(sets, ranks, last_step, any(summary.groups.own for summary in summaries))
     return None
 
 
@@ -60,8 +61,8 @@ def _alike_at_first(summaries: Iterable[Summary]) -> Iterator[list[Summary]]:
     """Yield the families of ranks whose slices of one model had the same bytes before the first step."""
     families: dict[tuple[int, int], list[Summary]] = defaultdict(list)
     for summary in summaries:
-        if 0 in summary.contents:
-            families[summary.model, summary.contents[0]].append(summary)
+        if 0 in summary.contents.by_step:
+            families[summary.parameters.model, summary.contents.by_step[0]].append(summary)
     yield from (family for family in families.values() if len(family) > 1)
 
 
@@ -70,7 +71,7 @@ def joined_sets(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
 
     Empty if some rank recorded no step, or has a group whose ranks torch does not list.
     """
-    if any(summary.own_groups for summary in summaries):
+    if any(summary.groups.own for summary in summaries):
         return ()
     return _seen_sets(summaries)
 
@@ -107,6 +108,6 @@ def _seen_sets(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
 
 def _groups(summary: Summary) -> Iterator[str]:
     """Yield the groups over which a rank moved enough bytes to join their ranks, in the words of ranks_key."""
-    yield from (use.ranks for use in summary.uses)
-    other_uses: tuple[Use | Outside, ...] = (*summary.outside, *summary.background)
-    yield from (use.ranks for use in other_uses if use.bytes * LEAST >= summary.memory.get("parameters", 0))
+    yield from (use.ranks for use in summary.traffic.uses)
+    other_uses: tuple[Use | Outside, ...] = (*summary.traffic.outside, *summary.traffic.background)
+    yield from (use.ranks for use in other_uses if use.bytes * LEAST >= summary.resources.memory.get("parameters", 0))

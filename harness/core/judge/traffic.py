@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from harness.core.evidence.records import Collective, RankEvidence
@@ -18,17 +18,27 @@ OF_PARAMETERS = ("parameters", "gradients")
 Key = tuple[tuple[int, ...], str, str]  # ranks, op, phase
 
 
-def planned(trial: Trial, rank: int, step: int, *, optional_only: bool = False) -> dict[Key, int]:
-    """Return the bytes that the plan has a rank move in one step, by group, collective and phase.
+def planned(trial: Trial, rank: int, step: int) -> dict[Key, int]:
+    """Return the bytes that the plan has a rank move in one step, by group, collective and phase."""
+    return _bytes_by_key(trial, rank, _flows_inside(trial, rank, step))
 
-    optional_only: only of flows that may be left out.
-    """
+
+def planned_optional(trial: Trial, rank: int, step: int) -> dict[Key, int]:
+    """Return the bytes of flows that may be left out in one step, by group, collective and phase."""
+    return _bytes_by_key(trial, rank, [flow for flow in _flows_inside(trial, rank, step) if flow.optional])
+
+
+def _flows_inside(trial: Trial, rank: int, step: int) -> list[Flow]:
+    """Return the flows of forward and backward, without those of activations where nothing is declared."""
+    inside = [flow for flow in trial.plan.flows_of(rank, step) if flow.phase != OUTSIDE]
+    return [flow for flow in inside if "declared" in trial.run.provided or flow.role in OF_PARAMETERS]
+
+
+def _bytes_by_key(trial: Trial, rank: int, flows: Iterable[Flow]) -> dict[Key, int]:
+    """Return the bytes of these flows together, by group, collective and phase."""
     totals: dict[Key, int] = defaultdict(int)
-    for flow in trial.plan.flows_of(rank, step):
-        if flow.phase == OUTSIDE:
-            continue
-        if (flow.optional or not optional_only) and ("declared" in trial.run.provided or flow.role in OF_PARAMETERS):
-            totals[_key(trial, rank, flow)] += flow.bytes
+    for flow in flows:
+        totals[_key(trial, rank, flow)] += flow.bytes
     return dict(totals)
 
 

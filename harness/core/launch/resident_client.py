@@ -60,6 +60,10 @@ def choose(kind: str | None) -> None:
         os.environ[KIND] = kind
 
 
+class SilentServer(Exception):
+    """A server does not answer in time, or without end."""
+
+
 class NoResident(OSError):
     """None can be had; the message says why."""
 
@@ -157,20 +161,20 @@ def greeted(connection: socket.socket, path: Path, modules: Iterable[str], outpu
     {} if it ended, or was silent and therefore killed, on which a line is printed."""
     working_directory = os.open(".", os.O_PATH)
     try:
-        answer = asked(connection, path, {"modules": modules, **circumstances()}, [working_directory, output.fileno()])
-    finally:
-        os.close(working_directory)
-    if answer is None:
+        return asked(connection, path, {"modules": modules, **circumstances()}, [working_directory, output.fileno()])
+    except SilentServer:
         server, _ = peer(connection)
         note(f"the resident rank server (pid {server}) did not answer and was killed; another one is started")
         kill(server)
-    return answer or {}
+        return {}
+    finally:
+        os.close(working_directory)
 
 
 def asked(
     connection: socket.socket, path: Path, request: dict[str, Any], descriptors: Iterable[int] = ()
-) -> dict[str, Any] | None:
-    """Return a server's answer; {} if it ended, None if it is silent. It may still be importing, which takes a while."""
+) -> dict[str, Any]:
+    """Return a server's answer; {} if it ended. It may still be importing, which takes a while. Raises SilentServer."""
     try:
         data = json.dumps(request).encode() + b"\n"
         sent = socket.send_fds(connection, [data[:4096]], list(descriptors))
@@ -180,7 +184,8 @@ def asked(
         return {}
 
 
-def heard(connection: socket.socket, path: Path) -> dict[str, Any] | None:
+def heard(connection: socket.socket, path: Path) -> dict[str, Any]:
+    """Return the answer that comes; {} if the server ended. Raises SilentServer if none comes in time."""
     data = b""
     began = time.monotonic()
     ready_since = 0.0
@@ -193,13 +198,13 @@ def heard(connection: socket.socket, path: Path) -> dict[str, Any] | None:
             if not ready_since and path.with_suffix(".ready").exists():
                 ready_since = now
             if now - began > START_PATIENCE or (ready_since and now - ready_since > ANSWER_PATIENCE):
-                return None
+                raise SilentServer from None
             continue
         if not chunk:
             return {}
         data += chunk
         if len(data) > LARGEST_ANSWER:
-            return None
+            raise SilentServer
     connection.settimeout(None)
     return json.loads(data)
 
@@ -266,5 +271,8 @@ def ask_all(request: dict[str, Any]) -> list[tuple[Path, dict[str, Any]]]:
     for path in sorted(folder().glob("*.sock")):
         if connection := reached(path):
             with connection:
-                answers.append((path, asked(connection, path, request) or {"pid": peer(connection)[0]}))
+                status: dict[str, Any] = {}
+                with contextlib.suppress(SilentServer):
+                    status = asked(connection, path, request)
+                answers.append((path, status or {"pid": peer(connection)[0]}))
     return answers

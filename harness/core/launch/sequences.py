@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from enum import Enum
 
 from harness.core.evidence.records import IN_A_RING
 from harness.core.evidence.text import ranks_text
@@ -138,11 +139,14 @@ def waited_for(fates: Sequence[Fate]) -> dict[int, str]:
 
 def left_out(rank: int, here: Issued, waits: dict[int, dict[int, Issued]], fates: Sequence[Fate]) -> bool:
     """Whether others wait for this rank in what it did not issue, and most ranks issued before the collective that it is in."""
-    mine = [fate for fate in fates if fate.rank == rank]
+    own = next(fate for fate in fates if fate.rank == rank)
     awaited = [peers[rank] for peers in waits.values() if rank in peers]
-    missed = [each for each in awaited if [before(fate, each, here, fates) for fate in mine] == [False]]
-    votes = [[before(fate, each, here, fates) for fate in fates] for each in missed]
-    return any(votes_on_call.count(True) > votes_on_call.count(False) for votes_on_call in votes)
+    for each in awaited:
+        if order_of_issue(own, each, here, fates) is IssueOrder.SECOND_BEFORE:
+            orders = Counter(order_of_issue(fate, each, here, fates) for fate in fates)
+            if orders[IssueOrder.FIRST_BEFORE] > orders[IssueOrder.SECOND_BEFORE]:
+                return True
+    return False
 
 
 def misnamed(waits: dict[int, dict[int, Issued]], fates: Sequence[Fate]) -> list[int]:
@@ -156,17 +160,26 @@ def misnamed(waits: dict[int, dict[int, Issued]], fates: Sequence[Fate]) -> list
     return min(filter(None, map(minority, names)), key=len, default=[])
 
 
-def before(fate: Fate, first: Issued, second: Issued, fates: Sequence[Fate]) -> bool | None:
-    """Whether this rank issued `first` and not `second` before it; None if it issued neither, or cannot be asked."""
+class IssueOrder(Enum):
+    """Which of two collectives a rank issued before the other one, or alone."""
+
+    FIRST_BEFORE = "the first one"
+    SECOND_BEFORE = "the second one"
+    UNKNOWN = "it issued neither, or has no order of these two"
+
+
+def order_of_issue(fate: Fate, first: Issued, second: Issued, fates: Sequence[Fate]) -> IssueOrder:
+    """Return which of the two this rank issued before the other one, or alone."""
     both = (first, second)
     others = any(each.op not in MAKING and fate not in members(each, fates) for each in both)
     if others or same(first, second) or any(each.op in POINT_TO_POINT for each in both):
-        return None
+        return IssueOrder.UNKNOWN
     orders = [next((each.order for each in fate.issued if same(each, wanted)), 0) for wanted in both]
     there = [bool(order) or past(fate, wanted) for order, wanted in zip(orders, both, strict=True)]
-    if all(there):
-        return orders[0] < orders[1] if all(orders) else None
-    return there[0] if any(there) else None
+    if not any(there) or (all(there) and not all(orders)):
+        return IssueOrder.UNKNOWN
+    is_first_before = orders[0] < orders[1] if all(there) else there[0]
+    return IssueOrder.FIRST_BEFORE if is_first_before else IssueOrder.SECOND_BEFORE
 
 
 def same(first: Issued, second: Issued) -> bool:

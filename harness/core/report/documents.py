@@ -25,7 +25,7 @@ def case(judgement: Judgement) -> dict[str, Any]:
         "verdict": judgement.verdict,
         "cause": diagnosis_line(judgement.diagnosis),
         "fault": judgement.fault,
-        "fired": judgement.fired,
+        "fired": judgement.firing.value,
         "expected_failure": judgement.expected_failure,
         "results": judgement.results,
         "diagnosis": judgement.diagnosis,

@@ -14,7 +14,13 @@ from harness.core.case.case import Case
 from harness.core.case.features import FEATURE_CHOICES
 from harness.core.evidence.text import bytes_text
 from harness.core.plan.figures.activations import activation_bytes
-from harness.core.plan.figures.balance import attention_over_cp, layers_by_stage, matmuls_over_pp, rows_over_shards
+from harness.core.plan.figures.balance import (
+    attention_over_cp,
+    layers_by_stage,
+    matmuls_over_pp,
+    rows_over_shards,
+    unbalanced_attention_over_cp,
+)
 from harness.core.plan.figures.gpus import GPUS
 from harness.core.plan.figures.links import AxisTraffic, traffic_by_axis
 from harness.core.plan.figures.pipeline_time import matmul_operations, other_schedules, pipeline_time
@@ -224,7 +230,7 @@ def balance(case: Case, plan: Plan) -> Iterator[Uneven]:
         yield Uneven("matmuls over pp", matmuls_over_pp(case).excess, words)
     if case.dims.cp > 1:
         requested = attention_over_cp(case)
-        unbalanced = attention_over_cp(case, load_balance=False)
+        unbalanced = unbalanced_attention_over_cp(case)
         yield Uneven("causal attention over cp", requested.excess, f"without load balance +{unbalanced.excess:.1%}")
     if plan.shards > 1 and not plan.flat and EMBEDDING in plan.shapes:
         vocabulary = rows_over_shards(case, plan, EMBEDDING)

@@ -14,7 +14,7 @@ from harness.core.case.repository import from_here
 from harness.core.case.trainer_spec import TrainerSpec
 from harness.core.causes import declarable
 from harness.core.checks import statement
-from harness.core.judge.result import Result, Verdict
+from harness.core.judge.result import Firing, Result, Verdict
 from harness.core.report.cause_text import diagnosis_line, evidence_rows
 from harness.core.report.finding_text import findings_text
 from harness.reference.config import TrainingConfig
@@ -82,11 +82,11 @@ def _expectation(judgement: Judgement) -> str:
 def case_report(judgement: Judgement) -> str:
     """Return the report of a judged case: headline, evidence, a line for each check, findings."""
     lines = _head(judgement)
-    if judgement.fired and judgement.verdict is Verdict.PASS:
+    if judgement.firing is Firing.FIRED and judgement.verdict is Verdict.PASS:
         lines.append("  MISSED            the change ran and every check passes")
-    if judgement.fired and judgement.verdict is Verdict.UNKNOWN:
+    if judgement.firing is Firing.FIRED and judgement.verdict is Verdict.UNKNOWN:
         lines.append("  RAN               the change ran and no check fails; not every check could be judged")
-    if judgement.fired is False:
+    if judgement.firing is Firing.NOT_FIRED:
         lines.append("  UNFIRED           the change ran on no rank: this run proves nothing about it")
     if judgement.diagnosis:
         lines += table(evidence_rows(judgement.diagnosis.evidence))

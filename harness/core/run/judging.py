@@ -12,7 +12,7 @@ from harness.core.evidence.records import Run
 from harness.core.judge.judgement import Judgement
 from harness.core.judge.measured import undeclared
 from harness.core.judge.measures import measured
-from harness.core.judge.result import Diagnosis, Result, Verdict
+from harness.core.judge.result import Diagnosis, Firing, Result, Verdict
 from harness.core.judge.stored_trial import load_trial
 from harness.core.judge.trial import Trial
 
@@ -30,7 +30,7 @@ def judge_folder(folder: Path) -> Judgement:
         diagnosis=diagnosis,
         seconds=sum(run.seconds for run in _runs(trial)),
         fault=trial.run.fault,
-        fired=_fired(trial, folder),
+        firing=_firing(trial, folder),
         trainer=trial.run.trainer,
         made=trial.run.made,
         measures=measured(trial),
@@ -60,9 +60,9 @@ def _runs(trial: Trial) -> list[Run]:
     return [launched.run for launched in trial.launches] + ([trial.repeat] if trial.repeat else [])
 
 
-def _fired(trial: Trial, folder: Path) -> bool | None:
-    """Whether the fault's code ran on some rank, even one that died of it; None without a fault."""
+def _firing(trial: Trial, folder: Path) -> Firing:
+    """Return whether the fault's code ran. A rank that died of it has left a file beside where its evidence would be."""
     if trial.run.fault is None:
-        return None
+        return Firing.NO_FAULT
     fired = (evidence.fault for launched in trial.launches for evidence in launched.ranks.values())
-    return any(fired) or any(folder.glob("*/ranks/*.fired"))
+    return Firing.FIRED if any(fired) or any(folder.glob("*/ranks/*.fired")) else Firing.NOT_FIRED

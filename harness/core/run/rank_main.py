@@ -104,7 +104,7 @@ def watched(options: dict[str, Any]) -> StartedTrainer:
 
 def _refuse_lacking() -> None:
     """Raises CannotStart if torch lacks what the probe relies on."""
-    if missing := relies_on.lacking():
+    if missing := relies_on.lacking_for_probe():
         raise trainers.CannotStart(missing)
 
 

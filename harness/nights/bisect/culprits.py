@@ -68,7 +68,7 @@ def wanted(series_changes: Told) -> list[Wanted]:
     """Return one search for each cause and pair of nights: first for what is newly broken, then for what is fixed."""
     cases_by_query: dict[tuple[str, bool, int, int], list[str]] = {}
     nights: dict[int, Night] = {}
-    for change in [*series_changes.of(State.BROKEN, new=True), *series_changes.of(State.FIXED)]:
+    for change in [*series_changes.newly_broken, *series_changes.of(State.FIXED)]:
         good_and_bad = _nights(change, series_changes.nights)
         if good_and_bad is not None:
             good, bad = good_and_bad

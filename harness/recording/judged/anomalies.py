@@ -145,7 +145,7 @@ def anomalies(recording: Recording) -> list[Anomaly]:
 def _of_job(recording: Recording) -> list[Anomaly]:
     summaries = [one for _, one in sorted(recording.summaries.items())]
     shared = _by_two_threads(summaries)
-    waiting = all(one.ended != "raised" for one in summaries)  # of two threads each may wait for ever
+    waiting = all(one.progress.ended != "raised" for one in summaries)  # of two threads each may wait for ever
     return [
         *_no_evidence(recording),
         *_not_recorded(summaries),
@@ -181,7 +181,7 @@ def _no_evidence(recording: Recording) -> list[Anomaly]:
 
 def _not_recorded(summaries: Sequence[Summary]) -> list[Anomaly]:
     """A mistake of the recorder's: what it saw before is no longer all."""
-    failed = together(summaries, lambda one: next(iter(one.failed), None))
+    failed = together(summaries, lambda one: next(iter(one.recorder.failed), None))
     return [
         Anomaly.of_ranks(Kind.NOT_RECORDED, ranks, f"on {some_ranks(ranks)}: {text}")
         for text, ranks in list(failed.items())[:1]
@@ -192,7 +192,7 @@ def _by_two_threads(summaries: Sequence[Summary]) -> list[Anomaly]:
     """Return each group over which several threads issue collectives at one time."""
     found: dict[str, list[tuple[int, Beside]]] = defaultdict(list)
     for one in summaries:
-        for beside in one.beside:
+        for beside in one.groups.beside:
             found[ranks_key(beside.ranks)].append((one.rank, beside))
     return [
         Anomaly.of_ranks(Kind.TWO_THREADS, (rank for rank, _ in uses), _calls_of_threads(uses[0][1]))
@@ -211,17 +211,19 @@ def _calls_of_threads(one: Beside) -> str:
 def _ended(recording: Recording) -> list[Anomaly]:
     """Ranks that raised, with their errors; ranks that died or exited; ranks that were killed, and in which collective. What
     follows from another rank's exit comes last."""
-    raised = together(recording.summaries.values(), lambda one: one.error if one.ended == "raised" else None)
+    raised = together(
+        recording.summaries.values(), lambda one: one.progress.error if one.progress.ended == "raised" else None
+    )
     causes = sorted(raised.items(), key=lambda item: lost_a_peer(item[0]))[:3]
     stopped = [rank for error, ranks in raised.items() if _by_hand(error) for rank in ranks]
     own = [_raised(error, ranks) for error, ranks in causes if not lost_a_peer(error) and not _by_hand(error)]
     own += _interrupted(recording, stopped)
-    peers = [rank for rank, one in recording.summaries.items() if one.ended != "raised"]
-    ended = all(recording.summaries[rank].ended == "ok" or only_waited(recording, rank) for rank in peers)
+    peers = [rank for rank, one in recording.summaries.items() if one.progress.ended != "raised"]
+    ended = all(recording.summaries[rank].progress.ended == "ok" or only_waited(recording, rank) for rank in peers)
     left = raised and all(map(lost_a_peer, raised)) and ended  # by peers that went on, or by each other
     own += _waits(recording) if stopped or left or (recording.code or 0) < 0 else []
     lost = [_raised(error, ranks) for error, ranks in causes if lost_a_peer(error)]
-    quiet = [rank for rank, one in recording.summaries.items() if one.ended != "raised"]
+    quiet = [rank for rank, one in recording.summaries.items() if one.progress.ended != "raised"]
     told = {rank: f"{how}; {_last(recording, rank)}" for rank in quiet if (how := _how(recording, rank))}
     by_exit = alike({rank: text for rank, text in told.items() if rank in recording.exits})[:4]
     ends = [Anomaly.of_ranks(Kind.ENDED, ranks, f"{some_ranks(ranks)}: {text}") for text, ranks in by_exit]
@@ -241,9 +243,15 @@ def _ended(recording: Recording) -> list[Anomaly]:
 
 def _reached(recording: Recording) -> list[Anomaly]:
     """How far ranks came, of a job that did not end well: the fewest ranks first."""
-    told = {rank: one.reached.text for rank, one in recording.summaries.items() if one.reached is not None}
+    told = {
+        rank: one.progress.reached.text for rank, one in recording.summaries.items() if one.progress.reached is not None
+    }
     came = alike(told)
-    steps = {text: one.reached.step for one in recording.summaries.values() if one.reached and (text := told[one.rank])}
+    steps = {
+        text: one.progress.reached.step
+        for one in recording.summaries.values()
+        if one.progress.reached and (text := told[one.rank])
+    }
     return [
         Anomaly.of_ranks(Kind.REACHED, ranks, f"{some_ranks(ranks)}: {text}", steps[text]) for text, ranks in came[:4]
     ]
@@ -255,22 +263,22 @@ def _how(recording: Recording, rank: int) -> str:
     if code is not None:
         after = ", most likely sent by its launcher after another had ended" if only_waited(recording, rank) else ""
         return f"{exit_text(code)}{after}" if code else ""
-    if recording.summaries[rank].ended:
+    if recording.summaries[rank].progress.ended:
         return ""
     if recording.code == 0:
         return "exit not reported; the command ended with exit code 0"
     another = recording.code and any(
-        one.ended == "raised" and not lost_a_peer(one.error) for one in recording.summaries.values()
+        one.progress.ended == "raised" and not lost_a_peer(one.progress.error) for one in recording.summaries.values()
     )
     return "most likely killed by its launcher after another raised" if another else "killed or still running"
 
 
 def _last(recording: Recording, rank: int) -> str:
-    if recording.summaries[rank].ended:
+    if recording.summaries[rank].progress.ended:
         return "Python had begun to end by itself"
     last = recording.last.get(rank)
     if last is None:
-        own = " over a group that torch has ranks of" if recording.summaries[rank].own_groups else ""
+        own = " over a group that torch has ranks of" if recording.summaries[rank].groups.own else ""
         return f"before any collective{own}"
     return _issued(last)
 
@@ -281,7 +289,7 @@ def _by_hand(error: str) -> bool:
 
 def _interrupted(recording: Recording, ranks: Sequence[int]) -> list[Anomaly]:
     """Group ranks by their last collective, for a job that hangs is often ended so. A rank that waits is one ahead."""
-    lasts = {rank: recording.summaries[rank].last for rank in ranks}
+    lasts = {rank: recording.summaries[rank].progress.last for rank in ranks}
     found = alike({rank: _issued(last) if last else "" for rank, last in lasts.items()})
     return [
         Anomaly.of_ranks(Kind.INTERRUPTED, ranks, f"{some_ranks(ranks)}, as by Ctrl-C{'; ' * bool(text)}{text}")
@@ -331,7 +339,7 @@ def _raised(error: str, ranks: Sequence[int]) -> Anomaly:
 
 
 def _order(summaries: Sequence[Summary]) -> list[Anomaly]:
-    if any(not one.ended or one.ended == "raised" for one in summaries):
+    if any(not one.progress.ended or one.progress.ended == "raised" for one in summaries):
         return []  # who ended early issued less, and that is said
     wrong = out_of_order(summaries)
     shown = " ".join(ranks_text(ranks) for _, ranks in wrong[:3])
@@ -363,11 +371,13 @@ def _separate(summaries: Sequence[Summary]) -> list[Anomaly]:
 
 def _untrained(summaries: Sequence[Summary]) -> list[Anomaly]:
     """No gradient on any rank, in any step on record; an optimizer that takes them from elsewhere changes the parameters."""
-    if not summaries or not all(one.idle_steps and len({*one.contents.values()}) == 1 for one in summaries):
+    if not summaries or not all(
+        one.contents.idle_steps and len({*one.contents.by_step.values()}) == 1 for one in summaries
+    ):
         return []
-    if any({*one.contents} != {0, *one.idle_steps} for one in summaries):
+    if any({*one.contents.by_step} != {0, *one.contents.idle_steps} for one in summaries):
         return []
-    when = steps_text(summaries[0].idle_steps)
+    when = steps_text(summaries[0].contents.idle_steps)
     held = "parameters hold what they held before the first step"
     text = f"optimizers found no gradient in {when}, in any parameter of any rank; {held}"
     return [Anomaly.of_ranks(Kind.NOT_TRAINED, (one.rank for one in summaries), text)]
@@ -395,7 +405,7 @@ def _replicas(summaries: Sequence[Summary]) -> list[Anomaly]:
 
 
 def _not_averaged(family: Sequence[Summary]) -> str:
-    steps = steps_text(tuple(sorted({step for one in family for step in one.contents if step})))
+    steps = steps_text(tuple(sorted({step for one in family for step in one.contents.by_step if step})))
     who = some_ranks(one.rank for one in family)
     return f"{who} train locally by {local_by(family)}, and are not the same again after any of {steps}"
 
@@ -422,7 +432,7 @@ def _partly(summaries: Sequence[Summary]) -> list[Anomaly]:
 def _from_the_start(summaries: Sequence[Summary], ranks: Sequence[int]) -> str:
     """Whether they were made unlike each other, or became so; and whether something averages them, as local SGD does."""
     family = [one for one in summaries if one.rank in ranks]
-    first = [one.contents.get(0) for one in family]
+    first = [one.contents.by_step.get(0) for one in family]
     again = f"; the same again after {steps_text(steps)}" if (steps := averaged(family)) else ""
     if None in first:
         return again
@@ -434,10 +444,10 @@ def _from_the_start(summaries: Sequence[Summary], ranks: Sequence[int]) -> str:
 
 
 def _not_finite(summaries: Sequence[Summary]) -> list[Anomaly]:
-    steps = sorted({step for one in summaries for step in one.not_finite})
+    steps = sorted({step for one in summaries for step in one.contents.not_finite})
     if not steps:
         return []
-    bad = {one.rank: one.not_finite[steps[0]] for one in summaries if steps[0] in one.not_finite}
+    bad = {one.rank: one.contents.not_finite[steps[0]] for one in summaries if steps[0] in one.contents.not_finite}
     names = list(dict.fromkeys(name for names in bad.values() for name in names))
     when = f"after step {steps[0]}" if steps[0] else "before the first step"
     text = f"{names_text(names)} {when}, on {some_ranks(bad)}"

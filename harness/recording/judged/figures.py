@@ -10,7 +10,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.core.evidence.summary import Summary, Use
+from harness.core.evidence.summary import Summary
+from harness.core.evidence.summary_parts import Use
 from harness.core.judge.measures import BLOCKED, HELD, MOVED, PARAMETERS, PEAK, SECONDS
 from harness.core.judge.observed import Moved, axes
 from harness.recording.judged.stored_recording import Recording
@@ -85,13 +86,13 @@ def figures(recording: Recording, *, warm: bool = False) -> Figures:
 
 
 def _of_job(summaries: Sequence[Summary], *, warm: bool) -> Iterator[Figure]:
-    if seconds := _seconds([one.seconds for one in summaries], warm, max):
+    if seconds := _seconds([one.resources.seconds for one in summaries], warm, max):
         yield Figure(STEP, "slowest rank", seconds)
-    if peak := max((one.peak for one in summaries), default=0):
+    if peak := max((one.resources.peak for one in summaries), default=0):
         yield Figure(MEMORY, "peak", (peak,))
-    for kind in sorted({kind for one in summaries for kind in one.memory}):
-        yield Figure(MEMORY, kind.replace("_", " "), (max(one.memory.get(kind, 0) for one in summaries),))
-    used = [use for one in summaries for use in one.uses]
+    for kind in sorted({kind for one in summaries for kind in one.resources.memory}):
+        yield Figure(MEMORY, kind.replace("_", " "), (max(one.resources.memory.get(kind, 0) for one in summaries),))
+    used = [use for one in summaries for use in one.traffic.uses]
     for number, axis in numbered(axes(summaries)):
         name = (axis.role or f"over {axis.size} ranks") + (f" ({number + 1})" if number else "")
         here = [use for use in used if use.ranks in axis.groups]

@@ -51,7 +51,7 @@ class Line:
 
 def whole_steps(summaries: Iterable[Summary]) -> tuple[int, ...]:
     """Return the steps that every rank has on record."""
-    known = [set(one.whole) for one in summaries if one.whole]
+    known = [set(one.traffic.whole) for one in summaries if one.traffic.whole]
     return tuple(sorted(set.intersection(*known))) if known else ()
 
 
@@ -89,7 +89,7 @@ def _axes(ranks: Moved) -> list[Moved]:
 def _moved(summaries: Iterable[Summary]) -> dict[Kind, Moved]:
     found: dict[Kind, Moved] = defaultdict(lambda: defaultdict(dict))
     for one in summaries:
-        for use in one.outside:
+        for use in one.traffic.outside:
             for step in ranks_of(use.steps):
                 found[use.op, use.dtype, use.phase, _whose(one, use.ranks)][one.rank, use.ranks][step] = (
                     use.calls,
@@ -100,8 +100,8 @@ def _moved(summaries: Iterable[Summary]) -> dict[Kind, Moved]:
 
 def _whose(one: Summary, group: str) -> str:
     """Name the group in words that another number of ranks does not change."""
-    if group in one.roles:
-        return f"ranks {one.roles[group]}"
+    if group in one.groups.roles:
+        return f"ranks {one.groups.roles[group]}"
     return "all ranks" if len(ranks_of(group)) == one.world else "part of the ranks"
 
 

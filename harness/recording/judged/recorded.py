@@ -110,7 +110,7 @@ def _provided(
         found = found.without(("claims",), why, unknown=True)
     if records and all(_stepped_nothing(record) for record in records.values()):
         found = found.unseen(NO_OPTIMIZER).without(("contents",), NO_OPTIMIZER, unknown=True)
-    if why := unplaced({rank: one.own_groups for rank, one in heard.summaries.items()}):
+    if why := unplaced({rank: one.groups.own for rank, one in heard.summaries.items()}):
         found = found.without(("members",), why, unknown=True)
     if partial := not_recorded(summaries):
         found = found.without(("sizes",), partial, unknown=True).only_partly(("claims", "slices", "contents"), partial)

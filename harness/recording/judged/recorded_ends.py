@@ -40,7 +40,9 @@ def not_heard(exits: tuple[Exit, ...], recording: Recording) -> str:
     if recording.code:
         return f"the command ended with {exit_text(recording.code)}, and of no rank it is known that it ended so"
     unheard = [
-        rank for rank, one in sorted(recording.summaries.items()) if not one.ended and rank not in recording.exits
+        rank
+        for rank, one in sorted(recording.summaries.items())
+        if not one.progress.ended and rank not in recording.exits
     ]
     if not unheard:
         return ""
@@ -49,8 +51,8 @@ def not_heard(exits: tuple[Exit, ...], recording: Recording) -> str:
 
 def _exit(rank: int, left: Summary | None, recording: Recording) -> Exit:
     code = recording.exits.get(rank)
-    if left is not None and left.ended == "raised":
-        return Exit(rank, "raised", 1, error=left.error, blamed=not lost_a_peer(left.error))
+    if left is not None and left.progress.ended == "raised":
+        return Exit(rank, "raised", 1, error=left.progress.error, blamed=not lost_a_peer(left.progress.error))
     if code is not None and code < 0:
         signal, last = exit_text(code), _last(rank, recording)
         if only_waited(recording, rank):
@@ -60,14 +62,14 @@ def _exit(rank: int, left: Summary | None, recording: Recording) -> Exit:
         return Exit(rank, "raised", code, error=f"exited with code {code}", blamed=True)
     if left is None:
         return Exit(rank, "lost", error="it left no evidence")
-    if left.ended or code == 0 or recording.code == 0:
+    if left.progress.ended or code == 0 or recording.code == 0:
         return Exit(rank, "ok", 0)
     how = ", ".join(filter(None, (NOTHING_HEARD, _reached(left))))
     return Exit(rank, "killed", error=how, last_collective=_last(rank, recording))
 
 
 def _reached(left: Summary | None) -> str:
-    return left.reached.text if left is not None and left.reached is not None else ""
+    return left.progress.reached.text if left is not None and left.progress.reached is not None else ""
 
 
 def _last(rank: int, recording: Recording) -> str:

@@ -119,7 +119,7 @@ def alike(texts: Mapping[int, str]) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 def _last_of(recording: Recording) -> dict[int, Last]:
     """Return the last collective of each rank that issued any."""
-    lasts = {rank: recording.last.get(rank) or one.last for rank, one in recording.summaries.items()}
+    lasts = {rank: recording.last.get(rank) or one.progress.last for rank, one in recording.summaries.items()}
     return {rank: last for rank, last in lasts.items() if last is not None}
 
 

@@ -184,6 +184,6 @@ def _unproven(one: Path, other: Path) -> str:
         if failed := recorder_failed(recording.summaries.values()):
             return f"{folder}: {failed}"
         for rank, summary in sorted(recording.summaries.items()):
-            if summary.left_out:
-                return f"{folder}: rank {rank} has a model that is not recorded: {summary.left_out[0]}"
+            if summary.recorder.left_out:
+                return f"{folder}: rank {rank} has a model that is not recorded: {summary.recorder.left_out[0]}"
     return ""

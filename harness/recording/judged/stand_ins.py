@@ -52,8 +52,8 @@ def stand_ins(summaries: Mapping[int, Summary], dims: ParallelDims) -> Like:
     found: dict[Hashable, int] = {}
     like = {}
     for rank, one in sorted(summaries.items()):
-        where = tuple(stands(rank, key) for _, key in one.places) if ours else ()
-        like[rank] = found.setdefault((one.kind or ("unknown", rank), where), rank)
+        where = tuple(stands(rank, key) for _, key in one.rank_class.groups) if ours else ()
+        like[rank] = found.setdefault((one.rank_class.number or ("unknown", rank), where), rank)
     return like
 
 
@@ -76,7 +76,7 @@ def disagreeing(summaries: Mapping[int, Summary], records: Mapping[int, RankReco
     issued: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     sent: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for rank, one in like.items():
-        places, (sequences, moved) = summaries[rank].places, orders[one]
+        places, (sequences, moved) = summaries[rank].rank_class.groups, orders[one]
         for place, digest in sequences.items():
             issued[places[place]][rank] = digest
         for (place, peer, op), size in moved.items():
@@ -98,7 +98,7 @@ def _one_of_each(key: str, digests: Mapping[int, int], like: Like) -> Iterable[i
 
 def _orders(record: RankRecord, summary: Summary) -> tuple[dict[int, int], Counter[tuple[int, int, str]]]:
     """Return, by the places of the summary, each group's sequence, as one number, and the bytes sent and received."""
-    places = {place: index for index, place in enumerate(summary.places)}
+    places = {place: index for index, place in enumerate(summary.rank_class.groups)}
     sequences: dict[int, list[Collective]] = defaultdict(list)
     moved: Counter[tuple[int, int, str]] = Counter()
     for call in record.evidence.collectives:

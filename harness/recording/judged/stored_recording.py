@@ -110,13 +110,15 @@ def load_recording(directory: Path) -> Recording:
             one = load_summary(file, Summary)
             if not 0 <= one.rank < one.world <= RANKS or file != record_file(directory, one.rank):
                 raise EvidenceError(f"{file}: damaged: rank {one.rank} of {one.world}; record the job again")
-            if one.launch != (launch := told.get("launch", launch or one.launch)):
-                ids = f"{one.launch or 'none'}, the recording is {launch or 'none'}"
+            if one.environment.launch != (launch := told.get("launch", launch or one.environment.launch)):
+                ids = f"{one.environment.launch or 'none'}, the recording is {launch or 'none'}"
                 raise EvidenceError(f"{file}: belongs to another recording (it is of {ids}); record the job again")
             summaries[one.rank] = _as_it_ended(directory, one)
         except EvidenceError as error:
             unreadable[int(file.stem.removeprefix("rank_"))] = str(error)
-    last = {rank: found for rank, one in summaries.items() if not one.ended and (found := _trace(directory, one))}
+    last = {
+        rank: found for rank, one in summaries.items() if not one.progress.ended and (found := _trace(directory, one))
+    }
     return Recording(
         directory,
         summaries,
@@ -136,12 +138,19 @@ def load_recording(directory: Path) -> Recording:
 
 def not_recorded(summaries: Iterable[Summary]) -> str:
     """Which models, or the beginning of which, are not on record; empty if all are."""
-    return next((f"not recorded: {one.left_out[0]}" for one in summaries if one.left_out), "")
+    return next((f"not recorded: {one.recorder.left_out[0]}" for one in summaries if one.recorder.left_out), "")
 
 
 def recorder_failed(summaries: Iterable[Summary]) -> str:
     """Say where the recorder itself raised, and what; empty if nowhere."""
-    return next((f"rank {one.rank} is not recorded to its end: {one.failed[0]}" for one in summaries if one.failed), "")
+    return next(
+        (
+            f"rank {one.rank} is not recorded to its end: {one.recorder.failed[0]}"
+            for one in summaries
+            if one.recorder.failed
+        ),
+        "",
+    )
 
 
 def exit_text(code: int) -> str:
@@ -154,7 +163,7 @@ def exit_text(code: int) -> str:
 def only_waited(recording: Recording, rank: int) -> bool:
     """Whether it died by the signal that launchers send to all others where one did not end well, and there is one."""
     others = any(code not in (0, -signal.SIGTERM) for code in recording.exits.values())
-    raised = any(one.ended == "raised" for one in recording.summaries.values())
+    raised = any(one.progress.ended == "raised" for one in recording.summaries.values())
     return recording.exits.get(rank) == -signal.SIGTERM and (others or raised)
 
 
@@ -223,14 +232,16 @@ def started(directory: Path) -> dict[str, Any]:
 def _as_it_ended(directory: Path, one: Summary) -> Summary:
     """With what a rank left later than its record: the error with which os._exit was called, how far it came, and
     what other threads issued meanwhile."""
-    if one.ended:
+    if one.progress.ended:
         return one
-    one = replace(one, beside=one.beside or _beside(record_file(directory, one.rank)))
-    error, reached = directory / PROCESSES / f"rank_{one.rank:05d}.error", one.reached
+    beside = one.groups.beside or _beside(record_file(directory, one.rank))
+    error, reached = directory / PROCESSES / f"rank_{one.rank:05d}.error", one.progress.reached
     with contextlib.suppress(OSError, ValueError, TypeError):  # it was killed before it wrote, or as it did
         reached = Reached(*json.loads(_page(directory, one)[SECOND_PART:].split(b"\n")[0]))
-    one = replace(one, reached=reached)
-    return replace(one, ended="raised", error=error.read_text()) if error.exists() else one
+    progress = replace(one.progress, reached=reached)
+    if error.exists():
+        progress = replace(progress, ended="raised", error=error.read_text())
+    return replace(one, progress=progress, groups=replace(one.groups, beside=beside))
 
 
 def _page(directory: Path, one: Summary) -> bytes:
@@ -252,6 +263,6 @@ def _trace(directory: Path, one: Summary) -> Last | None:
     try:
         text, group, place, before, *elsewhere = json.loads(_page(directory, one)[:SECOND_PART].split(b"\n")[0])
     except (OSError, ValueError):  # it had not got so far, or was killed as it wrote
-        return one.last
-    ranks = next((i.ranks for i in one.issued if i.group == group), "")
+        return one.progress.last
+    ranks = next((i.ranks for i in one.groups.issued if i.group == group), "")
     return Last(text, ranks_of(ranks), group, place, tuple(before), *elsewhere)

@@ -5,9 +5,10 @@ Costs that no two runs have alike, step time and peak memory, are kept separatel
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,24 +28,34 @@ def structure(recording: Recording) -> dict[str, Any]:
     return {
         "ranks": recording.world,
         "ended": {
-            state or "unheard": len(ranks) for state, ranks in together(summaries, lambda one: one.ended).items()
+            state or "unheard": len(ranks)
+            for state, ranks in together(summaries, lambda one: one.progress.ended).items()
         },
-        "models": _per_kind(summaries, lambda one: f"{' + '.join(one.parts)}: {one.parameters} of {one.elements}"),
-        "parameters": _per_kind(summaries, lambda one: "; ".join(f"{n} {text}" for text, n in one.placements.items())),
-        "wrappers": _per_kind(summaries, lambda one: ", ".join(f"{n} {kind}" for kind, n in one.wrappers.items())),
-        "optimizers": _per_kind(summaries, lambda one: ", ".join(one.optimizers)),
+        "models": _per_kind(summaries, _models_text),
+        "parameters": _per_kind(summaries, lambda one: "; ".join(_counts(one.parameters.placements))),
+        "wrappers": _per_kind(summaries, lambda one: ", ".join(_counts(one.modules.wrappers))),
+        "optimizers": _per_kind(summaries, lambda one: ", ".join(one.modules.optimizers)),
         "axes": {_name(axis, number): _axis(axis) for number, axis in numbered(axes(summaries))},
         outside_passes.SECTION: outside_passes.section(summaries),
-        "idle groups": sorted({key for one in summaries for key in one.idle}),
+        "idle groups": sorted({key for one in summaries for key in one.groups.idle}),
         "memory": _memory(summaries),
         "replicas": ", ".join(dict.fromkeys(f"sets of {len(family)}" for family in replicas(summaries)))
         or "none claimed",
-        "fed": len(together(summaries, lambda one: one.fed.get(min(one.fed, default=0)))),
+        "fed": len(together(summaries, lambda one: one.received.batches.get(min(one.received.batches, default=0)))),
         "settings": _settings(summaries),
     }
 
 
-def _per_kind(summaries: list[Summary], text: Any) -> Any:
+def _models_text(one: Summary) -> str:
+    return f"{' + '.join(one.modules.classes)}: {one.parameters.count} of {one.parameters.elements}"
+
+
+def _counts(by_name: Mapping[str, int]) -> list[str]:
+    """Return a text for each: 2 fsdp2."""
+    return [f"{count} {name}" for name, count in by_name.items()]
+
+
+def _per_kind(summaries: list[Summary], text: Callable[[Summary], str]) -> Any:
     """One text where all ranks have the same; else how many ranks have each."""
     kinds = together(summaries, text)
     return next(iter(kinds), "") if len(kinds) < 2 else {text: len(ranks) for text, ranks in kinds.items()}
@@ -75,15 +86,19 @@ def _axis(axis: Axis) -> dict[str, Any]:
 
 
 def _memory(summaries: list[Summary]) -> dict[str, Any]:
-    kinds = sorted({kind for one in summaries for kind in one.memory})
-    sizes = {kind: {one.memory.get(kind, 0) for one in summaries} for kind in kinds}
-    sizes["parameters as forward ends"] = {one.kept for one in summaries}
+    kinds = sorted({kind for one in summaries for kind in one.resources.memory})
+    sizes = {kind: {one.resources.memory.get(kind, 0) for one in summaries} for kind in kinds}
+    sizes["parameters as forward ends"] = {one.resources.after_forward for one in summaries}
     return {kind: max(held) if len(held) == 1 else f"{min(held)} to {max(held)}" for kind, held in sizes.items()}
 
 
 def _settings(summaries: list[Summary]) -> dict[str, Any]:
-    names = sorted({name for one in summaries for name in one.settings} - {"threads"})
-    return {name: _per_kind(summaries, lambda one, n=name: one.settings.get(n, "")) for name in names}
+    names = sorted({name for one in summaries for name in one.environment.settings} - {"threads"})
+    return {name: _per_kind(summaries, functools.partial(_setting, name)) for name in names}
+
+
+def _setting(name: str, one: Summary) -> str:
+    return one.environment.settings.get(name, "")
 
 
 # ---- two of them
@@ -169,7 +184,7 @@ def costs(recording: Recording) -> dict[str, float]:
     """Seconds of the step that is shown, on the slowest rank; most bytes of memory on any rank."""
     summaries = list(recording.summaries.values())
     found = {
-        "step time": max((one.seconds.get(one.shown, 0.0) for one in summaries), default=0.0),
-        "peak memory": float(max((one.peak for one in summaries), default=0)),
+        "step time": max((one.resources.seconds.get(one.shown, 0.0) for one in summaries), default=0.0),
+        "peak memory": float(max((one.resources.peak for one in summaries), default=0)),
     }
     return {name: value for name, value in found.items() if value}

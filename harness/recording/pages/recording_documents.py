@@ -38,7 +38,7 @@ def recording(
     rows = facts(recording, summaries, with_layout=with_layout or dims is not None) if summaries else []
     own_groups: list[dict[str, Any]] = []
     for summary in summaries:
-        own_groups += [as_data(group) | {"rank": summary.rank} for group in summary.own_groups]
+        own_groups += [as_data(group) | {"rank": summary.rank} for group in summary.groups.own]
     judged_fields: dict[str, Any] = {}
     if jobs:
         judged_fields = {"layout": dims, **judged(*jobs[0]), "verdict": verdict_of_all(results_of(jobs))}
@@ -83,7 +83,7 @@ def _job(job: Recording, *judged_jobs: Judged) -> dict[str, Any]:
         "name": job.job,
         "world": job.world,
         "left_evidence": list(job.summaries),
-        "steps": max((summary.steps_seen for summary in job.summaries.values()), default=0),
-        "ended": {rank: summary.ended or "unheard" for rank, summary in job.summaries.items()},
+        "steps": max((summary.progress.steps_seen for summary in job.summaries.values()), default=0),
+        "ended": {rank: summary.progress.ended or "unheard" for rank, summary in job.summaries.items()},
         **(judged(*judged_jobs[0]) if judged_jobs else {}),
     }

@@ -28,8 +28,8 @@ def _job(jobs: Sequence[Recording], number: int) -> str:
     """Return a line on one job: its ranks, steps and end, and which earlier job it is again."""
     job = jobs[number - 1]
     ranks = sorted(job.summaries)
-    steps = max((summary.steps_seen for summary in job.summaries.values()), default=0)
-    least = "" if all(summary.ended for summary in job.summaries.values()) else "at least "
+    steps = max((summary.progress.steps_seen for summary in job.summaries.values()), default=0)
+    least = "" if all(summary.progress.ended for summary in job.summaries.values()) else "at least "
     description = f"{ranks_text(ranks)} of {job.world or '?'}, {least}{steps} steps, {_end(job)}"
     earlier_numbers = [
         earlier_number
@@ -46,19 +46,19 @@ def _job(jobs: Sequence[Recording], number: int) -> str:
 
 def _end(job: Recording) -> str:
     """Return how the job's ranks ended, as far as they report it."""
-    ends = {summary.ended or "unheard" for summary in job.summaries.values()}
+    ends = {summary.progress.ended or "unheard" for summary in job.summaries.values()}
     text_of_ending = {"ok": "ended by themselves", "raised": "raised", "unheard": "killed or still running"}
     return ", ".join(text_of_ending.get(end, end) for end in sorted(ends)) or "no evidence"
 
 
 def _came_back(earlier_job: Recording) -> str:
-    if all(summary.ended == "ok" for summary in earlier_job.summaries.values()):
+    if all(summary.progress.ended == "ok" for summary in earlier_job.summaries.values()):
         return ""
     return ": it had left, and came back"
 
 
 def _steps_with_contents(job: Recording) -> set[int]:
-    return set(itertools.chain.from_iterable(summary.contents for summary in job.summaries.values()))
+    return set(itertools.chain.from_iterable(summary.contents.by_step for summary in job.summaries.values()))
 
 
 def _contents(jobs: Sequence[Recording]) -> list[str]:
@@ -69,7 +69,7 @@ def _contents(jobs: Sequence[Recording]) -> list[str]:
     if last is None:
         return []
     for number, job in enumerate(jobs, start=1):
-        contents = tuple(summary.contents.get(last, 0) for _, summary in sorted(job.summaries.items()))
+        contents = tuple(summary.contents.by_step.get(last, 0) for _, summary in sorted(job.summaries.items()))
         jobs_by_contents[contents].append(number)
     sets = " and ".join(
         f"jobs {ranks_text(tuple(numbers))}" for numbers in jobs_by_contents.values() if len(numbers) > 1

@@ -21,7 +21,7 @@ def own_rows(summaries: Sequence[Summary]) -> list[tuple[str, str]]:
     """Return rows on each place in the code that makes own groups: what they are and what a rank moved over them."""
     groups_by_origin: dict[tuple[str, str], dict[int, list[OwnGroup]]] = defaultdict(lambda: defaultdict(list))
     for summary in summaries:
-        for group in summary.own_groups:
+        for group in summary.groups.own:
             groups_by_origin[group.kind, group.made][summary.rank].append(group)
     moving = []
     for by_rank in groups_by_origin.values():

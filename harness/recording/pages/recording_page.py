@@ -41,7 +41,9 @@ def outside_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequence[s
         f"{_what(line.op, line.dtype)}{WORDS_OF_PHASES.get(line.phase, '')} over {groups_text(line.groups)}: {_amount(line)}"
         for line in lines(summaries, axes_apart=True)
     ]
-    if not texts and any(summary.own_groups or summary.failed or not summary.saw_a_step for summary in summaries):
+    if not texts and any(
+        summary.groups.own or summary.recorder.failed or not summary.saw_a_step for summary in summaries
+    ):
         return []
     no_collective = f"no collective ran outside of forward and backward, in {steps_text(steps)}"
     return [(LABEL if number == 0 else "", text) for number, text in enumerate(texts or [no_collective])]
@@ -51,7 +53,7 @@ def background_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequenc
     """Return rows on what other threads issue, such as a checkpoint that is written while training goes on."""
     groups: dict[tuple[str, str, int, int], set[str]] = {}
     for summary in summaries:
-        for use in summary.background:
+        for use in summary.traffic.background:
             groups.setdefault((use.op, use.dtype, use.calls, use.bytes), set()).add(use.ranks)
     texts = []
     for (op, dtype, calls, size), group_keys in sorted(groups.items()):
@@ -174,7 +176,7 @@ def facts(recording: Recording, summaries: Sequence[Summary], *, with_layout: bo
     """Return the rows on what really ran."""
     has_step = any(summary.shown for summary in summaries)
     rows: Rows = [
-        ("command", _command(recording.command or " ".join(summaries[0].argv))),
+        ("command", _command(recording.command or " ".join(summaries[0].environment.argv))),
         ("model", _model(summaries)),
     ]
     rows += rows_of_step(summaries) if has_step else [("steps", _no_steps(summaries))]
@@ -197,7 +199,7 @@ def rows_of_step(summaries: Sequence[Summary]) -> Rows:
 def _no_steps(summaries: Sequence[Summary]) -> str:
     """Return why no step is shown."""
     no_step = "none was recorded from its beginning to its end"
-    if all(not summary.steps_seen and summary.ended == "ok" for summary in summaries):
+    if all(not summary.progress.steps_seen and summary.progress.ended == "ok" for summary in summaries):
         no_step += "; a step ends where an optimizer that derives from torch.optim.Optimizer has stepped"
     return no_step
 
@@ -210,20 +212,22 @@ def _command(command: str, longest: int = 150) -> str:
 
 def _model(summaries: Sequence[Summary]) -> str:
     """Return the row on model, optimizers and steps."""
-    kinds = together(summaries, lambda summary: (summary.parts, summary.parameters, summary.elements))
+    kinds = together(
+        summaries, lambda summary: (summary.modules.classes, summary.parameters.count, summary.parameters.elements)
+    )
     (parts, count, elements), ranks = next(iter(kinds.items()))
     where_text = f" on {some_ranks(ranks)}, others elsewhere ({len(kinds)} kinds of ranks)" if len(kinds) > 1 else ""
-    left_out_text = f"; not recorded: {summaries[0].left_out[0]}" if summaries[0].left_out else ""
-    ranks_by_steps = together(summaries, lambda summary: summary.steps_seen)
+    left_out_text = f"; not recorded: {summaries[0].recorder.left_out[0]}" if summaries[0].recorder.left_out else ""
+    ranks_by_steps = together(summaries, lambda summary: summary.progress.steps_seen)
     most_steps = max(ranks_by_steps)
     furthest_ranks = f" on {some_ranks(ranks_by_steps[most_steps])}" if len(ranks_by_steps) > 1 else ""
-    stepped = next((summary.optimizers for summary in summaries if summary.optimizers), ())
-    unstepped = f"; {summaries[0].unstepped} in no optimizer" if summaries[0].unstepped else ""
-    fsdp1_text = " in a rank's own part, for FSDP1 cuts them" if "fsdp1" in summaries[0].wrappers else ""
+    stepped = next((summary.modules.optimizers for summary in summaries if summary.modules.optimizers), ())
+    unstepped = f"; {summaries[0].modules.unstepped} in no optimizer" if summaries[0].modules.unstepped else ""
+    fsdp1_text = " in a rank's own part, for FSDP1 cuts them" if "fsdp1" in summaries[0].modules.wrappers else ""
     return (
         f"{' + '.join(parts)}: {count} parameters of {elements:,} elements{fsdp1_text}{unstepped}{where_text}; "
         f"{', '.join(stepped) or 'no step of an optimizer recorded'}; {counted(most_steps, 'step')}{furthest_ranks}; "
-        f"torch {summaries[0].versions.get('torch', '?')}{left_out_text}"
+        f"torch {summaries[0].environment.versions.get('torch', '?')}{left_out_text}"
     )
 
 
@@ -246,10 +250,12 @@ def _no_axes(summaries: Sequence[Summary]) -> Rows:
     Ranks train alone where nothing ran at all: a pipeline's own loop sends between passes.
     """
     if len(summaries) == 1 or any(
-        summary.own_groups or summary.failed or not summary.saw_a_step for summary in summaries
+        summary.groups.own or summary.recorder.failed or not summary.saw_a_step for summary in summaries
     ):
         return []
-    elsewhere = any(summary.outside or summary.background or summary.issued for summary in summaries)
+    elsewhere = any(
+        summary.traffic.outside or summary.traffic.background or summary.groups.issued for summary in summaries
+    )
     alone = " of the step that is shown" if elsewhere else ": each rank trains alone"
     return [("groups", f"no collective ran in forward or backward{alone}")]
 
@@ -275,16 +281,16 @@ def _idle(summaries: Sequence[Summary]) -> Rows:
     """Return a row on groups over which nothing ran, if every rank recorded a step."""
     if not all(summary.saw_a_step for summary in summaries):
         return []
-    idle = sorted(set(itertools.chain.from_iterable(summary.idle for summary in summaries)), key=ranks_of)
+    idle = sorted(set(itertools.chain.from_iterable(summary.groups.idle for summary in summaries)), key=ranks_of)
     return [("idle groups", f"nothing ran over {groups_text(idle)}")] if idle else []
 
 
 def _placements(summaries: Sequence[Summary]) -> str:
     """Return how the parameters of the first rank are placed, and its wrappers."""
     total: Counter[str] = Counter()
-    for text, count in summaries[0].placements.items():
+    for text, count in summaries[0].parameters.placements.items():
         total[text] += count
-    wrappers = ", ".join(f"{count} x {kind}" for kind, count in summaries[0].wrappers.items())
+    wrappers = ", ".join(f"{count} x {kind}" for kind, count in summaries[0].modules.wrappers.items())
     lies = "; ".join(f"{count} {'plain tensors' if text == 'plain' else text}" for text, count in total.most_common(4))
     return lies + (f"; wrappers {wrappers}" if wrappers else "")
 
@@ -294,11 +300,11 @@ def _contents(summaries: Sequence[Summary]) -> str:
 
     Where nothing is claimed, equal bytes are called that and no more.
     """
-    steps = [set(summary.contents) for summary in summaries if summary.contents]
+    steps = [set(summary.contents.by_step) for summary in summaries if summary.contents.by_step]
     if not steps:
         return "not examined"
     last = max(set.intersection(*steps) or set().union(*steps))
-    kinds = together(summaries, lambda summary: (summary.model, summary.contents.get(last)))
+    kinds = together(summaries, lambda summary: (summary.parameters.model, summary.contents.by_step.get(last)))
     families = replicas(summaries)
     when = f"after step {last}" if last else "before the first step"
     several = [ranks_key(tuple(ranks)) for ranks in kinds.values() if len(ranks) > 1]
@@ -319,7 +325,7 @@ def _ignored(summaries: Sequence[Summary], step: int) -> str:
     """Say which parameters the contents leave out, because DDP was configured to ignore them."""
     contents_by_fqn: dict[str, set[int | None]] = {}
     for summary in summaries:
-        for fqn, contents in summary.ignored.items():
+        for fqn, contents in summary.contents.ignored.items():
             contents_by_fqn.setdefault(fqn, set()).add(contents.get(step))
     if not contents_by_fqn:
         return ""
@@ -334,24 +340,24 @@ def _no_replicas(summaries: Sequence[Summary]) -> str:
     Tensor parallelism replicates some parameters of ranks that hold other parts of the rest. FSDP1 says over which ranks it
     replicates, and not which parts its vectors are.
     """
-    roles = itertools.chain.from_iterable(summary.roles.values() for summary in summaries)
+    roles = itertools.chain.from_iterable(summary.groups.roles.values() for summary in summaries)
     if any(role.startswith("replicated") for role in roles):
         return "which parts these are is not claimed"
-    placements = itertools.chain.from_iterable(summary.placements for summary in summaries)
+    placements = itertools.chain.from_iterable(summary.parameters.placements for summary in summaries)
     has_replicated = any("Replicate" in text for text in placements)
     return "no two ranks claim the same parts of all of them" if has_replicated else "none claimed to be replicas"
 
 
 def _fed(summaries: Sequence[Summary]) -> Rows:
     """Return a row on how many different inputs the ranks received in the first step on record."""
-    steps = sorted(set(itertools.chain.from_iterable(summary.fed for summary in summaries)))
+    steps = sorted(set(itertools.chain.from_iterable(summary.received.batches for summary in summaries)))
     if not steps:
         return []
-    kinds = together(summaries, lambda summary: summary.fed.get(steps[0]))
+    kinds = together(summaries, lambda summary: summary.received.batches.get(steps[0]))
     several = [ranks_key(tuple(sorted(ranks))) for ranks in kinds.values() if len(ranks) > 1]
     same_text = f"; the same to {groups_text(several)}" if several else ""
     inputs_text = counted(len(kinds), "different input")
-    recording_ranks = [summary.rank for summary in summaries if steps[0] in summary.fed]
+    recording_ranks = [summary.rank for summary in summaries if steps[0] in summary.received.batches]
     only_text = f", as far as {some_ranks(recording_ranks)} recorded" if len(recording_ranks) < len(summaries) else ""
     return [("fed in step 1" if steps[0] == 1 else f"fed in step {steps[0]}", inputs_text + same_text + only_text)]
 
@@ -361,10 +367,12 @@ def _memory(summaries: Sequence[Summary]) -> str:
     words = {"parameters": "parameters", "gradients": "gradients", "optimizer_state": "optimizer state"}
     parts = []
     for kind, word in words.items():
-        if sizes := [summary.memory[kind] for summary in summaries if kind in summary.memory]:
+        if sizes := [summary.resources.memory[kind] for summary in summaries if kind in summary.resources.memory]:
             parts.append(f"{word} {_range(sizes)}")
-    parts += [f"parameters as forward ends {_range([summary.kept for summary in summaries if summary.shown])}"]
-    peaks = [summary.peak for summary in summaries if summary.peak]
+    parts += [
+        f"parameters as forward ends {_range([summary.resources.after_forward for summary in summaries if summary.shown])}"
+    ]
+    peaks = [summary.resources.peak for summary in summaries if summary.resources.peak]
     return ", ".join(parts) + (f"; peak {_range(peaks)}" if peaks else "")
 
 
@@ -377,7 +385,7 @@ def _range(sizes: Sequence[int]) -> str:
 def costs(summaries: Sequence[Summary]) -> Rows:
     """Return rows on what takes time, and may well be meant."""
     rows: Rows = []
-    waiting = [summary.rank for summary in summaries if summary.waits]
+    waiting = [summary.rank for summary in summaries if summary.traffic.waits]
     if waiting:
         rows.append(("barriers", f"inside forward and backward, on {some_ranks(waiting)}"))
     rows += _reduced_again(summaries)
@@ -392,7 +400,7 @@ def _reduced_again(summaries: Sequence[Summary]) -> Rows:
 
     DDP looks at no_sync as its forward pass ends: around backward alone it spares nothing.
     """
-    gradients = max((summary.memory.get("gradients", 0) for summary in summaries), default=0)
+    gradients = max((summary.resources.memory.get("gradients", 0) for summary in summaries), default=0)
     if not gradients:
         return []
     rows = []
@@ -429,7 +437,7 @@ def _not_compared(summaries: Sequence[Summary]) -> str:
 
     Each rank may rightly have other averages, since batch norm's come from the rank's samples.
     """
-    most_buffers = max(summary.buffers for summary in summaries)
+    most_buffers = max(summary.modules.buffers for summary in summaries)
     are = (
         "buffers of floating-point numbers, such as averages, are"
         if most_buffers > 1
@@ -441,9 +449,11 @@ def _not_compared(summaries: Sequence[Summary]) -> str:
 def _own(summaries: Sequence[Summary]) -> str:
     """Return how long the recorder itself took."""
     shown_step = summaries[0].shown
-    seconds_by_rank = [summary.seconds[shown_step] for summary in summaries if summary.seconds.get(shown_step)]
+    seconds_by_rank = [
+        summary.resources.seconds[shown_step] for summary in summaries if summary.resources.seconds.get(shown_step)
+    ]
     step = f"; step {shown_step} took {max(seconds_by_rank):.3g} s without it" if seconds_by_rank else ""
-    return f"{max(summary.own for summary in summaries):.2f} s of a rank's time in all{step}"
+    return f"{max(summary.recorder.seconds for summary in summaries):.2f} s of a rank's time in all{step}"
 
 
 # ---- words

@@ -15,7 +15,7 @@ from diagnosed import kinds, proven
 from literal import TINY, judged, tiny_case, trial_of, with_rank, with_value
 
 from harness.core.evidence.exported import ExportedTensor, as_exported
-from harness.core.judge.exports import export_of, halves, merged, weights_of
+from harness.core.judge.exports import export_of, export_with_rows, halves, merged, weights_of
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
 from harness.core.run.exports import read_export
@@ -102,7 +102,7 @@ def test_a_tied_output_may_be_left_out() -> None:
         ),
         (
             "hf",
-            lambda held, trial: held | {Q: export_of(trial.case, weights_of(trial, 3), permuted=False)[Q]},
+            lambda held, trial: held | {Q: export_with_rows(trial.case, weights_of(trial, 3), permuted=False)[Q]},
             {"tensors": (Q,), "with rows of q and k": "not in the order for halves"},
         ),
         ("hf", lambda held, _: held | {GATE: held[UP]}, {"tensors": (GATE,), "as": UP}),
@@ -119,7 +119,9 @@ def test_a_tied_output_may_be_left_out() -> None:
         ("hf", lambda held, _: held | {UP: held[UP][::-1]}, {"tensors": (UP,), "with rows": "in another order"}),
         (
             "hf",
-            lambda held, trial: held | {Q: halves(export_of(trial.case, weights_of(trial, 3), permuted=False)[Q], 8)},
+            lambda held, trial: (
+                held | {Q: halves(export_with_rows(trial.case, weights_of(trial, 3), permuted=False)[Q], 8)}
+            ),
             {"tensors": (Q,), "with rows turned as those of": "1 head"},
         ),
         (

@@ -61,7 +61,7 @@ def test_ranks_on_one_mesh_share_it_however_many_are_read(tmp_path: Path) -> Non
 
 
 def test_replicas_claim_the_same_parts_and_others_do_not() -> None:
-    parts = [summary_of(record(rank)).slices for rank in range(4)]
+    parts = [summary_of(record(rank)).parameters.slices for rank in range(4)]
     assert parts[0] == parts[2] != parts[1] == parts[3]
 
 
@@ -71,7 +71,7 @@ def test_what_moved_in_one_step_alone_is_told_with_its_step() -> None:
     once = Collective("broadcast", (0, 1), "s", "uint8", 32, "forward", 2, 2)
     steps = tuple(replace(one.evidence.steps[0], step=step) for step in every)
     evidence = replace(one.evidence, steps=steps, collectives=(*every.values(), once))
-    found = summary_of(replace(one, evidence=evidence)).uses
+    found = summary_of(replace(one, evidence=evidence)).traffic.uses
     assert [(use.op, use.calls, use.bytes, use.steps) for use in found] == [
         ("all_gather", 1, 8, ""),
         ("broadcast", 1, 32, "2"),
@@ -81,11 +81,11 @@ def test_what_moved_in_one_step_alone_is_told_with_its_step() -> None:
 def test_what_dtensors_copy_over_a_group_over_which_they_cut_the_rest_is_told_apart() -> None:
     evidence = trial_of(tiny_case("fsdp_2_tp_2")).ranks[3]
     one = RankRecord(evidence, (RecordedStep(1, {tensor.fqn: 7 for tensor in evidence.parameters}),))
-    assert list(summary_of(one).copies) == ["2,3"]
+    assert list(summary_of(one).contents.copies) == ["2,3"]
     other = RankRecord(evidence, (RecordedStep(1, {t.fqn: 7 + ("norm" in t.fqn) for t in evidence.parameters}),))
     third = RankRecord(evidence, (RecordedStep(1, {t.fqn: 7 + ("norm" not in t.fqn) for t in evidence.parameters}),))
-    assert summary_of(other).copies != summary_of(one).copies == summary_of(third).copies
-    assert summary_of(record(0)).copies == {}
+    assert summary_of(other).contents.copies != summary_of(one).contents.copies == summary_of(third).contents.copies
+    assert summary_of(record(0)).contents.copies == {}
 
 
 def test_a_damaged_recording_is_named(tmp_path: Path) -> None:
@@ -102,8 +102,8 @@ def test_ranks_are_alike_whenever_another_thread_issues_its_collectives() -> Non
     kinds = []
     for at in (0, 4):
         evidence = replace(record(0).evidence, collectives=(*calls[:at], beside, *calls[at:]))
-        kinds.append(summary_of(replace(record(0), evidence=evidence)).kind)
-    assert kinds[0] == kinds[1] != summary_of(record(0)).kind
+        kinds.append(summary_of(replace(record(0), evidence=evidence)).rank_class.number)
+    assert kinds[0] == kinds[1] != summary_of(record(0)).rank_class.number
 
 
 @pytest.mark.parametrize(("shards", "role"), [((), "replicated by fsdp1 alone"), ((0, 1), "replicated by fsdp1")])
@@ -111,8 +111,8 @@ def test_fsdp1_without_shards_claims_replicas_and_is_no_hsdp(shards: tuple[int, 
     evidence = trial_of(tiny_case("ddp_2")).ranks[0]
     wrapper = Wrapper("fsdp1", shards, (0, 1) if not shards else (0, 2))
     one = summary_of(RankRecord(replace(evidence, structure={"": wrapper}), ()))
-    assert one.roles["0,1" if not shards else "0,2"] == role
-    assert bool(one.slices) == (not shards)
+    assert one.groups.roles["0,1" if not shards else "0,2"] == role
+    assert bool(one.parameters.slices) == (not shards)
 
 
 def test_what_ddp_ignores_is_no_part_of_its_replica_and_is_told_apart_unless_it_begins_as_a_constant() -> None:
@@ -126,6 +126,6 @@ def test_what_ddp_ignores_is_no_part_of_its_replica_and_is_told_apart_unless_it_
         steps = (RecordedStep(0, held, constant=(second,)), RecordedStep(1, held))
         return summary_of(RankRecord(replace(evidence, structure=structure), steps))
 
-    assert of(1, 7).contents == of(2, 7).contents != of(1, 8).contents
-    assert of(1, 7).slices == of(2, 7).slices != 0
-    assert of(1, 7).ignored == {first: {0: 1, 1: 1}}
+    assert of(1, 7).contents.by_step == of(2, 7).contents.by_step != of(1, 8).contents.by_step
+    assert of(1, 7).parameters.slices == of(2, 7).parameters.slices != 0
+    assert of(1, 7).contents.ignored == {first: {0: 1, 1: 1}}

@@ -12,7 +12,7 @@ from harness.core.evidence import relies_on
 
 
 def test_this_torch_has_all_of_it() -> None:
-    assert relies_on.lacking() == relies_on.lacking(recorder=True) == ""
+    assert relies_on.lacking_for_probe() == relies_on.lacking_for_recorder() == ""
 
 
 @pytest.mark.parametrize(
@@ -28,10 +28,10 @@ def test_a_name_that_is_gone_is_told_by_what_it_is_for(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str
 ) -> None:
     monkeypatch.delattr(owner, name)
-    told = relies_on.lacking()
+    told = relies_on.lacking_for_probe()
     (needed,) = [known for known in (relies_on.NAMES | relies_on.PROBE_ALONE) if known.endswith(name)]
     assert needed in told
-    assert (needed in relies_on.lacking(recorder=True)) is (needed in relies_on.NAMES)
+    assert (needed in relies_on.lacking_for_recorder()) is (needed in relies_on.NAMES)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,13 @@ from harness.core.case.features import Features
 from harness.core.case.loading import find_case, load_all
 from harness.core.case.traits import MEGATRON
 from harness.core.plan.figures.activations import activation_bytes, backward_bytes, block_bytes, most_waiting
-from harness.core.plan.figures.balance import attention_over_cp, layers_by_stage, matmuls_over_pp, rows_over_shards
+from harness.core.plan.figures.balance import (
+    attention_over_cp,
+    layers_by_stage,
+    matmuls_over_pp,
+    rows_over_shards,
+    unbalanced_attention_over_cp,
+)
 from harness.core.plan.figures.links import sent_bytes, traffic_by_axis
 from harness.core.plan.figures.pipeline_time import other_schedules, pipeline_time
 from harness.core.plan.figures.rank_bytes import rank_bytes
@@ -177,8 +183,8 @@ def test_the_last_stage_of_405b_has_a_layer_less_and_the_output() -> None:
 def test_load_balance_makes_causal_attention_equal_and_without_it_the_last_rank_has_most() -> None:
     case = tiny_case(ParallelDims(cp=2), EIGHT)
     assert attention_over_cp(case).shares == (18.0, 18.0)
-    assert attention_over_cp(case, load_balance=False).shares == (10.0, 26.0)
-    assert attention_over_cp(case, load_balance=False).excess == pytest.approx(4 / 9)
+    assert unbalanced_attention_over_cp(case).shares == (10.0, 26.0)
+    assert unbalanced_attention_over_cp(case).excess == pytest.approx(4 / 9)
 
 
 def test_of_16032_rows_over_128_shards_the_last_has_30() -> None:

@@ -19,7 +19,7 @@ from harness.core.case.loading import from_json
 from harness.core.case.traits import TrainerTraits
 from harness.core.evidence.store import EvidenceError, load_run
 from harness.core.judge.judgement import Judgement
-from harness.core.judge.result import Verdict
+from harness.core.judge.result import Firing, Verdict
 from harness.core.report.cause_text import diagnosis_line
 from harness.core.report.text import case_report
 from harness.core.run import run_case as module
@@ -150,7 +150,7 @@ def test_launches_that_resume_give_the_same_verdicts_and_cause_locally_through_t
     options = Options(out=tmp_path / "local", fault="optimizer_state_not_restored")
     local = run_case(case_of("resumed", **RESUMED), options)
     again = judge_folder(local.folder)
-    assert (again.results, again.diagnosis, again.fired) == (local.results, local.diagnosis, True)
+    assert (again.results, again.diagnosis, again.firing) == (local.results, local.diagnosis, Firing.FIRED)
     torchrun = run_case(case_of("resumed", **RESUMED), replace(options, out=tmp_path / "torchrun", launcher="torchrun"))
     assert verdicts(torchrun) == verdicts(local), case_report(torchrun)
     assert (

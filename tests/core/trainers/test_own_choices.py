@@ -12,7 +12,7 @@ from harness import ROOT
 from harness.core.case.allowance import Allowance
 from harness.core.case.loading import find_case, load_all
 from harness.core.causes.declarable import LABEL
-from harness.core.judge.result import Verdict
+from harness.core.judge.result import Firing, Verdict
 from harness.core.report.cause_text import evidence_rows
 from harness.core.run.options import Options
 from harness.core.run.run_case import run_case
@@ -47,4 +47,4 @@ def test_a_choice_passes_once_the_line_that_the_report_prints_declares_it(
 def test_a_checkpoint_that_is_saved_in_each_step_breaks_no_check(tmp_path: Path) -> None:
     options = Options(out=tmp_path, fault=f"{CHOICES}:saves_in_each_step")
     judgement = run_case(find_case("fsdp_2", load_all()), options)
-    assert (judgement.verdict, judgement.fired) == (Verdict.PASS, True), judgement.diagnosis
+    assert (judgement.verdict, judgement.firing) == (Verdict.PASS, Firing.FIRED), judgement.diagnosis

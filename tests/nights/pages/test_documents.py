@@ -24,7 +24,7 @@ from harness.core.judge import finding, result
 from harness.core.judge.finding import KINDS, Bound, Finding, Limit, Part
 from harness.core.judge.judgement import Judgement
 from harness.core.judge.measures import HELD
-from harness.core.judge.result import Cause, Result, Verdict
+from harness.core.judge.result import Cause, Firing, Result, Verdict
 from harness.core.judge.trial import Trial
 from harness.core.plan.figures.rank_bytes import RankBytes
 from harness.core.plan.traffic.flow import Flow
@@ -57,7 +57,9 @@ def written(judgement: Judgement) -> dict[str, Any]:
 
 
 def test_a_case_says_what_its_results_and_its_diagnosis_are() -> None:
-    judgement = judgement_of(hsdp_as_fsdp(), fault="f.py:wrong", fired=True, made={"torch": "2", "replaced": "a\nb"})
+    judgement = judgement_of(
+        hsdp_as_fsdp(), fault="f.py:wrong", firing=Firing.FIRED, made={"torch": "2", "replaced": "a\nb"}
+    )
     assert judgement.diagnosis is not None
     found = written(judgement)
     assert (found["verdict"], found["fault"], found["fired"]) == ("FAIL", "f.py:wrong", True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from literal import LAYOUTS, tiny_case, trial_of
-from literal_recording import judged_of, summary
+from literal_recording import judged_of, summary, with_changes
 
 from harness.core.case.dims import ParallelDims
 from harness.core.causes import diagnose
@@ -20,7 +20,7 @@ from harness.core.checks import all_checks, run_check
 from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
 from harness.core.evidence.recording import RankRecord, RecordedStep
 from harness.core.evidence.records import Collective, RankEvidence, Wrapper
-from harness.core.evidence.summary import Use
+from harness.core.evidence.summary_parts import Use
 from harness.core.judge.local_training import averaged, local_by, partly_equal
 from harness.core.judge.result import Result, Verdict
 from harness.core.judge.trial import Trial
@@ -117,7 +117,7 @@ def test_ranks_that_began_alike_and_add_up_gradients_and_of_which_all_parameters
     """As of an optimizer that shares nothing of what it stepped on."""
     apart = unclaimed({"matrix": 5, "head": 1}, {"matrix": 6, "head": 1})
     told = {"uses": (Use("0,1", op, phase, "float32", 1, size),), "memory": {"parameters": 400}}
-    found = replace(apart, summaries={rank: replace(one, **told) for rank, one in apart.summaries.items()})
+    found = replace(apart, summaries={rank: with_changes(one, **told) for rank, one in apart.summaries.items()})
     assert [(one.label, one.ranks) for one in anomalies(found)] == [("NOT KEPT EQUAL", (0, 1))] * rows
     assert exit_code(found) == (NOT_JUDGED if rows else PASSED)
 
@@ -130,7 +130,7 @@ def test_gradients_that_ddp_reduces_several_times_a_step_are_reported_with_their
     ]
     used = Use("0,1", "all_reduce", "backward", "int32", 2, 32)  # what find_unused_parameters agrees on
     for more in ((), (used,)):
-        told = costs([replace(one, uses=(use, *more)) for one in ranks])
+        told = costs([with_changes(one, uses=(use, *more)) for one in ranks])
         assert len([text for label, text in told if label == "reduced again"]) == rows
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from literal_recording import GATHER, SUM, hsdp, summary
+from literal_recording import GATHER, SUM, hsdp, summary, with_changes
 
 from harness.core.evidence.keys import ranks_key, ranks_of
-from harness.core.evidence.summary import Issued, Summary, Use
+from harness.core.evidence.summary import Summary
+from harness.core.evidence.summary_parts import Issued, Use
 from harness.core.judge.observed import axes, differing, odd_ranks, out_of_order, replicas
 
 
@@ -66,7 +65,7 @@ def test_a_rank_that_had_no_more_inputs_under_join_is_compared_until_then() -> N
 def test_uneven_inputs_are_no_odd_number_of_steps_under_join() -> None:
     uneven = [summary(0, 2, steps_seen=5), summary(1, 2, steps_seen=2)]
     assert [one.what for one in odd_ranks(uneven)] == ["steps"]
-    assert odd_ranks([uneven[0], dataclasses.replace(uneven[1], joined=2)]) == []
+    assert odd_ranks([uneven[0], with_changes(uneven[1], joined=2)]) == []
 
 
 def test_a_member_without_evidence_is_not_called_out_of_order() -> None:

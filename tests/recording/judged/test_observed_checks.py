@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from checked import where
-from literal_recording import GATHER, SUM, hsdp, judged_of, summary
+from literal_recording import GATHER, SUM, hsdp, judged_of, summary, with_changes
 
 from harness.core.case.dims import ParallelDims
-from harness.core.evidence.summary import Outside, Summary, Use
+from harness.core.evidence.summary import Summary
+from harness.core.evidence.summary_parts import Outside, Use
 from harness.core.judge.result import Result, Verdict
 
 FOUR = ParallelDims(dp_shard=4)
@@ -185,7 +185,7 @@ def test_a_replica_that_a_wrapper_was_told_to_ignore_is_named_and_an_expert_of_e
     ]
     broken = replica_agreement(ranks, dims)
     assert [where(finding) for finding in broken.findings] == [(1, 1, "wq")]
-    experts = [dataclasses.replace(one, ignored={"expert": one.ignored["expert"]}) for one in ranks]
+    experts = [with_changes(one, ignored={"expert": one.contents.ignored["expert"]}) for one in ranks]
     assert replica_agreement(experts, dims).verdict == Verdict.PASS
     assert replica_agreement(ranks, ParallelDims(tp=2)).verdict == Verdict.PASS
 
@@ -214,9 +214,7 @@ def test_replicas_of_a_model_that_is_not_on_record_may_differ() -> None:
 
 def test_where_the_recorder_itself_raised_what_is_wrong_is_told_and_nothing_passes() -> None:
     ranks = [hsdp(rank, fed={1: rank}, shown=2) for rank in range(4)]
-    ranks[3] = dataclasses.replace(
-        ranks[3], failed=("the recorder itself raised KeyError()",), contents={1: 5}, shown=0
-    )
+    ranks[3] = with_changes(ranks[3], failed=("the recorder itself raised KeyError()",), contents={1: 5}, shown=0)
     found = of_all(ranks, ParallelDims(dp_replicate=2, dp_shard=2))
     assert [one.verdict.name for one in found] == ["NOT_APPLICABLE", "FAIL", "UNKNOWN", "UNKNOWN"]
     assert found[2].note == "rank 3 is not recorded to its end: the recorder itself raised KeyError()"
@@ -241,7 +239,7 @@ def test_replicas_that_began_apart_and_that_nothing_joins_are_none() -> None:
     alone = [summary(rank, 2, shown=2, contents={0: rank, 1: 5 + rank}, optimizers=("SGD",)) for rank in range(2)]
     (finding,) = replica_agreement(alone, dims).findings
     assert (finding.ranks, finding.observed) == ((0, 1), None)
-    joined = [dataclasses.replace(one, uses=(Use("0,1", *SUM),)) for one in alone]
+    joined = [with_changes(one, uses=(Use("0,1", *SUM),)) for one in alone]
     assert replica_agreement(joined, dims).verdict == Verdict.NOT_APPLICABLE
     assert replica_agreement(alone, ParallelDims(dp_shard=2)).verdict == Verdict.NOT_APPLICABLE
 

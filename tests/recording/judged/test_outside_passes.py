@@ -13,7 +13,8 @@ from harness.core.cli import main
 from harness.core.evidence.recording import RankRecord, record_file, save_record
 from harness.core.evidence.records import Collective, RankEvidence
 from harness.core.evidence.step import StepEvidence
-from harness.core.evidence.summary import Outside, Summary, summary_of
+from harness.core.evidence.summary import Summary, summary_of
+from harness.core.evidence.summary_parts import Outside
 from harness.recording.judged.stored_recording import Recording
 from harness.recording.judged.structure import compared_outside, differences, structure
 from harness.recording.pages.recording_page import page
@@ -124,8 +125,8 @@ def stored(folder: Path, *, clips: bool) -> Path:
 
 def test_what_follows_the_last_step_of_a_job_belongs_to_none() -> None:
     found: Summary = summary_of(record(0, clips=True))
-    assert found.whole == (1, 2)
-    assert found.outside == (Outside("0,1", "all_reduce", "other", "float32", 1, 4, "1,2"),)
+    assert found.traffic.whole == (1, 2)
+    assert found.traffic.outside == (Outside("0,1", "all_reduce", "other", "float32", 1, 4, "1,2"),)
 
 
 def test_compare_and_a_snapshot_tell_clipping_that_was_forgotten(

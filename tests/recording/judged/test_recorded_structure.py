@@ -7,7 +7,8 @@ from typing import Any
 
 from literal_recording import GATHER, SUM, hsdp, outside, summary
 
-from harness.core.evidence.summary import Summary, Use
+from harness.core.evidence.summary import Summary
+from harness.core.evidence.summary_parts import Use
 from harness.recording.judged.stored_recording import Recording
 from harness.recording.judged.structure import costs, differences, structure
 

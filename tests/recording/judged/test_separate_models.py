@@ -8,7 +8,8 @@ from typing import Any
 from literal_recording import GATHER, SUM, hsdp, outside, summary
 
 from harness.core.evidence.records import OwnGroup
-from harness.core.evidence.summary import Outside, Summary, Use
+from harness.core.evidence.summary import Summary
+from harness.core.evidence.summary_parts import Outside, Use
 from harness.core.judge.result import Verdict
 from harness.core.judge.separate_models import joined_sets, separate_models
 from harness.recording.judged.anomalies import anomalies

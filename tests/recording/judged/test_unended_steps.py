@@ -40,7 +40,7 @@ def one_step_that_moved_nothing(steps_seen: int) -> dict[int, RankRecord]:
 def test_a_step_that_never_ended_is_no_step_of_which_all_is_on_record() -> None:
     for steps_seen, whole in ((0, ()), (1, (1,))):
         summaries = [summary_of(one) for one in one_step_that_moved_nothing(steps_seen).values()]
-        assert {(one.shown, one.whole, one.saw_a_step) for one in summaries} == {(1, whole, bool(whole))}
+        assert {(one.shown, one.traffic.whole, one.saw_a_step) for one in summaries} == {(1, whole, bool(whole))}
         assert bool(joined_sets(summaries)) is bool(whole)
 
 

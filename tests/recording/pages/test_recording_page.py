@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from literal_recording import hsdp, judged_of, outside, summary
+from literal_recording import hsdp, judged_of, outside, summary, with_changes
 
 from harness.core.case.dims import ParallelDims
 from harness.core.evidence.keys import ranks_key
 from harness.core.evidence.recording import GROUPS, Last
-from harness.core.evidence.summary import Summary, Use
+from harness.core.evidence.summary import Summary
+from harness.core.evidence.summary_parts import Use
 from harness.core.evidence.text import some_ranks
 from harness.recording.judged.anomalies import anomalies
 from harness.recording.judged.stored_recording import Recording
@@ -41,7 +42,7 @@ def test_of_a_job_without_oddities_nothing_is_odd_and_the_page_says_what_ran() -
 def test_contents_count_the_parameters_that_ddp_ignores_and_those_of_them_that_differ() -> None:
     own, shared = {"expert": {0: 5, 1: 6}}, {"router": {0: 3, 1: 4}}
     ranks = [summary(rank, 2, contents={0: 7, 1: 8}, ignored={**own, **shared}) for rank in range(2)]
-    ranks[1].ignored["expert"] = {0: 9, 1: 10}
+    ranks[1].contents.ignored["expert"] = {0: 9, 1: 10}
     text = " ".join(page(Recording(Path("run"), {one.rank: one for one in ranks})).split())
     assert "2 parameters that DDP ignores: 1 differ" in text
     assert "DDP ignores" not in page(recording())
@@ -345,7 +346,7 @@ def test_a_peer_that_went_on_without_a_collective_is_named_before_who_waited_in_
     text = page(found, ["FAIL layout dp_replicate 2", "  completed"])
     assert text.splitlines()[1].startswith("  WAITED FOR")
     assert "trains alone" not in text and "no collective ran" not in text
-    silent = Recording(Path("run"), {0: waits, 1: replace(gone, last=None)}, code=1)
+    silent = Recording(Path("run"), {0: waits, 1: with_changes(gone, last=None)}, code=1)
     assert [(one.label, one.ranks) for one in anomalies(silent)][:2] == [("WAITED FOR", (1,)), ("RAISED", (0,))]
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
 from harness.core.judge.judgement import Judgement
-from harness.core.judge.result import Verdict
+from harness.core.judge.result import Firing, Verdict
 
 
 def exit_code(judgement: Judgement) -> int:
-    return NOT_JUDGED if judgement.fired is False else code_of(judgement.verdict)
+    return NOT_JUDGED if judgement.firing is Firing.NOT_FIRED else code_of(judgement.verdict)
 
 
 def code_of(verdict: str) -> int:

@@ -39,12 +39,15 @@ def matmuls_over_pp(case: Case) -> Balance:
     return Balance(tuple(operations))
 
 
-def attention_over_cp(case: Case, *, load_balance: bool | None = None) -> Balance:
-    """Return the pairs of a query and a key that is not masked, by cp rank. load_balance: None as requested."""
-    balanced = case.features.cp_load_balance if load_balance is None else load_balance
-    other = replace(case, features=replace(case.features, cp_load_balance=balanced))
+def attention_over_cp(case: Case) -> Balance:
+    """Return the pairs of a query and a key that is not masked, by cp rank."""
     ranks = [index * case.dims.tp for index in range(case.dims.cp)]
-    return Balance(tuple(float((positions(other, rank, case.training.seq_len) + 1).sum()) for rank in ranks))
+    return Balance(tuple(float((positions(case, rank, case.training.seq_len) + 1).sum()) for rank in ranks))
+
+
+def unbalanced_attention_over_cp(case: Case) -> Balance:
+    """Return the pairs of a query and a key that is not masked, by cp rank, as if no load balance were requested."""
+    return attention_over_cp(replace(case, features=replace(case.features, cp_load_balance=False)))
 
 
 def rows_over_shards(case: Case, plan: Plan, fqn: str) -> Balance:

@@ -1,0 +1,114 @@
+"""Differences from the plan that are explained: by the plan itself, or by what the case or the adapter allows.
+
+Allowances are read here alone. A check adds up the differences of one kind, and states which allowances it used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.core.case.allowance import Allowance, declaration
+from harness.core.judge.trial import Trial
+
+Used = Callable[[Allowance], bool]
+"""Whether something uses an allowance."""
+
+
+@dataclass(frozen=True)
+class ExplainedDifference:
+    """Something that a rank may do or keep in addition to what is planned exactly."""
+
+    what: Any
+    """What differs: the kind of an allowance, or the ranks, op and phase of a collective."""
+    most: int
+    """The most of it: bytes, matmuls or graphs."""
+    allowance: Allowance | None = None
+    """What allows it; None where the plan explains it."""
+
+
+def allowances(trial: Trial, kind: str) -> list[Allowance]:
+    """Return the allowances of one kind, as in allowance.AMOUNTS."""
+    return [allowance for allowance in trial.allow if allowance.what == kind]
+
+
+def by_plan(amounts: Mapping[Any, int]) -> list[ExplainedDifference]:
+    """Return what the plan explains. amounts: by what differs."""
+    return [ExplainedDifference(what, amount) for what, amount in amounts.items()]
+
+
+def allowed_bytes(trial: Trial, rank: int, kind: str) -> list[ExplainedDifference]:
+    """Return what is kept, gathered or copied by allowance."""
+    parameters = trial.plan.parameter_bytes[rank][1]
+    return [ExplainedDifference(kind, allowance.amount(parameters), allowance) for allowance in allowances(trial, kind)]
+
+
+def allowed_traffic(trial: Trial, rank: int) -> list[ExplainedDifference]:
+    """Return what a rank moves in a step by allowance, by ranks, op and phase of the collective."""
+    parameters = trial.plan.parameter_bytes[rank][1]
+    world = tuple(range(trial.plan.dims.world_size))
+    differences = []
+    for allowance in allowances(trial, "moved"):
+        ranks = world if allowance.axis == "world" else trial.plan.peers(rank, allowance.axis)
+        key = (ranks, allowance.op, allowance.phase)
+        differences.append(ExplainedDifference(key, allowance.amount(parameters), allowance))
+    return differences
+
+
+def allowed_matmuls(trial: Trial, forward: int) -> list[ExplainedDifference]:
+    """Return what a step computes outside of its passes by allowance. forward: the matmuls of its forward passes."""
+    allowed = allowances(trial, "computed")
+    return [ExplainedDifference("computed", allowance.computed(forward), allowance) for allowance in allowed]
+
+
+def allowed_graphs(trial: Trial) -> list[ExplainedDifference]:
+    """Return what a rank compiles in a launch by allowance."""
+    allowed = allowances(trial, "compiled")
+    return [ExplainedDifference("compiled", allowance.graphs, allowance) for allowance in allowed]
+
+
+def allowed_hooks(trial: Trial) -> set[str]:
+    """Return the owners of hooks on tensors saved for backward that are allowed."""
+    return {allowance.name for allowance in allowances(trial, "hooks")}
+
+
+def most_of(differences: Iterable[ExplainedDifference]) -> int:
+    """Return how much all of these explain together."""
+    return sum(difference.most for difference in differences)
+
+
+def most_by_what(differences: Iterable[ExplainedDifference]) -> dict[Any, int]:
+    """Return how much is explained, by what differs."""
+    amounts: dict[Any, int] = {}
+    for difference in differences:
+        amounts[difference.what] = amounts.get(difference.what, 0) + difference.most
+    return amounts
+
+
+def unexplained(observed: Mapping[Any, int], differences: Iterable[ExplainedDifference]) -> int:
+    """Return how much was observed beyond what these explain, of all together. observed: by what differs."""
+    explained = most_by_what(differences)
+    return sum(max(amount - explained.get(key, 0), 0) for key, amount in observed.items())
+
+
+def without_allowances(differences: Iterable[ExplainedDifference], kind: str) -> list[ExplainedDifference]:
+    """Return the differences that no allowance of this kind explains."""
+    kept = []
+    for difference in differences:
+        if difference.allowance is None or difference.allowance.what != kind:
+            kept.append(difference)
+    return kept
+
+
+def allowances_text(trial: Trial, used: Mapping[str, Used]) -> str:
+    """Return a note of what is allowed of these kinds, and which of it nothing uses: an unused allowance should be deleted.
+
+    used: by kind, whether something uses an allowance.
+    """
+    texts = []
+    for allowance in dict.fromkeys(trial.allow):
+        if allowance.what in used:
+            note = "" if used[allowance.what](allowance) else ", not used"
+            texts.append(declaration([allowance]) + note)
+    return "; ".join(texts)
