@@ -18,7 +18,7 @@ import pytest
 from harness.core.case.case import CaseError
 from harness.core.case.loading import load_all
 from harness.core.plugin.items import Check
-from harness.core.run.selection import holds
+from harness.core.run.selection import matches_expression
 
 pytest_plugins = ["harness.plugin"]
 TESTS = Path(__file__).with_name("tests")
@@ -97,6 +97,10 @@ def names_cases(expression: str) -> bool:
     """Whether a word of it is part of a case's name, and it selects not everything that lacks its words: "not slow" does."""
     words = {word.lower() for word in re.findall(r"\w+", expression)} - {"and", "or", "not"}
     try:
-        return bool(words) and not holds(expression, "") and any(w in c.name.lower() for c in load_all() for w in words)
+        return (
+            bool(words)
+            and not matches_expression(expression, "")
+            and any(w in c.name.lower() for c in load_all() for w in words)
+        )
     except (CaseError, TypeError):  # of words that pytest understands, or that it will refuse
         return False

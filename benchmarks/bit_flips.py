@@ -25,7 +25,7 @@ from harness.core.case.loading import find_case, load_all
 from harness.core.evidence.records import Run
 from harness.core.evidence.store import load_run
 from harness.core.judge.result import Verdict
-from harness.core.judge.twice import first_difference
+from harness.core.judge.twice import find_first_difference
 from harness.core.run.options import Options
 from harness.core.run.run_case import run_case
 from harness.faults import fault
@@ -131,7 +131,7 @@ def became(judgement: Any, run: Run, usual: Run, rank: int, step: int) -> list[s
         return ["flips", "moves nothing that is seen"]
     if judgement.verdict is not Verdict.FAIL:
         return ["flips", "seen", "missed"]
-    first = first_difference(run, usual)
+    first = find_first_difference(run, usual)
     told = ["flips", "seen", "caught"]
     told += ["step located"] if first and first.step == step else []
     told += ["rank located"] if first and first.ranks == (rank,) else []

@@ -39,7 +39,7 @@ from harness.core.case.launching import SERVERS
 from harness.core.case.loading import find_case, load_all
 from harness.core.judge.result import Verdict
 from harness.core.launch import default_server
-from harness.core.launch.leftovers import leftovers
+from harness.core.launch.leftovers import find_leftovers
 from harness.core.launch.local import LocalRanks
 from harness.core.launch.resident_client import stop
 from harness.core.report.text import headline
@@ -176,8 +176,8 @@ def kill_process(what: str, kind: str, name: str, number: signal.Signals, moment
 
 def alive_of_residents(folder: Path) -> list[int]:
     """Ranks, what they started, and servers of commands: all but the resident servers, which lead sessions of their own."""
-    found = {each.pid for launch in folder.glob("*/job.json") for each in leftovers(launch.parent, range(16))}
-    found |= {each.pid for launch in folder.glob("*/*/job.json") for each in leftovers(launch.parent, range(16))}
+    found = {each.pid for launch in folder.glob("*/job.json") for each in find_leftovers(launch.parent, range(16))}
+    found |= {each.pid for launch in folder.glob("*/*/job.json") for each in find_leftovers(launch.parent, range(16))}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             ours = os.environ["XDG_RUNTIME_DIR"].encode() in (process / "cmdline").read_bytes()
@@ -209,7 +209,7 @@ def victim(what: str, harness: int, folder: Path) -> int | None:
 
 def forked_in(folder: Path) -> list[int]:
     launches = [path.parents[1] for path in folder.glob("*/run/inflight/*.groups")]
-    found = [each for launch in launches[:1] for each in leftovers(launch, range(16))]
+    found = [each for launch in launches[:1] for each in find_leftovers(launch, range(16))]
     return [each.pid for each in found if each.command == "forked from the rank"]
 
 

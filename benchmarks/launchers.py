@@ -18,7 +18,7 @@ from harness.core import trainers
 from harness.core.case import case_files
 from harness.core.case.case import Case
 from harness.core.case.loading import load_all
-from harness.core.case.variants import in_dtype
+from harness.core.case.variants import with_dtype
 from harness.core.judge.result import Verdict
 from harness.core.launch import default_server
 from harness.core.run.options import Options
@@ -47,10 +47,10 @@ def main() -> None:
     parser.add_argument("--cases", default="builtin", metavar="FOLDER")
     parser.add_argument("--dtype", help="run all cases in it")
     chosen = parser.parse_args()
-    default_server(trainers.load(chosen.trainer).preload)
+    default_server(trainers.load_adapter(chosen.trainer).preload)
     names = chosen.only or [*LISTED, *(f"{name}_sgd" for name in LISTED if chosen.sgd)]
     found = load_all(case_files.folder_of(chosen.cases))
-    cases = [in_dtype(case, chosen.dtype) for case in found if case.name in names]
+    cases = [with_dtype(case, chosen.dtype) for case in found if case.name in names]
     with tempfile.TemporaryDirectory() as folder:
         local = Options(out=Path(folder), trainer=chosen.trainer)
         run_case(cases[0], local)  # starts the server and computes the reference, for both

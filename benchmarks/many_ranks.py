@@ -18,15 +18,23 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.core.case.dims import AXES, ParallelDims
-from harness.core.case.layout import layout
-from harness.core.evidence.keys import number, ranks_key
-from harness.core.evidence.recording import Fed, RankRecord, RecordedStep, head, packed, record_file, save_record
+from harness.core.case.layout import parse_layout
+from harness.core.evidence.keys import ranks_key, stable_digest
+from harness.core.evidence.recording import (
+    Fed,
+    RankRecord,
+    RecordedStep,
+    record_bytes,
+    record_file,
+    save_record,
+    summary_line,
+)
 from harness.core.evidence.records import Collective, Group, RankEvidence, TensorEvidence, Wrapper
 from harness.core.evidence.step import StepEvidence
-from harness.core.evidence.store import without_values
+from harness.core.evidence.store import array_without_values
 from harness.core.evidence.summary import Summary, summary_of
-from harness.core.plan.grid import coordinate, rank_grid
-from harness.recording.cli.work.recording_report import shown
+from harness.core.plan.grid import coordinate_of_rank, rank_grid
+from harness.recording.cli.work.recording_report import show_recording
 
 LAYERS, ODD, WIDTH, STEPS = 2, 777, 4096, (1, 2, 3)
 MANY = 1 << 40
@@ -35,7 +43,7 @@ PLACEMENTS = ("Replicate", "Shard(0)", "Shard(1)")
 
 
 def line(dims: ParallelDims, rank: int, axis: str) -> tuple[int, ...]:
-    at = coordinate(dims, rank)
+    at = coordinate_of_rank(dims, rank)
     return tuple(rank_grid(dims)[tuple(slice(None) if one == axis else at[one] for one in AXES)].tolist())
 
 
@@ -51,16 +59,16 @@ def _nested(dims: ParallelDims) -> list[str]:
 
 
 def evidence(rank: int, dims: ParallelDims, odd: int | None) -> RankEvidence:
-    stage, axes = coordinate(dims, rank)["pp"], _nested(dims)
+    stage, axes = coordinate_of_rank(dims, rank)["pp"], _nested(dims)
     placements = tuple(PLACEMENTS[NESTED.index(axis)] for axis in axes)
-    held = without_values((WIDTH // dims.dp_shard, WIDTH // dims.tp), "float32")
+    held = array_without_values((WIDTH // dims.dp_shard, WIDTH // dims.tp), "float32")
     mesh = mesh_of(dims, stage)
     names = [
         f"layers.{stage * LAYERS + n}.{part}.weight" for n in range(LAYERS) for part in ("attention", "feed_forward")
     ]
     tensors = [TensorEvidence(name, (WIDTH, WIDTH), "bfloat16", mesh, placements, held) for name in names]
     if rank == odd:
-        whole = without_values((WIDTH, WIDTH), "float32")
+        whole = array_without_values((WIDTH, WIDTH), "float32")
         tensors[0] = TensorEvidence(names[0], (WIDTH, WIDTH), "bfloat16", None, (), whole)
     lines = {axis: line(dims, rank, axis) for axis in AXES if getattr(dims, axis) > 1}
     settings: dict[str, tuple[str, ...]] = {"cudnn.benchmark": ("on" if rank == odd else "off",)}
@@ -99,7 +107,7 @@ def moved(rank: int, step: int, lines: dict[str, tuple[int, ...]], size: int) ->
 
 
 def record(rank: int, dims: ParallelDims, odd: int | None) -> RankRecord:
-    at, told = coordinate(dims, rank), evidence(rank, dims, odd)
+    at, told = coordinate_of_rank(dims, rank), evidence(rank, dims, odd)
     held = at["dp_shard"] * dims.tp + at["tp"] + (rank == odd)
     fed = at["dp_replicate"] * dims.dp_shard + at["dp_shard"]
     names = tuple(tensor.fqn for tensor in told.parameters)
@@ -112,14 +120,14 @@ def record(rank: int, dims: ParallelDims, odd: int | None) -> RankRecord:
 
 def summary_like(first: Summary, rank: int, dims: ParallelDims) -> Summary:
     """Return the summary of another rank of the same stage, by changing what differs between them. No record is made."""
-    at = coordinate(dims, rank)
+    at = coordinate_of_rank(dims, rank)
     axes = [axis for axis in AXES if getattr(dims, axis) > 1]
     ours, theirs = ({axis: line(dims, one, axis) for axis in axes} for one in (first.rank, rank))
     keys = {"": ""} | {ranks_key(ours[axis]): ranks_key(theirs[axis]) for axis in axes}
     groups = {"": ""} | {f"{axis} {ours[axis][0]}": f"{axis} {theirs[axis][0]}" for axis in axes}
     peers = {key: str(int(key) - first.rank + rank) for _, key in first.rank_class.groups if key.isdigit()}
     held, fed = (at["dp_shard"], at["tp"]), at["dp_replicate"] * dims.dp_shard + at["dp_shard"]
-    inputs = {step: tuple(number([one, fed]) for one in each) for step, each in first.received.inputs.items()}
+    inputs = {step: tuple(stable_digest([one, fed]) for one in each) for step, each in first.received.inputs.items()}
     issued = tuple(replace(one, group=groups[one.group], ranks=keys[one.ranks]) for one in first.groups.issued)
     named = tuple((groups[group], (keys | peers)[key]) for group, key in first.rank_class.groups)
     return replace(
@@ -130,7 +138,7 @@ def summary_like(first: Summary, rank: int, dims: ParallelDims) -> Summary:
             first.groups, issued=issued, roles={keys[ranks]: role for ranks, role in first.groups.roles.items()}
         ),
         rank_class=replace(first.rank_class, groups=named),
-        parameters=replace(first.parameters, slices=number([first.parameters.slices, *held])),
+        parameters=replace(first.parameters, slices=stable_digest([first.parameters.slices, *held])),
         contents=replace(first.contents, by_step=_with_more(first.contents.by_step, *held)),
         received=replace(
             first.received,
@@ -142,7 +150,7 @@ def summary_like(first: Summary, rank: int, dims: ParallelDims) -> Summary:
 
 
 def _with_more(by_step: dict[int, int], *more: int) -> dict[int, int]:
-    return {step: number([one, *more]) for step, one in by_step.items()}
+    return {step: stable_digest([one, *more]) for step, one in by_step.items()}
 
 
 def write(dims: ParallelDims, folder: Path, odd: int | None) -> int:
@@ -152,9 +160,9 @@ def write(dims: ParallelDims, folder: Path, odd: int | None) -> int:
     for ranks in rank_grid(dims).reshape(dims.pp, -1).tolist():
         one = record(ranks[0], dims, None)
         first = summary_of(one)
-        _, _, body = packed(first, one).partition(b"\n")
+        _, _, body = record_bytes(first, one).partition(b"\n")
         for rank in ranks:
-            record_file(folder, rank).write_bytes(head(summary_like(first, rank, dims)) + body)
+            record_file(folder, rank).write_bytes(summary_line(summary_like(first, rank, dims)) + body)
     for rank in () if odd is None else {peer for axis in AXES for peer in line(dims, odd, axis)}:
         one = record(rank, dims, odd)
         save_record(record_file(folder, rank), summary_of(one), one)
@@ -172,7 +180,7 @@ def main() -> None:
     if args.read:
         read(args.folder, args.layout if args.read == "layout" else None)
         return
-    dims = layout(args.layout, MANY)
+    dims = parse_layout(args.layout, MANY)
     size = write(dims, args.folder, ODD % dims.world_size if args.odd else None)
     print(f"{dims.world_size} files of {size / dims.world_size:.0f} bytes")
     for what in ("layout", "page"):
@@ -182,7 +190,7 @@ def main() -> None:
 
 def read(folder: Path, text: str | None) -> None:
     began, cpu = time.monotonic(), time.process_time()
-    code = shown(argparse.Namespace(json=False), folder, text)
+    code = show_recording(argparse.Namespace(json=False), folder, text)
     took, memory = time.process_time() - cpu, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"exit code {code}: {took:.1f} s of CPU, {time.monotonic() - began:.1f} s in all; {memory:.0f} MiB at most")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.recording.judged.same_training import numbers_of
+from harness.recording.judged.same_training import load_numbers
 from harness.recording.sketches import (
     BUCKETS,
     GRADIENT,
@@ -23,9 +23,9 @@ from harness.recording.sketches import (
     Box,
     RankSketches,
     Sketch,
-    place_text,
     save_sketches,
     sketch_file,
+    text_of_boxes,
 )
 
 DIM, LAYERS, HIDDEN, OF_KEYS, VOCABULARY = 16384, 126, 53248, 1024, 128256
@@ -69,7 +69,7 @@ def rank_sketches(rank: int, random: np.random.Generator) -> RankSketches:
     held = [*parameters(stage)]
     boxes = {name: slice_of(rows, columns, dim, data, tensor) for name, rows, columns, dim in held}
     sketches = tuple(
-        Sketch(step, kind, name, place_text([box]), box.size[0] * box.size[1], 1.0, random.standard_normal(BUCKETS))
+        Sketch(step, kind, name, text_of_boxes([box]), box.size[0] * box.size[1], 1.0, random.standard_normal(BUCKETS))
         for (step, kind), (name, box) in itertools.product(KINDS, boxes.items())
     )
     rows = random.integers(0, 2**62, (MICROBATCHES, 1)).tolist() if stage == 0 else []
@@ -96,7 +96,7 @@ def main() -> None:
         save_sketches(sketch_file(folder, rank), rank_sketches(rank, random))
     size = sum(path.stat().st_size for path in (folder / "ranks").iterdir())
     began = time.perf_counter()
-    numbers = numbers_of(folder)
+    numbers = load_numbers(folder)
     took, memory = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(f"{len(numbers.ranks)} ranks, {len(numbers.whole)} tensors: {size / 1e6:.0f} MB")
     print(f"read and added up in {took:.1f} s with {memory / 1e3:.0f} MB of memory")

@@ -21,16 +21,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.core.case.case import Case
-from harness.core.case.case_files import OURS, folder_of
+from harness.core.case.case_files import BUILTIN_WORD, folder_of
 from harness.core.case.loading import load_all
-from harness.core.launch import Job, Pool, default_server, launch, pool_of
+from harness.core.launch import Job, Pool, default_server, launch, slot_pool
 from harness.core.report.outcome import Outcome
 from harness.core.report.progress import Progress
 from harness.core.run.matrix import run_all
 from harness.core.run.options import Options
-from harness.core.run.packing import Load, in_order, loads, makespan
+from harness.core.run.packing import CaseLoad, estimate_loads, makespan, order_loads
 from harness.core.run.reference_cache import reference_folder
-from harness.core.run.selection import matching, of_tier
+from harness.core.run.selection import select_matching, select_tier
 
 
 def sleep(options: dict[str, float]) -> None:
@@ -56,14 +56,14 @@ class Use:
         return area / (slots * (until - start))
 
 
-def packed(order: list[Load], slots: int) -> Use:
+def packed(order: list[CaseLoad], slots: int) -> Use:
     """Every load as a launch of ranks that sleep."""
     use = Use()
-    default_server().ready()
+    default_server().wait_until_ready()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(slots + 1) as threads:
-        pool = Pool(Path(folder) / "slots", tuple(f"GPU-{number}" for number in range(slots)), gpus=True)
+        pool = Pool(Path(folder) / "slots", tuple(f"GPU-{number}" for number in range(slots)), has_gpus=True)
 
-        def run(load: Load) -> None:
+        def run(load: CaseLoad) -> None:
             watch: list[float] = []
             job = Job(Path(folder) / load.name, load.slots, "benchmarks.packing:sleep", {"seconds": load.seconds})
             exits = launch(job, pool=pool, began=lambda: watch.append(time.monotonic()))
@@ -77,7 +77,7 @@ def packed(order: list[Load], slots: int) -> Use:
 def pretended(cases: list[Case], slots: int, seed: int) -> str:
     draw = random.Random(seed)
     seconds = {case.name: draw.uniform(0.5, 4.0) for case in cases}
-    order = in_order(loads(cases, seconds, slots), slots)
+    order = order_loads(estimate_loads(cases, seconds, slots), slots)
     use = packed(order, slots)
     first, last = min(began for began, _, _ in use.held), max(ended for _, ended, _ in use.held)
     tail = sorted(began for began, _, _ in use.held)[
@@ -92,13 +92,13 @@ def pretended(cases: list[Case], slots: int, seed: int) -> str:
 
 
 def real(cases: list[Case], folder: Path, jobs: int) -> str:
-    slots = len(pool_of("cpu").slots)
+    slots = len(slot_pool("cpu").slots)
     done: list[Outcome] = []
     with open(os.devnull, "w") as nowhere:
         progress = Progress({case.name: 1 for case in cases}, nowhere)
         run_all(cases, Options(out=folder), jobs=jobs, progress=progress, ended=done.append)
     area = sum(outcome.seconds * min(outcome.ranks, slots) for outcome in done)
-    alone, wall = sum(outcome.seconds for outcome in done), progress.elapsed()
+    alone, wall = sum(outcome.seconds for outcome in done), progress.elapsed_seconds()
     return (
         f"-j {jobs}: {len(done)} cases ({sum(outcome.failed for outcome in done)} failed) in {wall:.1f} s, had slots for "
         f"{alone:.1f} s in all; {area / slots / wall:.1%} of {slots} slots busy"
@@ -113,16 +113,16 @@ def main() -> None:
     parser.add_argument("--tier", default="default")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    cases = of_tier(matching(load_all(folder_of(OURS)), args.expression), args.tier)
+    cases = select_tier(select_matching(load_all(folder_of(BUILTIN_WORD)), args.expression), args.tier)
     if args.what == "pretended":
         return print(pretended(cases, args.slots, args.seed))
     with tempfile.TemporaryDirectory() as folder:
-        default_server().ready()
+        default_server().wait_until_ready()
         for case in cases:
             reference_folder(case, Options(out=Path(folder)))
-        slots = len(pool_of("cpu").slots)
+        slots = len(slot_pool("cpu").slots)
         named = {case.name: case for case in cases}
-        ordered = [named[load.name] for load in in_order(loads(cases, {}, slots), slots)]
+        ordered = [named[load.name] for load in order_loads(estimate_loads(cases, {}, slots), slots)]
         for jobs in (1, slots + 1):
             print(real(ordered, Path(folder), jobs), flush=True)
 

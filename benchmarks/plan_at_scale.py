@@ -23,7 +23,7 @@ from harness.core.plan import make_plan as module
 from harness.core.plan.kinds import PerRank
 from harness.core.plan.make_plan import make_plan
 from harness.core.plan.plan import Plan
-from harness.core.report.layout_text import kinds_of
+from harness.core.report.layout_text import rank_classes
 
 ROUNDS = 3
 SIDE_BY_SIDE = "llama3_70b_512"
@@ -40,7 +40,7 @@ def one_layout(case: Case) -> None:
     plan = make_plan(case)
     count = looked_at(plan)
     seconds, used = time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    numbers = f"{case.dims.world_size:>7,} ranks {len(kinds_of(plan)):>4} kinds {count:>8,} fields"
+    numbers = f"{case.dims.world_size:>7,} ranks {len(rank_classes(plan)):>4} kinds {count:>8,} fields"
     print(f"{case.name:<24}{numbers} {seconds:6.2f} s of processor {used / 1e6:6.0f} MB", flush=True)
 
 

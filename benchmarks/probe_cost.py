@@ -42,7 +42,7 @@ def measure(options: dict[str, Any]) -> None:
     if options["unfrozen"]:
         gc.unfreeze()
     case = from_json(options["case"])
-    adapter = trainers.load(options["trainer"])
+    adapter = trainers.load_adapter(options["trainer"])
     trainer = adapter.start(case, None, options["device"])
     step = stepping(trainer)
     blocks: list[list[Seconds]] = []
@@ -103,7 +103,7 @@ def main() -> None:
         "--case", metavar="FILE::NAME", help="of as many ranks; default a model of 4 million parameters"
     )
     chosen = parser.parse_args()
-    default_server(trainers.load(chosen.trainer).preload, device=chosen.device)
+    default_server(trainers.load_adapter(chosen.trainer).preload, device=chosen.device)
     case = of_file(chosen.case) if chosen.case else usual(chosen.ranks)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"

@@ -22,21 +22,21 @@ from typing import Any
 import numpy as np
 
 from harness.core.case.case import Case
-from harness.core.checks import judging
+from harness.core.checks import applicable_checks
 from harness.core.evidence.provided import RECORDED
 from harness.core.evidence.recording import Fed, RankRecord, RecordedStep
 from harness.core.evidence.records import RankEvidence, Run
 from harness.core.evidence.step import Activity, Microbatch, StepEvidence
-from harness.core.evidence.store import EvidenceError, load_run, without_values
+from harness.core.evidence.store import EvidenceError, array_without_values, load_run
 from harness.core.evidence.summary import summary_of
 from harness.core.judge.result import Verdict
 from harness.core.judge.stored_trial import load_case
 from harness.core.report.cause_text import diagnosis_line
-from harness.faults.attempt import Attempt, accepted
+from harness.faults.attempt import Attempt, accepted_attempts
 from harness.recording.judged.anomalies import anomalies
-from harness.recording.judged.recorded_layout import judged_by
+from harness.recording.judged.recorded_layout import judge_records
 from harness.recording.judged.stored_recording import Recording
-from harness.recording.pages.recording_page import costs
+from harness.recording.pages.recording_page import cost_rows
 from tools.said import said_of
 
 ADAMW = "AdamW(betas (0.9, 0.95), weight_decay 0.1, amsgrad False)"
@@ -64,7 +64,8 @@ def record_of(case: Case, run: Run, rank: int) -> RankRecord:
 def _cut(evidence: RankEvidence) -> RankEvidence:
     """Return the evidence without what only the matrix sees."""
     bare = tuple(
-        dataclasses.replace(t, value=without_values(t.value.shape, str(t.value.dtype))) for t in evidence.parameters
+        dataclasses.replace(t, value=array_without_values(t.value.shape, str(t.value.dtype)))
+        for t in evidence.parameters
     )
     steps = tuple(_step(step) for step in evidence.steps)
     return dataclasses.replace(evidence, parameters=bare, steps=steps, held=None)
@@ -119,10 +120,10 @@ def noticed(folder: Path) -> Noticed:
     records = {rank: record_of(launched, run, rank) for rank in sorted(run.ranks)}
     summaries = [summary_of(record) for record in records.values()]
     recording = Recording(folder, {one.rank: one for one in summaries}, requested=run.world_size)
-    results, diagnosis = judged_by(recording, launched.dims, records.__getitem__)
+    results, diagnosis = judge_records(recording, launched.dims, records.__getitem__)
     broken = [r.check for r in results if r.verdict is Verdict.FAIL]
     unknown = tuple(r.check for r in results if r.verdict is Verdict.UNKNOWN)
-    labels = [*(anomaly.label for anomaly in anomalies(recording)), *(label for label, _ in costs(summaries))]
+    labels = [*(anomaly.label for anomaly in anomalies(recording)), *(label for label, _ in cost_rows(summaries))]
     said = said_of(folder.name, results, diagnosis, labels)
     return Noticed(tuple(dict.fromkeys([*broken, *labels])), unknown, diagnosis_line(diagnosis), said)
 
@@ -136,7 +137,7 @@ def main() -> None:
     said: list[dict[str, Any]] = []
     began, count = time.process_time(), Counter[str]()
     folders = [f for f in sorted(args.out.iterdir()) if any(word in f.name for word in args.k.split(","))]
-    attempts = {f"{one.case}+{one.fault}": one for one in accepted()}
+    attempts = {f"{one.case}+{one.fault}": one for one in accepted_attempts()}
     for folder in folders:
         if "+" not in folder.name and (folder / "case.json").exists():
             count[_of_correct(folder)] += 1
@@ -187,7 +188,7 @@ STRUCTURE = RECORDED.without(("contents", "samples", "uses"), "no structure")
 
 
 def _word(found: Noticed, attempt: Attempt) -> str:
-    structural = bool(judging(STRUCTURE) & {*attempt.broken})
+    structural = bool(applicable_checks(STRUCTURE) & {*attempt.broken})
     if not found.broken:
         return ("unread" if "completed" in found.unknown else "missed") if structural else "neither"
     if not structural:

@@ -33,9 +33,9 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.core.case import layout as layouts
 from harness.core.cli import main as command_line
-from harness.recording.injection import environment, fresh
+from harness.recording.injection import environment, make_fresh_folder
 from harness.recording.judged.anomalies import anomalies
-from harness.recording.judged.recorded_layout import judged
+from harness.recording.judged.recorded_layout import judge_recording
 from harness.recording.judged.stored_recording import load_recording
 from tools.said import said_of
 
@@ -296,7 +296,7 @@ def shown(name: str, folder: Path) -> tuple[bool, str]:
 def said(name: str, folder: Path) -> dict[str, Any]:
     """What is said of a job with the layout that it has, as data."""
     recording = load_recording(folder / name)
-    results, diagnosis = judged(recording, layouts.layout(JOBS[name][0], recording.world))
+    results, diagnosis = judge_recording(recording, layouts.parse_layout(JOBS[name][0], recording.world))
     return said_of(name, results, diagnosis, [anomaly.label for anomaly in anomalies(recording)])
 
 
@@ -317,7 +317,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name in names:
-            fresh(folder / name)
+            make_fresh_folder(folder / name)
         words = [sys.executable, "-m", "benchmarks.recorded_habits", "-k", args.k, "--record", str(folder)]
         subprocess.run(words, env=environment(folder / names[0], "1-3") | {"OMP_NUM_THREADS": "1"}, check=True)
         pages = {name: shown(name, folder) for name in names}

@@ -25,7 +25,7 @@ from harness.core.case.dims import ParallelDims
 from harness.core.case.features import Features
 from harness.core.case.loading import from_json, load_all
 from harness.faults import load_fault
-from harness.faults.attempt import Attempt, accepted
+from harness.faults.attempt import Attempt, accepted_attempts
 
 OF_NUMBERS = {"gradients", "update"}
 SECONDS = 300
@@ -79,7 +79,7 @@ def main() -> None:
     args = parser.parse_args()
     cases, count = {case.name: case for case in load_all()}, Counter[str]()
     references: dict[str, Path] = {}
-    for attempt in accepted():
+    for attempt in accepted_attempts():
         case, name = cases[attempt.case], f"{attempt.case}+{attempt.fault}"
         recipe = case.training
         if (

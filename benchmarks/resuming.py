@@ -26,7 +26,7 @@ from pathlib import Path
 from harness import ROOT
 from harness.core.launch import Pool
 from harness.core.run import verdicts
-from harness.nights.merged import merged, problems
+from harness.nights.merged import find_problems, merge_outcomes
 
 SMALL = "why: small, model: {n_layers: 1}, training: {steps: 1}"
 PATIENCE = 3600.0  # seconds that the last of the runs, without a kill, may take
@@ -71,7 +71,7 @@ def environment(where: Path) -> dict[str, str]:
 
 
 def _size(out: Path) -> int:
-    file = verdicts.file_in(out)
+    file = verdicts.verdicts_file_in(out)
     return file.stat().st_size if file is not None else 0
 
 
@@ -81,7 +81,7 @@ def run_part(shard: str, out: str, where: Path, draw: random.Random, longest: fl
         last = kills == most
         seconds, more = draw.uniform(0.0, longest), draw.randint(1, 4000)
         moment = Moment() if last else Moment(seconds=seconds) if draw.random() < 0.5 else Moment(more=more)
-        begun = verdicts.file_in(where / out) is not None
+        begun = verdicts.verdicts_file_in(where / out) is not None
         if not killed(["--resume"] if begun else ["--shard", shard], where, out, moment):
             return kills
     raise TimeoutError(f"part {shard} did not come to its end within {PATIENCE:g} s")
@@ -101,26 +101,26 @@ def once(shards: int, names: list[str], draw: random.Random, longest: float, mos
         wrong += [line for line in told.splitlines() if line.startswith("harness: --resume")]  # sources were edited
         if wrong:
             print(told, file=sys.stderr)
-        with Pool(where / "slots", tuple(path.name for path in (where / "slots").glob("core_*"))).taken(4):
+        with Pool(where / "slots", tuple(path.name for path in (where / "slots").glob("core_*"))).take_slots(4):
             pass  # all slots are free again
         return kills, wrong
 
 
 def wrong_verdicts(names: list[str], outs: list[Path]) -> list[str]:
     """Cases that are lost, doubled or not judged, by the lines of verdicts.jsonl and the folders of cases."""
-    runs = [verdicts.last(out)[0] for out in outs]
-    found = Counter(one.case for one in merged(runs))
-    ended = Counter(name for run in runs for name in (*run.outcomes, *run.twice))
+    runs = [verdicts.last_run(out)[0] for out in outs]
+    found = Counter(one.case for one in merge_outcomes(runs))
+    ended = Counter(name for run in runs for name in (*run.outcomes, *run.ended_twice))
     folders = Counter(path.parent.name for out in outs for path in out.glob("[!.]*/run"))
     wrong = [f"{name}: lost" for name in names if not found[name] or not folders[name]]
     wrong += [f"{name}: ended {count} times" for name, count in ended.items() if count > 1]
     wrong += [f"{name}: nobody asked for it" for name in ended.keys() | folders.keys() if name not in names]
     wrong += [
         f"{one.case}: {one.verdict} {one.reason}{one.cause}"
-        for one in merged(runs)
+        for one in merge_outcomes(runs)
         if one.failed and "golden" not in one.report
     ]
-    return sum(problems(runs), wrong)
+    return sum(find_problems(runs), wrong)
 
 
 def left(where: Path) -> list[str]:

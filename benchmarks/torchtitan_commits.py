@@ -35,7 +35,7 @@ from harness.core.launch import default_server
 from harness.core.report.text import headline
 from harness.core.run.options import Options, Unsupported
 from harness.core.run.run_case import run_case
-from harness.nights.bisect.commits import clone, git
+from harness.nights.bisect.commits import run_git, temporary_clone
 
 CASES = ("hsdp_2x2", "fsdp_2_tp_2", "cp_2", "pp_2", "hsdp_2x2_accum", "fsdp_4_to_hsdp_2x2")
 OF_MONTHS = (
@@ -175,14 +175,14 @@ class Row:
 def touching(repo: Path, since: str) -> list[str]:
     """Return the commits that touch these cases, newest first."""
     words = ("rev-list", "--first-parent", f"--since={since}-01T00:00:00Z", "main", "--", *TOUCHED)
-    return [commit[:9] for commit in git(repo, *words).split()]
+    return [commit[:9] for commit in run_git(repo, *words).split()]
 
 
 def ends_of_months(repo: Path, since: str) -> Iterator[str]:
     """Return the last commit of each month that is over on main, by the date of the commit."""
-    newest = git(repo, "show", "--no-patch", "--format=%cs", "main")[:7]
+    newest = run_git(repo, "show", "--no-patch", "--format=%cs", "main")[:7]
     for _, after in itertools.takewhile(lambda pair: pair[0] < newest, itertools.pairwise(months(since))):
-        yield git(repo, "rev-list", "-1", "--first-parent", f"--before={after}-01T00:00:00Z", "main").strip()[:9]
+        yield run_git(repo, "rev-list", "-1", "--first-parent", f"--before={after}-01T00:00:00Z", "main").strip()[:9]
 
 
 def months(since: str) -> Iterator[str]:
@@ -193,10 +193,10 @@ def months(since: str) -> Iterator[str]:
 
 
 def judged(repo: Path, commit: str, cases: Iterable[str], out: Path) -> Row:
-    with clone(repo, source.FILES) as checkout:
-        git(checkout, "checkout", "--quiet", "--detach", commit)
-        date = git(checkout, "show", "--no-patch", "--format=%cs").strip()
-        options = Options(out=out / commit, trainer=trainers.spec("torchtitan", str(checkout)), timeout=240.0)
+    with temporary_clone(repo, source.FILES) as checkout:
+        run_git(checkout, "checkout", "--quiet", "--detach", commit)
+        date = run_git(checkout, "show", "--no-patch", "--format=%cs").strip()
+        options = Options(out=out / commit, trainer=trainers.absolute_spec("torchtitan", str(checkout)), timeout=240.0)
         known = load_all()
         told = {name: found(find_case(name, known), options) for name in cases}
         told = {name: Found(one.verdict, one.told.replace(f"{checkout}/", "")) for name, one in told.items()}

@@ -34,10 +34,10 @@ from harness.core.evidence.store import write_text
 from harness.core.judge.result import Verdict
 from harness.core.launch import default_server
 from harness.core.run.options import Options
-from harness.nights.affected.maps import CaseMap, file_of
-from harness.nights.affected.selecting import affected
-from harness.nights.affected.sources import between
-from harness.nights.bisect.commits import bisect, clone, git
+from harness.nights.affected.maps import CaseMap, map_file
+from harness.nights.affected.selecting import select_affected
+from harness.nights.affected.sources import changes_between
+from harness.nights.bisect.commits import bisect, run_git, temporary_clone
 
 STORED = Path(__file__).with_suffix(".json")
 PAGE = ROOT / "docs" / "results" / "torchtitan_history.md"
@@ -93,21 +93,21 @@ def trainer_of(change: Change, checkout: Path | str, out: Path) -> str:
     """The adapter itself, or a file with one that has what the change asks for. checkout: "" for that of each commit."""
     asked = {"options": change.options, "chosen": change.chosen, "shows": change.shows}
     if asked == {"options": {}, "chosen": {}, "shows": True}:
-        return trainers.spec("torchtitan", str(checkout))
+        return trainers.absolute_spec("torchtitan", str(checkout))
     given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
     path = out / f"{change.commit}_{change.case}.py"
     write_text(path, f"from harness.adapters.torchtitan import Torchtitan\n\nadapter = Torchtitan({given})\n")
-    return trainers.spec(str(path), str(checkout))
+    return trainers.absolute_spec(str(path), str(checkout))
 
 
 def judged(repo: Path, change: Change, out: Path) -> Sides:
-    with clone(repo, source.FILES) as checkout:
+    with temporary_clone(repo, source.FILES) as checkout:
         before = judged_at(checkout, change.before or f"{change.commit}^", change, out / "before")
         return Sides(before, judged_at(checkout, change.commit, change, out / "after"))
 
 
 def judged_at(checkout: Path, commit: str, change: Change, out: Path) -> Found:
-    git(checkout, "checkout", "--quiet", "--detach", commit)
+    run_git(checkout, "checkout", "--quiet", "--detach", commit)
     options = Options(out=out / change.commit, trainer=trainer_of(change, checkout, out), timeout=240.0)
     return found(case_of(change), options)
 
@@ -128,16 +128,16 @@ def selected(repo: Path, change: Change, out: Path) -> tuple[dict[str, str], int
     with_bug, without = change.before or f"{change.commit}^", change.commit
     if change.breaks:
         with_bug, without = without, with_bug
-    with clone(repo, source.FILES) as checkout:
-        base = git(checkout, "rev-parse", without).strip()
-        git(checkout, "checkout", "--quiet", "--detach", base)
+    with temporary_clone(repo, source.FILES) as checkout:
+        base = run_git(checkout, "rev-parse", without).strip()
+        run_git(checkout, "checkout", "--quiet", "--detach", base)
         trainer, folder = trainer_of(change, checkout, out), out / "map" / f"{change.commit}_{change.case}"
         options = Options(out=out / change.commit, trainer=trainer, timeout=240.0, map=folder)
         cases = [case_of(change), *(find_case(name, load_all()) for name in DECOYS)]
         asked = [case for case in cases if found(case, options).verdict != "not asked"]
-        git(checkout, "checkout", "--quiet", "--detach", with_bug)
-        why = affected(asked, base, trainer, trainers.load(trainer).name, folder).why
-        one, changed = CaseMap.of(file_of(folder, cases[0].name)), between(checkout, base, None).functions
+        run_git(checkout, "checkout", "--quiet", "--detach", with_bug)
+        why = select_affected(asked, base, trainer, trainers.load_adapter(trainer).name, folder).reasons
+        one, changed = CaseMap.load(map_file(folder, cases[0].name)), changes_between(checkout, base, None).functions
         ran = sum(len(names & one.functions.get(file, frozenset())) for file, names in changed.items())
         return {case.name: why.get(case.name, "") for case in asked}, ran
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 
-class Spent(Exception):
+class BudgetExceeded(Exception):
     """The bound is reached: no more is computed."""
 
 
@@ -18,7 +18,7 @@ _LEFT: ContextVar[list[int] | None] = ContextVar("left", default=None)
 
 
 @contextlib.contextmanager
-def at_most(logits: int) -> Iterator[None]:
+def logits_budget(logits: int) -> Iterator[None]:
     """Allow forward passes with this many logits in all. A pass with twice as many counts as two passes."""
     token = _LEFT.set([logits])
     try:
@@ -27,11 +27,11 @@ def at_most(logits: int) -> Iterator[None]:
         _LEFT.reset(token)
 
 
-def spend(logits: int) -> None:
-    """Count the logits of one pass. Raises Spent if the bound is exceeded. Without a bound it does nothing."""
+def spend_logits(logits: int) -> None:
+    """Count the logits of one pass. Raises BudgetExceeded if the bound is exceeded. Without a bound it does nothing."""
     remaining = _LEFT.get()
     if remaining is None:
         return
     remaining[0] -= logits
     if remaining[0] < 0:
-        raise Spent
+        raise BudgetExceeded

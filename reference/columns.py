@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def flattened(matrix: np.ndarray, blocks: int = 1) -> np.ndarray:
+def flatten_by_blocks(matrix: np.ndarray, blocks: int = 1) -> np.ndarray:
     """Return the matrix as a vector, block after block. [rows, columns] -> [rows * columns]
 
     With one block an array of any dims is flattened as numpy does it.
@@ -15,8 +15,8 @@ def flattened(matrix: np.ndarray, blocks: int = 1) -> np.ndarray:
     return np.concatenate([block.ravel() for block in np.split(matrix, blocks, axis=1)])
 
 
-def restored(vector: np.ndarray, shape: tuple[int, ...], blocks: int = 1) -> np.ndarray:
-    """Return the matrix of this shape whose flattened vector is given: the inverse of flattened."""
+def restore_from_blocks(vector: np.ndarray, shape: tuple[int, ...], blocks: int = 1) -> np.ndarray:
+    """Return the matrix of this shape whose flatten_by_blocks vector is given: the inverse of flattened."""
     if blocks == 1:
         return vector.reshape(shape)
     rows, columns = shape

@@ -264,7 +264,7 @@ class TrainingConfig:
             raise ValueError("masked_samples: no label of a token file is masked; leave out one of it and data")
 
 
-def trains(training: TrainingConfig, fqn: str) -> bool:
+def is_trainable(training: TrainingConfig, fqn: str) -> bool:
     """Return whether a parameter is trained; else it is frozen."""
     return any(fnmatchcase(fqn, pattern) for pattern in training.trainable)
 
@@ -281,7 +281,7 @@ def rule_of(training: TrainingConfig, fqn: str) -> str:
     return "adamw"
 
 
-def unused(training: TrainingConfig) -> set[str]:
+def unused_fields(training: TrainingConfig) -> set[str]:
     """Return the fields of the recipe that are options of other optimizers."""
     used_rules = {training.optimizer}
     if training.optimizer == "muon":

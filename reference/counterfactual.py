@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .budget import spend
-from .columns import flattened, restored
+from .budget import spend_logits
+from .columns import flatten_by_blocks, restore_from_blocks
 from .config import ModelConfig, TrainingConfig, quantized_modules
 from .data import IGNORED, documents, step_length
 from .model import at_least_float32, freeze, llama_from, seed_masks
@@ -23,7 +23,7 @@ from .optimizer import MOMENTS, Optimizer, options_of
 from .precision import DTYPES, Worker
 from .record import ReferenceRun, ReferenceStep
 from .spellings import Alter
-from .train import by_fqn, learning_rate, to_numpy
+from .train import arrays_by_fqn, learning_rate, to_numpy
 
 Arrays = dict[str, np.ndarray]
 
@@ -41,7 +41,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Otherwise:
+class Changes:
     """The differences from the reference. A field that is None: as it was. Arrays are whole tensors by fqn."""
 
     weights: Mapping[str, np.ndarray] | None = None  # before the first step
@@ -64,7 +64,7 @@ class Otherwise:
 
 
 @dataclass(frozen=True)
-class Apart:
+class SeparateCopies:
     """Copies of the model that train separately, and the shares of the batch that each computes."""
 
     owners: Sequence[int]  # by share, the copy that computes it
@@ -72,28 +72,28 @@ class Apart:
     """(step, the recipe's batch) -> by share, how often each token counts in its gradient, float64 [b, s]. A share without any
     is not computed, nor its loss."""
     reduce: Callable[[int, list[Arrays]], list[Arrays]]  # (step, gradients by share) -> those by copy
-    otherwise: Sequence[Otherwise]  # by copy
+    otherwise: Sequence[Changes]  # by copy
 
 
-def retrain(
-    model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, otherwise: Otherwise
-) -> ReferenceRun:
+def retrain(model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, otherwise: Changes) -> ReferenceRun:
     """Return the run of the reference with the steps trained again.
 
     model, training: the recipe to train by, which may be another than the reference's.
     """
-    alone = Apart((0,), lambda step, batch: (_each_once(batch),), lambda step, gradients: gradients, (otherwise,))
-    return retrain_apart(model, training, reference, alone)[0]
+    alone = SeparateCopies(
+        (0,), lambda step, batch: (_counts_of_one(batch),), lambda step, gradients: gradients, (otherwise,)
+    )
+    return retrain_separately(model, training, reference, alone)[0]
 
 
-def retrain_apart(
-    model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, apart: Apart
+def retrain_separately(
+    model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, apart: SeparateCopies
 ) -> tuple[ReferenceRun, ...]:
     """Return the run of each copy of the model. The loss of a step is that of all tokens of all shares."""
     with one_thread():
         copies = [_Copy(model, training, reference, otherwise) for otherwise in apart.otherwise]
         steps = [
-            _step(copies, apart, _batch(reference, ids, step_length(training, number)), number)
+            _step_of_copies(copies, apart, _batch_of_step(reference, ids, step_length(training, number)), number)
             for number, ids in enumerate(reference.samples, start=1)
         ]
     return tuple(
@@ -121,12 +121,12 @@ def one_thread() -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def _each_once(batch: Batch) -> np.ndarray:
+def _counts_of_one(batch: Batch) -> np.ndarray:
     """Return counts with which every token counts once. float64 [b, s]"""
     return np.ones(batch.labels.shape)
 
 
-def _step(copies: Sequence[_Copy], apart: Apart, usual: Batch, number: int) -> list[ReferenceStep]:
+def _step_of_copies(copies: Sequence[_Copy], apart: SeparateCopies, usual: Batch, number: int) -> list[ReferenceStep]:
     """Compute all shares, reduce their gradients, let every copy take its step, and return the step of each copy."""
     loss = 0.0
     gradients = []
@@ -135,7 +135,7 @@ def _step(copies: Sequence[_Copy], apart: Apart, usual: Batch, number: int) -> l
         copy = copies[owner]
         batch = copy.otherwise.batch(number, usual) if copy.otherwise.batch else usual
         valid = int((batch.labels != IGNORED).sum())
-        share = _only(batch, counts)
+        share = _counted_rows(batch, counts)
         if share.labels.size:
             share_loss, share_gradients = copy.backward(share, valid, number)
         else:
@@ -147,7 +147,7 @@ def _step(copies: Sequence[_Copy], apart: Apart, usual: Batch, number: int) -> l
     return [copy.step(number, loss, valid, own_gradients) for copy, own_gradients in zip(copies, reduced, strict=True)]
 
 
-def _only(batch: Batch, counts: np.ndarray) -> Batch:
+def _counted_rows(batch: Batch, counts: np.ndarray) -> Batch:
     """Return the rows of a batch of which some token counts, with labels of only the tokens that count."""
     rows = counts.any(axis=1)
     labels = np.where(counts[rows] != 0, batch.labels[rows], IGNORED)
@@ -158,45 +158,48 @@ def _only(batch: Batch, counts: np.ndarray) -> Batch:
 
 
 class _Copy:
-    """A copy of the model and its optimizer, trained with the changes of an Otherwise."""
+    """A copy of the model and its optimizer, trained with the changes of an Changes."""
 
     def __init__(
-        self, config: ModelConfig, training: TrainingConfig, reference: ReferenceRun, otherwise: Otherwise
+        self, config: ModelConfig, training: TrainingConfig, reference: ReferenceRun, otherwise: Changes
     ) -> None:
         weights = reference.weights if otherwise.weights is None else otherwise.weights
-        self.weights = _as_kept(weights, reference)
+        self.weights = _in_reference_dtypes(weights, reference)
         self.shapes = {fqn: value.shape for fqn, value in reference.weights.items()}
         self.training = training
         self.otherwise = otherwise
         self._altered_in = 0
-        model_weights = _whole(weights, config, otherwise.columns)
+        model_weights = _model_weights(weights, config, otherwise.columns)
         self.model = llama_from(model_weights, config=config, dtype=DTYPES[training.dtype], device="cpu")
         freeze(self.model, training)
-        _put_in_order(self.model, otherwise.rows or {})
+        _reorder_outputs(self.model, otherwise.rows or {})
         self.worker = Worker(self.model, training, quantized_modules(config))
         self.optimizer = Optimizer(self.model, amsgrad=otherwise.amsgrad)
 
     def zeros(self) -> Arrays:
         """Return gradients of zero for all trained parameters, by fqn."""
         trained = {fqn for fqn, parameter in self.optimizer.parameters.items() if parameter.requires_grad}
-        return {fqn: np.zeros_like(value) for fqn, value in self._by_fqn().items() if fqn in trained}
+        return {fqn: np.zeros_like(value) for fqn, value in self._arrays_by_fqn().items() if fqn in trained}
 
-    def _by_fqn(self, *, gradients: bool = False) -> Arrays:
+    def _arrays_by_fqn(self, *, gradients: bool = False) -> Arrays:
         """Return the parameters, or their gradients, in the reference's shapes, which may be flat."""
-        return {fqn: self._as_kept(fqn, value) for fqn, value in by_fqn(self.model, gradients=gradients).items()}
+        return {
+            fqn: self._in_reference_shape(fqn, value)
+            for fqn, value in arrays_by_fqn(self.model, gradients=gradients).items()
+        }
 
-    def _as_kept(self, fqn: str, value: np.ndarray) -> np.ndarray:
-        return flattened(value, self.otherwise.columns.get(fqn, 1)).reshape(self.shapes[fqn])
+    def _in_reference_shape(self, fqn: str, value: np.ndarray) -> np.ndarray:
+        return flatten_by_blocks(value, self.otherwise.columns.get(fqn, 1)).reshape(self.shapes[fqn])
 
     def backward(self, batch: Batch, valid: int, number: int) -> tuple[float, Arrays]:
         """Return a share's part of the mean loss, and its gradients by fqn. valid: valid tokens of the whole batch."""
         self._begin(number)
         loss = _backward(self.worker.module, batch, valid, self.training.document_mask)
-        self.worker.collect(None)
-        self.worker.finish()
-        return loss, self._by_fqn(gradients=True)
+        self.worker.collect_gradients(None)
+        self.worker.store_gradients()
+        return loss, self._arrays_by_fqn(gradients=True)
 
-    def losses(self, batch: Batch, number: int) -> Tensor:
+    def token_losses(self, batch: Batch, number: int) -> Tensor:
         """Return the loss of each token, row after row, 0 where its label does not count. [b * s]"""
         self._begin(number)
         with torch.no_grad():
@@ -221,16 +224,16 @@ class _Copy:
         squares = [float(np.sum(np.square(gradient, dtype=np.float64))) for gradient in gradients.values()]
         norm = float(np.sqrt(sum(squares)))
         if otherwise.given:
-            optimizer_gradients = otherwise.given(number, gradients, norm, self._by_fqn())
+            optimizer_gradients = otherwise.given(number, gradients, norm, self._arrays_by_fqn())
         else:
-            optimizer_gradients = _clipped(gradients, norm, self.training)
+            optimizer_gradients = _clip_gradients(gradients, norm, self.training)
         _set_gradients(self.model, optimizer_gradients, otherwise.columns)
         if otherwise.state and (changed_state := otherwise.state(number)) is not None:
             self._set_state(changed_state)
         options = {fqn: self._options(number, fqn, parameter) for fqn, parameter in self.optimizer.parameters.items()}
         self.optimizer.step(options)
         state = self._moments()
-        parameters = self._by_fqn()
+        parameters = self._arrays_by_fqn()
         if otherwise.left:
             parameters = otherwise.left(number, parameters)
             _set_parameters(self.model, parameters, otherwise.columns)
@@ -251,7 +254,7 @@ class _Copy:
         """Return a copy of the moments by fqn: AdamW's two, Muon's one, none of SGD."""
         moments: dict[str, Arrays] = {}
         for fqn, state in self.optimizer.state.items():
-            moments[fqn] = {key: self._as_kept(fqn, to_numpy(state[key])) for key in MOMENTS if key in state}
+            moments[fqn] = {key: self._in_reference_shape(fqn, to_numpy(state[key])) for key in MOMENTS if key in state}
         return moments
 
     def _set_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> None:
@@ -264,13 +267,15 @@ class _Copy:
             }
 
 
-def _whole(weights: Mapping[str, np.ndarray], config: ModelConfig, columns: Mapping[str, int]) -> Arrays:
+def _model_weights(weights: Mapping[str, np.ndarray], config: ModelConfig, columns: Mapping[str, int]) -> Arrays:
     """Return weights in the model's shapes."""
     shapes = config.parameter_shapes()
-    return {fqn: restored(np.asarray(weights[fqn]), shape, columns.get(fqn, 1)) for fqn, shape in shapes.items()}
+    return {
+        fqn: restore_from_blocks(np.asarray(weights[fqn]), shape, columns.get(fqn, 1)) for fqn, shape in shapes.items()
+    }
 
 
-def _put_in_order(model: nn.Module, rows: Mapping[str, np.ndarray]) -> None:
+def _reorder_outputs(model: nn.Module, rows: Mapping[str, np.ndarray]) -> None:
     """Let each matrix whose rows are in another order give its outputs in the reference's order."""
     for fqn, order in rows.items():
         inverse = torch.from_numpy(np.argsort(order))
@@ -279,12 +284,12 @@ def _put_in_order(model: nn.Module, rows: Mapping[str, np.ndarray]) -> None:
         )
 
 
-def _as_kept(weights: Mapping[str, np.ndarray], reference: ReferenceRun) -> Arrays:
+def _in_reference_dtypes(weights: Mapping[str, np.ndarray], reference: ReferenceRun) -> Arrays:
     """Return weights in the order and the dtypes in which the reference keeps its own."""
     return {fqn: np.asarray(weights[fqn]).astype(own.dtype) for fqn, own in reference.weights.items()}
 
 
-def _batch(reference: ReferenceRun, ids: tuple[int, ...], length: int) -> Batch:
+def _batch_of_step(reference: ReferenceRun, ids: tuple[int, ...], length: int) -> Batch:
     """Return the first `length` tokens of these samples, with their labels."""
     rows = [reference.sample_ids.index(sample_id) for sample_id in ids]
     return Batch(reference.tokens[rows, :length], reference.labels[rows, :length])
@@ -300,38 +305,38 @@ def _backward(model: nn.Module, batch: Batch, valid: int, document_mask: bool) -
 
 def token_losses(model: nn.Module, batch: Batch, document_mask: bool) -> Tensor:
     """Return the loss of each token, row after row, 0 where none counts. [b * s]"""
-    tokens = _integers(batch.tokens)
-    labels = _integers(batch.labels)
+    tokens = _integer_tensor(batch.tokens)
+    labels = _integer_tensor(batch.labels)
     logits = at_least_float32(model(tokens, documents=documents(tokens) if document_mask else None))
-    spend(logits.numel())
+    spend_logits(logits.numel())
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
 
 
-def losses_of_rows(
-    model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, step: int, otherwise: Otherwise
+def loss_sums_of_rows(
+    model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, step: int, otherwise: Changes
 ) -> np.ndarray:
     """Return the sum of the losses of each sample's tokens in this step, of a model that was not trained before. float64 [b]"""
-    batch = _batch(reference, reference.samples[step - 1], step_length(training, step))
+    batch = _batch_of_step(reference, reference.samples[step - 1], step_length(training, step))
     with one_thread():
-        losses = _Copy(model, training, reference, otherwise).losses(batch, step)
+        losses = _Copy(model, training, reference, otherwise).token_losses(batch, step)
         return losses.double().view(batch.labels.shape).sum(dim=1).numpy()
 
 
-def losses_evaluated(
-    model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, batch: Batch, otherwise: Otherwise
+def evaluate_token_losses(
+    model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, batch: Batch, otherwise: Changes
 ) -> np.ndarray:
     """Return the loss of each token of a batch that nothing trains on: without dropout. float64 [b, s]"""
     with one_thread():
         copy = _Copy(model, training, reference, otherwise)
         copy.worker.module.eval()
-        return copy.losses(batch, 0).double().view(batch.labels.shape).numpy()
+        return copy.token_losses(batch, 0).double().view(batch.labels.shape).numpy()
 
 
-def _integers(values: np.ndarray) -> Tensor:
+def _integer_tensor(values: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values))
 
 
-def _clipped(gradients: Arrays, norm: float, training: TrainingConfig) -> Arrays:
+def _clip_gradients(gradients: Arrays, norm: float, training: TrainingConfig) -> Arrays:
     coefficient = 1.0 if training.max_norm is None else min(1.0, training.max_norm / (norm + 1e-6))
     return {fqn: gradient * gradient.dtype.type(coefficient) for fqn, gradient in gradients.items()}
 
@@ -350,5 +355,5 @@ def _set_parameters(model: nn.Module, parameters: Arrays, columns: Mapping[str, 
 
 def _tensor(value: np.ndarray, like: Tensor, blocks: int = 1) -> Tensor:
     """Return a copy of an array as a tensor of the shape and dtype of `like`. A copy, for stored arrays are read-only."""
-    array = restored(value, tuple(like.shape), blocks)
+    array = restore_from_blocks(value, tuple(like.shape), blocks)
     return torch.tensor(np.ascontiguousarray(array), dtype=like.dtype)

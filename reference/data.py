@@ -63,14 +63,14 @@ class TokenDataset:
         if not 0 <= index < self.n_samples:
             raise IndexError(f"sample {index} of {self.n_samples}")
         generator = np.random.Generator(np.random.PCG64([self.seed, index]))
-        row = pack(walk(self.seq_len + 1, self.vocab_size, generator), generator)
+        row = pack_documents(random_walk_tokens(self.seq_len + 1, self.vocab_size, generator), generator)
         labels = row[1:].copy()
         if not self.all_valid:
             labels[: masked_count(self.masked[index], self.seq_len, generator)] = IGNORED
         return torch.from_numpy(row[:-1].copy()), torch.from_numpy(labels)
 
 
-def walk(length: int, vocab_size: int, generator: np.random.Generator) -> np.ndarray:
+def random_walk_tokens(length: int, vocab_size: int, generator: np.random.Generator) -> np.ndarray:
     """Return token ids from 1 up: each is 1 to 4 above its predecessor (modulo), or drawn anew. int64 [length]"""
     anew = generator.random(length) < 0.5
     anew[0] = True
@@ -80,7 +80,7 @@ def walk(length: int, vocab_size: int, generator: np.random.Generator) -> np.nda
     return 1 + (drawn[since] + climbed - climbed[since]) % (vocab_size - 1)
 
 
-def pack(row: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+def pack_documents(row: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """Cut a row in place into documents of 3 to about len/2 tokens, with a separator after each, and return the row."""
     lengths = generator.integers(3, max(4, len(row) // 2), size=len(row))
     ends = np.cumsum(lengths + 1) - 1

@@ -37,6 +37,6 @@ def best_fit(seen: np.ndarray, expected: np.ndarray) -> float:
     return float(np.sum(seen * expected)) / square if square else 1.0
 
 
-def largest_of(distances: Sequence[float]) -> float:
+def largest_or_nan(distances: Sequence[float]) -> float:
     """Return the largest distance, NaN if any is NaN. Python's max may pass over a NaN."""
     return float(np.max(np.array(distances)))

@@ -19,10 +19,10 @@ OVERRIDES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONED
 """Variables that make torch, MKL and oneDNN use less than the processor can."""
 
 
-def kind_of_cpu() -> str:
+def cpu_kind() -> str:
     """Return architecture, maker, vector instructions and variables that limit them: "x86_64 GenuineIntel avx2 avx512f".
 
-    Noise that was measured on one kind does not hold for another, unless `noise_alike` returns True.
+    Noise that was measured on one kind does not hold for another, unless `has_same_noise` returns True.
     """
     text = CPU_INFO.read_text(encoding="utf-8", errors="replace") if CPU_INFO.exists() else ""
     maker = re.findall(r"^vendor_id\s*:\s*(\S+)", text, re.MULTILINE)[:1]
@@ -32,7 +32,7 @@ def kind_of_cpu() -> str:
     return " ".join([platform.machine(), *maker, *flags, *overrides])
 
 
-def noise_alike(first_kind: str, second_kind: str) -> bool:
+def has_same_noise(first_kind: str, second_kind: str) -> bool:
     """Return whether these kinds of processors have the same noise: with AVX-512 its maker does not matter.
 
     Measured (torch 2.13): AMD EPYC's against Intel's, 483 noises of parameters in float32, bfloat16 and 8 bits, 0.58 to 1.19

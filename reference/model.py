@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import Lora, ModelConfig, RopeScaling, TrainingConfig, trains
+from .config import Lora, ModelConfig, RopeScaling, TrainingConfig, is_trainable
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ class Llama(nn.Module):
 def freeze(model: nn.Module, training: TrainingConfig) -> None:
     """Let parameters that the recipe does not train require no gradient."""
     for fqn, parameter in model.named_parameters():
-        parameter.requires_grad_(trains(training, fqn))
+        parameter.requires_grad_(is_trainable(training, fqn))
 
 
 def mask_seed(seed: int, step: int) -> int:
@@ -285,6 +285,10 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
 
 
 def _initial_weight(fqn: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Return the seed's weights of a parameter, float64. They depend on its fqn, shape and seed alone.
+
+    Zeros for lora_b; about 1, with deviation 0.1, with one dim; else about 0, with deviation 1 / sqrt(shape[1]).
+    """
     if fqn.endswith(".lora_b.weight"):
         return np.zeros(shape)
     generator = np.random.Generator(np.random.PCG64([seed, zlib.crc32(fqn.encode())]))

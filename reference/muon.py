@@ -18,9 +18,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the odd polynomial that is applied to the singular values, by Keller Jordan."""
 STEPS = 5
 """How often the polynomial is applied."""
-SMALLEST = 1e-7
+SMALLEST_LENGTH = 1e-7
 """The least number by which the matrix is divided."""
-STEEPEST = COEFFICIENTS[0] ** STEPS
+STEEPEST_SLOPE = COEFFICIENTS[0] ** STEPS
 """Slope at 0 of the polynomial applied STEPS times, where it is steepest: the factor by which it may magnify an error."""
 
 
@@ -29,21 +29,21 @@ def newton_schulz(matrix: Any) -> Any:
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
-    x = x / max(float((x * x).sum()) ** 0.5, SMALLEST)
+    x = x / max(float((x * x).sum()) ** 0.5, SMALLEST_LENGTH)
     for _ in range(STEPS):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.T if tall else x
 
 
-def given(average: Any, gradient: Any, *, momentum: float, nesterov: bool) -> Any:
+def matrix_to_orthogonalise(average: Any, gradient: Any, *, momentum: float, nesterov: bool) -> Any:
     """Return the matrix that is orthogonalised. average: of gradients, with this gradient in it already."""
     if nesterov:
         return momentum * average + (1 - momentum) * gradient
     return average
 
 
-def scale(shape: Sequence[int], adjust_lr: str) -> float:
+def learning_rate_factor(shape: Sequence[int], adjust_lr: str) -> float:
     """Return the factor of the learning rate for a matrix of this shape, so that updates of all shapes have equal entries.
 
     "original": Keller Jordan's; "match_rms_adamw": Moonshot's, whose updates are as large as AdamW's at the same rate.

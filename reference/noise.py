@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .config import TrainingConfig
-from .distance import best_fit, largest_of, relative_distance
+from .distance import best_fit, largest_or_nan, relative_distance
 from .precision import DTYPES
 from .record import Noise, ReferenceStep
 
@@ -52,7 +52,7 @@ Distance = Callable[[ReferenceStep, ReferenceStep], float]
 
 
 @dataclass(frozen=True)
-class Order:
+class SummationOrder:
     """An order of summation, in which a repeat of the reference computes."""
 
     kind: str
@@ -68,7 +68,7 @@ class Order:
     unit: float
     """Unit of which operands are moved by up to SHAKE; 0: they are not moved."""
 
-    def cut(self, tokens: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def cut_into_shares(self, tokens: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return the shares of a batch, after its samples were permuted: (tokens, labels) each."""
         permutation = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(self.seed))
         token_shares = tokens[permutation].chunk(self.shares)
@@ -76,7 +76,7 @@ class Order:
         return list(zip(token_shares, label_shares, strict=True))
 
 
-def orders(kind: str, training: TrainingConfig, reduce_dtype: torch.dtype) -> list[Order]:
+def noise_orders_of_kind(kind: str, training: TrainingConfig, reduce_dtype: torch.dtype) -> list[SummationOrder]:
     """Return REPEATS orders of summation of a kind. A batch is cut at most into its samples."""
     unit = torch.finfo(torch.float32 if kind == "parts" else DTYPES[training.dtype]).eps / 2
     if training.compute_dtype == "bfloat16":
@@ -84,11 +84,11 @@ def orders(kind: str, training: TrainingConfig, reduce_dtype: torch.dtype) -> li
     repeats = []
     for seed in range(REPEATS):
         shares, parts = SPLITS[kind][seed % len(SPLITS[kind])]
-        repeats.append(Order(kind, min(shares, training.global_batch), parts, seed, reduce_dtype, unit))
+        repeats.append(SummationOrder(kind, min(shares, training.global_batch), parts, seed, reduce_dtype, unit))
     return repeats
 
 
-def measure(steps: tuple[ReferenceStep, ...], repeats: Iterable[tuple[ReferenceStep, ...]]) -> Noise:
+def measure_noise(steps: tuple[ReferenceStep, ...], repeats: Iterable[tuple[ReferenceStep, ...]]) -> Noise:
     """Return the largest relative distance of a repeat from the reference, by step; it cannot shrink from step to step.
 
     Only a repeat's distances are kept: sixteen that are made one by one take no more memory than one.
@@ -113,8 +113,8 @@ def measure(steps: tuple[ReferenceStep, ...], repeats: Iterable[tuple[ReferenceS
     def spread(kind: str) -> tuple[float, ...]:
         largest_by_step = []
         for number in range(len(steps)):
-            largest_by_step.append(largest_of([0.0, *(by_kind[kind][number] for by_kind in distances_of_repeats)]))
-        return tuple(accumulate(largest_by_step, lambda before, step_largest: largest_of([before, step_largest])))
+            largest_by_step.append(largest_or_nan([0.0, *(by_kind[kind][number] for by_kind in distances_of_repeats)]))
+        return tuple(accumulate(largest_by_step, lambda before, step_largest: largest_or_nan([before, step_largest])))
 
     return Noise(
         repeats=len(distances_of_repeats),
@@ -141,10 +141,10 @@ def _gradient_distance(seen: ReferenceStep, step: ReferenceStep) -> float:
         largest = float(abs(gradient).max())
         if largest:
             distances.append(float(abs(seen.gradients[fqn] - gradient).max()) / largest)
-    return largest_of(distances)
+    return largest_or_nan(distances)
 
 
-def reorders(order: Order, step: int, training: TrainingConfig) -> bool:
+def reorders_step(order: SummationOrder, step: int, training: TrainingConfig) -> bool:
     """Return whether a step has products in another order, or operands that are shaken.
 
     If not, `Reordered` would change nothing, and takes several times as long as the step itself.
@@ -156,7 +156,7 @@ def reorders(order: Order, step: int, training: TrainingConfig) -> bool:
 class Reordered(TorchDispatchMode):
     """While active, products and sums run in another order (under `parts`) and operands are shaken before rounding."""
 
-    def __init__(self, order: Order, step: int) -> None:
+    def __init__(self, order: SummationOrder, step: int) -> None:
         super().__init__()
         self.order = order
         self.shake = SHAKE * order.unit if order.kind == "parts" or step > 1 else 0.0
@@ -167,14 +167,14 @@ class Reordered(TorchDispatchMode):
         if any(kind not in (Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # a quantized tensor, whose own product comes by here as a plain one
         if func is aten._to_copy.default and kwargs.get("dtype") in FLOAT8:
-            return func(self._shaken(args[0]), **kwargs)
-        return self._reordered(func, args, kwargs) if self.order.kind == "parts" else func(*args, **kwargs)
+            return func(self._shake(args[0]), **kwargs)
+        return self._run_reordered(func, args, kwargs) if self.order.kind == "parts" else func(*args, **kwargs)
 
-    def _reordered(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_reordered(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in (aten.mm.default, aten.bmm.default):
-            return self._product(func, *args)
+            return self._split_product(func, *args)
         if func in (aten.sum.dim_IntList, aten.mean.dim) and not kwargs:
-            return func(self._permuted(args[0], args[1]), *args[1:])
+            return func(self._permute_dims(args[0], args[1]), *args[1:])
         if func is aten._log_softmax.default:
             permutation = self._permutation(args[0].shape[args[1]], args[0])
             permuted = func(args[0].index_select(args[1], permutation), *args[1:])
@@ -185,7 +185,7 @@ class Reordered(TorchDispatchMode):
             return func(rows[permutation], args[1].flatten()[permutation], *args[2:])
         return func(*args, **kwargs)
 
-    def _product(self, func: Any, a: Tensor, b: Tensor) -> Tensor:
+    def _split_product(self, func: Any, a: Tensor, b: Tensor) -> Tensor:
         """Return the product of two matrices, with the contraction permuted, cut into parts and added up."""
         permutation = self._permutation(a.shape[-1], a)
         parts = self.order.parts
@@ -196,7 +196,7 @@ class Reordered(TorchDispatchMode):
             total = total + part
         return total
 
-    def _permuted(self, x: Tensor, dims: list[int]) -> Tensor:
+    def _permute_dims(self, x: Tensor, dims: list[int]) -> Tensor:
         for dim in dims:
             x = x.index_select(dim, self._permutation(x.shape[dim], x))
         return x
@@ -204,7 +204,7 @@ class Reordered(TorchDispatchMode):
     def _permutation(self, n: int, like: Tensor) -> Tensor:
         return torch.randperm(n, generator=self.generator).to(like.device)
 
-    def _shaken(self, x: Tensor) -> Tensor:
+    def _shake(self, x: Tensor) -> Tensor:
         """Return x with each entry moved by up to `shake` of itself, up or down."""
         if not self.shake:
             return x

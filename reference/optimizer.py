@@ -68,6 +68,8 @@ class Optimizer:
         momentum = options["momentum"]
         average = self._state_of(fqn, "momentum_buffer")["momentum_buffer"]
         average.lerp_(gradient, 1 - momentum)
-        turned = muon.newton_schulz(muon.given(average, gradient, momentum=momentum, nesterov=options["nesterov"]))
+        turned = muon.newton_schulz(
+            muon.matrix_to_orthogonalise(average, gradient, momentum=momentum, nesterov=options["nesterov"])
+        )
         p.mul_(1 - options["lr"] * options["weight_decay"])
-        p.add_(turned, alpha=-options["lr"] * muon.scale(p.shape, options["adjust_lr"]))
+        p.add_(turned, alpha=-options["lr"] * muon.learning_rate_factor(p.shape, options["adjust_lr"]))

@@ -37,12 +37,12 @@ def quantize(model: nn.Module, recipe: str, modules: Iterable[str]) -> None:
     """
     for name in modules:
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, _quantized(model.get_submodule(name), recipe))
+        setattr(model.get_submodule(parent), child, _quantize_linear(model.get_submodule(name), recipe))
 
 
-def _quantized(linear: nn.Module, recipe: str) -> nn.Module:
+def _quantize_linear(linear: nn.Module, recipe: str) -> nn.Module:
     assert isinstance(linear, nn.Linear), f"{type(linear).__name__} cannot be quantized"
-    emulate = not in_hardware(recipe, linear.weight.device)
+    emulate = not runs_in_hardware(recipe, linear.weight.device)
     if recipe == "mxfp8":
         from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
         from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
@@ -63,7 +63,7 @@ NATIVE_SINCE = {"mxfp8": (10, 0)}
 """Compute capability from which GPUs multiply in a format; the others of 8 bits from 8.9 on."""
 
 
-def in_hardware(recipe: str, device: torch.device) -> bool:
+def runs_in_hardware(recipe: str, device: torch.device) -> bool:
     """Return whether this device multiplies in the recipe's format. A Hopper (9.0) has float8 and no MXFP8."""
     if device.type != "cuda":
         return False
@@ -94,25 +94,25 @@ class Worker:
             for own, parameter in zip(self.module.parameters(), self.model.parameters(), strict=True):
                 own.copy_(parameter)
 
-    def collect(self, reduce_dtype: torch.dtype | None) -> None:
+    def collect_gradients(self, reduce_dtype: torch.dtype | None) -> None:
         """Collect gradients after each backward pass. The model's own add up where they are."""
         if self.module is self.model:
             return
-        gradients = [_gradient(p).to(reduce_dtype or p.dtype) for p in _trained(self.module)]
+        gradients = [_gradient_or_zeros(p).to(reduce_dtype or p.dtype) for p in _trainable_parameters(self.module)]
         if self._sums:
             gradients = [a + b for a, b in zip(self._sums, gradients, strict=True)]
         self._sums = gradients
         self.module.zero_grad()
 
-    def finish(self) -> None:
+    def store_gradients(self) -> None:
         """Give the model the sums of a copy's gradients."""
-        for parameter, total in zip(_trained(self.model), self._sums, strict=bool(self._sums)):
+        for parameter, total in zip(_trainable_parameters(self.model), self._sums, strict=bool(self._sums)):
             parameter.grad = total.to(parameter.dtype)
 
 
-def _trained(model: nn.Module) -> Iterator[nn.Parameter]:
+def _trainable_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _gradient(parameter: Tensor) -> Tensor:
+def _gradient_or_zeros(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -25,13 +25,13 @@ def modules_of(model: nn.Module, part: str) -> list[str]:
     return [name for name, _ in model.named_modules() if re.fullmatch(PARTS[part], name)]
 
 
-def put_instead(module: nn.Module, forward: Callable[..., Tensor]) -> None:
+def replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
     """Run forward(the module's own forward, its arguments) in place of the module's own forward."""
     before = module.forward
     module.forward = lambda *args, **kwargs: forward(before, *args, **kwargs)
 
 
-def setting(**values: Any) -> Alteration:
+def with_config_values(**values: Any) -> Alteration:
     """Return an alteration that sets these values in the configuration that a module reads."""
 
     def alter(module: nn.Module) -> None:
@@ -45,26 +45,26 @@ def with_eps(value: float) -> Alteration:
     return lambda norm: setattr(norm, "eps", value)
 
 
-def exchange(module: nn.Module, *, one: str, other: str) -> None:
+def exchange_forwards(module: nn.Module, *, first_name: str, second_name: str) -> None:
     """Exchange what two submodules compute."""
-    first = module.get_submodule(one)
-    second = module.get_submodule(other)
+    first = module.get_submodule(first_name)
+    second = module.get_submodule(second_name)
     first.forward, second.forward = second.forward, first.forward
 
 
-def ends_exchanged(model: nn.Module) -> None:
+def exchange_embedding_and_output(model: nn.Module) -> None:
     """Exchange the weights that embedding and output multiply by."""
-    put_instead(model.tok_embeddings, lambda original, tokens: F.embedding(tokens, model.output.weight))
-    put_instead(model.output, lambda original, x: F.linear(x, model.tok_embeddings.weight))
+    replace_forward(model.tok_embeddings, lambda original, tokens: F.embedding(tokens, model.output.weight))
+    replace_forward(model.output, lambda original, x: F.linear(x, model.tok_embeddings.weight))
 
 
-def output_detached(model: nn.Module, step: int) -> None:
+def detach_output_weight(model: nn.Module, step: int) -> None:
     """Multiply by the weight that output and embedding share, and give it no gradient of that."""
     if step == 1:
-        put_instead(model.output, lambda original, x, weight: original(x, weight.detach()))
+        replace_forward(model.output, lambda original, x, weight: original(x, weight.detach()))
 
 
-def evaluating(steps: Iterable[int]) -> Alter:
+def in_eval_mode(steps: Iterable[int]) -> Alter:
     """Return an alteration that leaves the model in eval mode in these steps, so that dropout keeps everything."""
     eval_steps = {*steps}
 
@@ -74,7 +74,7 @@ def evaluating(steps: Iterable[int]) -> Alter:
     return alter
 
 
-def passing_back(names: Iterable[str], factor: float, steps: Iterable[int]) -> Alter:
+def scale_output_gradients(names: Iterable[str], factor: float, steps: Iterable[int]) -> Alter:
     """Return an alteration that multiplies the gradients of the outputs of these modules in these steps."""
     outputs = [*names]
     scaled_steps = {*steps}
@@ -93,12 +93,12 @@ def passing_back(names: Iterable[str], factor: float, steps: Iterable[int]) -> A
     return alter
 
 
-def transposed(names: Iterable[str]) -> Alteration:
+def transpose_matrices(names: Iterable[str]) -> Alteration:
     """Return an alteration that makes these matrices of a block multiply from the left."""
 
     def alter(block: nn.Module) -> None:
         for matrix in map(block.get_submodule, names):
-            put_instead(matrix, lambda original, x, matrix=matrix: F.linear(x, matrix.weight.T))
+            replace_forward(matrix, lambda original, x, matrix=matrix: F.linear(x, matrix.weight.T))
 
     return alter
 
@@ -108,13 +108,13 @@ def turn_halves(attention: nn.Module) -> None:
     width = attention.config.head_dim
     order = torch.arange(width).view(2, -1).T.flatten()
     for name in ("wq", "wk"):
-        put_instead(
+        replace_forward(
             attention.get_submodule(name),
             lambda original, x: original(x).unflatten(-1, (-1, width))[..., order].flatten(-2),
         )
 
 
-def turned_by(by_step: Mapping[int, Mapping[int, np.ndarray]]) -> Alter:
+def turn_by_positions(by_step: Mapping[int, Mapping[int, np.ndarray]]) -> Alter:
     """Return an alteration that turns queries and keys by the angles of these positions [(b,) s], by step and layer.
 
     Batches of another size, such as an evaluated one, keep theirs.
@@ -126,12 +126,14 @@ def turned_by(by_step: Mapping[int, Mapping[int, np.ndarray]]) -> Alter:
         if step != 1:
             return
         for name, layer in model.layers.items():
-            put_instead(layer.attention, _turned(by_step, int(name), now))
+            replace_forward(layer.attention, _forward_with_positions(by_step, int(name), now))
 
     return alter
 
 
-def _turned(by_step: Mapping[int, Mapping[int, np.ndarray]], layer: int, now: dict[str, int]) -> Callable[..., Tensor]:
+def _forward_with_positions(
+    by_step: Mapping[int, Mapping[int, np.ndarray]], layer: int, now: dict[str, int]
+) -> Callable[..., Tensor]:
     def forward(original: Callable[..., Tensor], x: Tensor, positions: Any = None, documents: Any = None) -> Tensor:
         rows = by_step.get(now["step"], {}).get(layer)
         fits = rows is not None and (rows.ndim == 1 or len(rows) == len(x))

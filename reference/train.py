@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from .config import ModelConfig, TrainingConfig, quantized_modules
 from .data import IGNORED, Dataset, build_dataset, documents, step_length, step_samples
-from .kernels import kind_of_cpu
+from .kernels import cpu_kind
 from .model import at_least_float32, freeze, initial_weights, llama_from, seed_masks
-from .noise import Order, Reordered, measure, orders, reorders
+from .noise import Reordered, SummationOrder, measure_noise, noise_orders_of_kind, reorders_step
 from .optimizer import MOMENTS, Optimizer, options_of
 from .precision import DTYPES, Worker, float32_matmuls
 from .record import ReferenceRun, ReferenceStep
@@ -43,39 +43,42 @@ def train(
     """
     dataset = build_dataset(training, model_config)
     weights = initial_weights(model_config, training.seed) if weights is None else weights
-    model = _built(weights, model_config, training, device)
+    model = _build_model(weights, model_config, training, device)
     steps = training.steps if steps is None else steps
     samples = tuple(step_samples(training, len(dataset), step) for step in range(1, steps + 1))
     batches = [
-        cut(*batch(dataset, ids, device), step_length(training, step)) for step, ids in enumerate(samples, start=1)
+        cut_to_length(*stack_samples(dataset, ids, device), step_length(training, step))
+        for step, ids in enumerate(samples, start=1)
     ]
     batches_before = batches[: model_of or 0]
     worker = Worker(model, training, quantized_modules(model_config))
     with float32_matmuls(training):
         _train_steps(model, worker, batches_before, training)
-        start_weights = by_fqn(model)
-        inputs = _inputs(worker, batches[0][0], training)
+        start_weights = arrays_by_fqn(model)
+        inputs = _input_mean_squares(worker, batches[0][0], training)
         trained = _train_steps(model, worker, batches, training)
 
-    def repeat(order: Order) -> tuple[ReferenceStep, ...]:
-        repeated_model = _built(weights, model_config, training, device)
+    def repeat(order: SummationOrder) -> tuple[ReferenceStep, ...]:
+        repeated_model = _build_model(weights, model_config, training, device)
         worker = Worker(repeated_model, training, quantized_modules(model_config))
         _train_steps(repeated_model, worker, batches_before, training, order)
         return _train_steps(repeated_model, worker, batches, training, order)
 
     with float32_matmuls(training):
-        spread = {key: measure(trained, map(repeat, noise_orders(key, training))) for key in noise}
+        spread = {key: measure_noise(trained, map(repeat, noise_orders(key, training))) for key in noise}
     return ReferenceRun(
         start_weights,
         trained,
         environment=_environment(device),
         noise=spread,
         inputs=inputs,
-        **_of_samples(dataset, samples),
+        **_sample_fields(dataset, samples),
     )
 
 
-def _built(weights: Mapping[str, np.ndarray], config: ModelConfig, training: TrainingConfig, device: str) -> nn.Module:
+def _build_model(
+    weights: Mapping[str, np.ndarray], config: ModelConfig, training: TrainingConfig, device: str
+) -> nn.Module:
     """Return the model with these weights in the recipe's dtype, of which only the parameters that the recipe trains learn."""
     model = llama_from(weights, config=config, dtype=DTYPES[training.dtype], device=device)
     freeze(model, training)
@@ -85,27 +88,27 @@ def _built(weights: Mapping[str, np.ndarray], config: ModelConfig, training: Tra
 def _environment(device: str) -> dict[str, str]:
     """Return the facts that numbers depend on beside the recipe: torch, device, processor, threads."""
     threads = str(torch.get_num_threads())
-    return {"torch": torch.__version__, "device": device, "cpu": kind_of_cpu(), "threads": threads}
+    return {"torch": torch.__version__, "device": device, "cpu": cpu_kind(), "threads": threads}
 
 
-def _of_samples(dataset: Dataset, samples: tuple[tuple[int, ...], ...]) -> dict[str, Any]:
+def _sample_fields(dataset: Dataset, samples: tuple[tuple[int, ...], ...]) -> dict[str, Any]:
     """Return the fields of a ReferenceRun on samples: each sample once, in the order in which they first come."""
     sample_ids = tuple(dict.fromkeys(itertools.chain.from_iterable(samples)))
-    tokens, labels = batch(dataset, sample_ids, "cpu")
+    tokens, labels = stack_samples(dataset, sample_ids, "cpu")
     return {"samples": samples, "sample_ids": sample_ids, "tokens": tokens.numpy(), "labels": labels.numpy()}
 
 
-def _inputs(worker: Worker, tokens: Tensor, training: TrainingConfig) -> dict[str, float]:
+def _input_mean_squares(worker: Worker, tokens: Tensor, training: TrainingConfig) -> dict[str, float]:
     """Return the mean square of the input of each module in step 1, by fqn."""
     worker.begin()
     seed_masks(worker.module, training.seed, 1)
     return mean_squares(worker.module, tokens, training.document_mask)
 
 
-def noise_orders(key: str, training: TrainingConfig) -> list[Order]:
+def noise_orders(key: str, training: TrainingConfig) -> list[SummationOrder]:
     """Return the orders of summation of the repeats for one key of noise, as config.noise_key spells it."""
     reduce_dtype, kind = key.split()
-    return orders(kind, training, DTYPES[reduce_dtype])
+    return noise_orders_of_kind(kind, training, DTYPES[reduce_dtype])
 
 
 def _train_steps(
@@ -113,7 +116,7 @@ def _train_steps(
     worker: Worker,
     batches: Sequence[tuple[Tensor, Tensor]],
     training: TrainingConfig,
-    order: Order | None = None,
+    order: SummationOrder | None = None,
 ) -> tuple[ReferenceStep, ...]:
     optimizer = Optimizer(model)
     return tuple(
@@ -131,7 +134,7 @@ def train_step(
     step: int,
     training: TrainingConfig,
     worker: Worker | None = None,
-    order: Order | None = None,
+    order: SummationOrder | None = None,
 ) -> ReferenceStep:
     """Run one optimizer step on a global batch [global_batch, seq_len] and return its record; `step` counts from 1.
 
@@ -142,18 +145,18 @@ def train_step(
     worker.begin()
     seed_masks(worker.module, training.seed, step)
     loss = 0.0
-    with Reordered(order, step) if order and reorders(order, step, training) else nullcontext():
-        parts = order.cut(tokens, labels) if order else [(tokens, labels)]
+    with Reordered(order, step) if order and reorders_step(order, step, training) else nullcontext():
+        parts = order.cut_into_shares(tokens, labels) if order else [(tokens, labels)]
         for part in parts:
             loss += backward(worker.module, *part, valid_tokens=valid_tokens, document_mask=training.document_mask)
-            worker.collect(order.reduce_dtype if order else None)
-    worker.finish()
-    gradients = by_fqn(model, gradients=True)
+            worker.collect_gradients(order.reduce_dtype if order else None)
+    worker.store_gradients()
+    gradients = arrays_by_fqn(model, gradients=True)
     grad_norm = clip_gradients(model.parameters(), training.max_norm)
     lr = learning_rate(step, training)
     optimizer.step(options_in_step(model, training, lr))
     state = optimizer_state(optimizer)
-    return ReferenceStep(step, loss, grad_norm, lr, valid_tokens, gradients, by_fqn(model), state)
+    return ReferenceStep(step, loss, grad_norm, lr, valid_tokens, gradients, arrays_by_fqn(model), state)
 
 
 def backward(
@@ -226,7 +229,7 @@ def options_in_step(model: nn.Module, training: TrainingConfig, lr: float) -> di
     }
 
 
-def cut(tokens: Tensor, labels: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def cut_to_length(tokens: Tensor, labels: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Return the first `length` tokens of each sample, and their labels."""
     return tokens[:, :length], labels[:, :length]
 
@@ -250,13 +253,13 @@ def mean_squares(model: nn.Module, tokens: Tensor, document_mask: bool = False) 
     return squares
 
 
-def batch(dataset: Dataset, ids: Sequence[int], device: str) -> tuple[Tensor, Tensor]:
+def stack_samples(dataset: Dataset, ids: Sequence[int], device: str) -> tuple[Tensor, Tensor]:
     """Return tokens and labels of these samples, int64 [len(ids), seq_len] each."""
     tokens, labels = zip(*(dataset[sample_id] for sample_id in ids), strict=True)
     return torch.stack(tokens).to(device), torch.stack(labels).to(device)
 
 
-def by_fqn(model: nn.Module, *, gradients: bool = False) -> dict[str, np.ndarray]:
+def arrays_by_fqn(model: nn.Module, *, gradients: bool = False) -> dict[str, np.ndarray]:
     """Return a copy of every parameter, or of its gradient, by fqn. A parameter without a gradient is left out then."""
     named = ((fqn, p.grad if gradients else p) for fqn, p in model.named_parameters())
     return {fqn: to_numpy(value) for fqn, value in named if value is not None}

@@ -49,7 +49,7 @@ def findings(check: str, trial) -> tuple[Finding, ...]:
 
 
 def bounds_of(trial) -> tolerance.Bounds:
-    return tolerance.bounds(trial.case, trial.reference)
+    return tolerance.bounds_of_recipe(trial.case, trial.reference)
 
 
 def with_loss(trial, rank: int, step: int, change):

@@ -23,7 +23,7 @@ ENDED = {"skipped": False, "otherwise": False}
 def commands_of_tests_leave_no_server() -> Iterator[None]:
     """Those that tests start; the session's own checks may come from one that stays."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(resident_client.KIND, "own")
+        patch.setenv(resident_client.SERVER_VARIABLE, "own")
         yield
 
 

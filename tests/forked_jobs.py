@@ -185,7 +185,7 @@ def master_store() -> Any:
 
 def launcher_end(directory: Path, statuses: Mapping[int, int]) -> int:
     """Return torchrun's exit code, and leave what is recorded of it. statuses: of those that failed, else of all."""
-    file = directory / injection.PROCESSES / f"{os.uname().nodename}-{os.getpid()}"
+    file = directory / injection.PROCESSES_FOLDER / f"{os.uname().nodename}-{os.getpid()}"
     file.with_suffix(".launcher").touch()
     if not any(statuses.values()):
         return 0

@@ -30,7 +30,7 @@ def serve(requests: int, reports: int) -> None:
 
 
 class JobServer(Server):
-    def become(self, path: Path, rank: int, server: int) -> NoReturn:
+    def become_rank(self, path: Path, rank: int, server: int) -> NoReturn:
         leave = os._exit  # the recorder puts another in its place
         code = 1
         try:
@@ -40,7 +40,7 @@ class JobServer(Server):
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             die_with_parent(server)
-            for fd in self.private:
+            for fd in self.private_descriptors:
                 os.close(fd)
             code = run_rank(json.loads(path.read_text()), rank)
         finally:
@@ -113,7 +113,7 @@ def start_recorder() -> None:
     finder: Any = sys.meta_path[0]
     for name in [name for name in site.AWAITED if name in sys.modules]:
         finder.awaited.discard(name)
-        if not site.tell(name):
+        if not site.tell_recorder(name):
             finder.awaited.clear()
 
 

@@ -22,4 +22,4 @@ def in_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
         return retrained_apart(training, reference, otherwise, **told)
 
     monkeypatch.setattr(assume, "retrain", retrain)
-    monkeypatch.setattr(assume, "retrain_apart", apart)
+    monkeypatch.setattr(assume, "retrain_separately", apart)

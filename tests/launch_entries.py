@@ -15,7 +15,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from harness.core.launch import current
+from harness.core.launch import current_inflight
 
 _issued: dict[str, int] = {}
 
@@ -34,7 +34,7 @@ def note(op: str, size: int, group: dist.ProcessGroup | None = None) -> None:
     group = group or dist.group.WORLD
     assert group is not None
     seq = _issued[group.group_name] = _issued.get(group.group_name, -1) + 1
-    inflight = current()
+    inflight = current_inflight()
     assert inflight is not None
     inflight.issue(group.group_name, dist.get_process_group_ranks(group), seq, op, size, 1, "forward")
 

@@ -24,12 +24,12 @@ from harness.core.case.traits import TrainerTraits
 from harness.core.checks import all_checks, run_check
 from harness.core.evidence.records import Collective, Exit, Run
 from harness.core.judge import golden
-from harness.core.judge.measured import measured
+from harness.core.judge.measured import with_measured_traits
 from harness.core.judge.norms import norm_of
-from harness.core.judge.order import flattened, flattened_reference
+from harness.core.judge.order import flatten_reference, flatten_trial
 from harness.core.judge.result import Diagnosis, Result
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate
+from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.make_plan import make_plan
 from harness.core.report.cause_text import diagnosis_line, evidence_rows
 from harness.reference.config import ModelConfig, TrainingConfig
@@ -73,16 +73,16 @@ def trial_of(requested: Case, ran: Case | None = None, *, traits: TrainerTraits 
     ran, reference = ran or requested, reference_of(requested)
     world = ran.dims.world_size
     own = make_plan(ran)
-    oracle = flattened_reference(reference, own.columns) if own.flat else reference
+    oracle = flatten_reference(reference, own.column_blocks) if own.flat else reference
     seed = oracle if ran.model_of is None else reference_of(ran.from_the_seed)
     ranks = {rank: rank_evidence(requested, ran, rank, oracle, seed) for rank in range(world)}
     exits = tuple(Exit(rank, "ok", 0) for rank in range(world))
     run = Run("run", world, exits, ranks, checkpoint=checkpoint_of(ran, reference))
     repeat = run if requested.runs > 1 else None
     saved = tuple(trial_of(launch, traits=traits) for launch in requested.launches.values() if launch is not requested)
-    plan = make_plan(requested, measured(requested, traits, run))
-    trial = Trial(requested, plan, run, reference, repeat, golden.from_reference(reference), saved=saved)
-    return flattened(trial)
+    plan = make_plan(requested, with_measured_traits(requested, traits, run))
+    trial = Trial(requested, plan, run, reference, repeat, golden.golden_from_reference(reference), saved=saved)
+    return flatten_trial(trial)
 
 
 # ---- what is said of it
@@ -204,8 +204,8 @@ def with_updates_that_follow(trial: Trial) -> Trial:
 
 
 def _replica(trial: Trial, rank: int) -> tuple[int, ...]:
-    place = coordinate(trial.case.dims, rank)["dp_replicate"]
-    return tuple(other for other in trial.ranks if coordinate(trial.case.dims, other)["dp_replicate"] == place)
+    place = coordinate_of_rank(trial.case.dims, rank)["dp_replicate"]
+    return tuple(other for other in trial.ranks if coordinate_of_rank(trial.case.dims, other)["dp_replicate"] == place)
 
 
 def trained_otherwise(

@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.core.report.outcome import Outcome
 from harness.core.run.verdicts import RecordedRun
-from harness.nights.history import Night, series
+from harness.nights.history import Night, group_nights
 
 
 def run(number: int, *done: Outcome, **begins: Any) -> RecordedRun:
@@ -18,5 +18,5 @@ def run(number: int, *done: Outcome, **begins: Any) -> RecordedRun:
 
 
 def nights(*runs: RecordedRun) -> list[Night]:
-    (found,) = series(runs).values()
+    (found,) = group_nights(runs).values()
     return found

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from harness.core.judge.result import Cause
-from harness.recording.judged.judge_same_training import compared
-from harness.recording.judged.judge_sketched import Numbers, added_up
+from harness.recording.judged.judge_same_training import compare_numbers
+from harness.recording.judged.judge_sketched import Numbers, sum_sketches
 from harness.recording.judged.sketched import diagnose
 from harness.recording.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches, Sketch
 
@@ -54,7 +54,7 @@ def rank(
 
 
 def numbers(change: Change = lambda step, kind, fqn, sums: sums, **more: Any) -> Numbers:
-    return added_up([rank(change=change, **more)])
+    return sum_sketches([rank(change=change, **more)])
 
 
 RIGHT = numbers()
@@ -62,7 +62,7 @@ RIGHT = numbers()
 
 def first_cause(baseline: Numbers, candidate: Numbers) -> Cause | None:
     """Return the first cause of what differs. None if nothing does."""
-    diagnosis = diagnose(baseline, candidate, compared(baseline, candidate))
+    diagnosis = diagnose(baseline, candidate, compare_numbers(baseline, candidate))
     if diagnosis is None:
         return None
     assert "not tried" not in [label for label, _ in diagnosis.evidence], diagnosis.evidence

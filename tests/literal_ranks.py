@@ -16,7 +16,7 @@ from harness.core.case.traits import TrainerTraits
 from harness.core.evidence.checkpoint_index import Checkpoint, SavedTensor
 from harness.core.evidence.records import Collective, Group, RankEvidence, Resumed, TensorEvidence, Wrapper
 from harness.core.evidence.step import Activity, AfterForward, Attention, Call, Matmul, Microbatch, StepEvidence
-from harness.core.plan.frozen import differentiated_layers, products_left_out
+from harness.core.plan.frozen import count_differentiated_layers, matmuls_left_out
 from harness.core.plan.make_plan import make_plan
 from harness.core.plan.slices import tp_dim
 from harness.core.plan.stages import positions as positions_of
@@ -184,10 +184,10 @@ def _activity(case: Case) -> Activity:
     recomputed = ("layers.0", "layers.0.ffn_norm") if kind in ("full", "op") and not compiled else ()
     calls |= {Call("backward", fqn): passes for fqn in recomputed}
     again = {"full": 6, "op": 3}.get(kind, 0)
-    backward = (16 + again) * passes - products_left_out(case, [0], outputs=1)
+    backward = (16 + again) * passes - matmuls_left_out(case, [0], outputs=1)
     matmuls = {Matmul("forward", dtype): 8 * passes, Matmul("backward", dtype): backward}
     attention = {Attention("forward", "attention"): passes}
-    attention |= {Attention("backward", "attention_backward"): passes} if differentiated_layers(case, [0]) else {}
+    attention |= {Attention("backward", "attention_backward"): passes} if count_differentiated_layers(case, [0]) else {}
     attention |= {Attention("backward", "attention"): passes} if kind == "full" else {}
     attention = attention if case.dims.cp == 1 else {}
     return Activity(calls, matmuls, attention, {"forward": 2 * passes} if case.model.dropout else {})

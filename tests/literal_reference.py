@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from harness.core.case.case import Case
-from harness.reference.config import TrainingConfig, trains
+from harness.reference.config import TrainingConfig, is_trainable
 from harness.reference.counterfactual import Batch
 from harness.reference.record import ReferenceRun, ReferenceStep
 
@@ -30,7 +30,7 @@ def reference_of(case: Case) -> LiteralReference:
     weights = {fqn: draw.standard_normal(shape) for fqn, shape in shapes.items()}
     if case.model_of is not None:
         weights = reference_of(case.from_the_seed).steps[case.model_of - 1].parameters
-    trained = {fqn: shape for fqn, shape in shapes.items() if trains(training, fqn)}
+    trained = {fqn: shape for fqn, shape in shapes.items() if is_trainable(training, fqn)}
     gradients = [{fqn: _away_from_zero(draw, shape) for fqn, shape in trained.items()} for _ in range(training.steps)]
     batch = training.global_batch
     samples = tuple(tuple(range(step * batch, (step + 1) * batch)) for step in range(training.steps))

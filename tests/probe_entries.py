@@ -20,7 +20,7 @@ import torch.distributed as dist
 from harness.core import trainers
 from harness.core.case.loading import from_json
 from harness.core.probe import Probe
-from harness.core.probe.collectives import OPERATORS, CollectiveRecorder
+from harness.core.probe.collectives import C10D_OPERATORS, CollectiveRecorder
 
 
 def _rank() -> int:
@@ -50,11 +50,11 @@ def late_rank(options: dict[str, Any]) -> None:
     first, second = (dist.all_reduce(torch.ones(8), async_op=True) for _ in range(2))
     first.wait()
     second.wait()
-    untouched = recorder.times.seen.copy()
+    untouched = recorder.call_times.times_by_call.copy()
     recorder.remove()
     dist.all_reduce(ones)
-    assert recorder.times.seen == untouched
-    _leave(options, [dataclasses.asdict(one) for one in recorder.settled()])
+    assert recorder.call_times.times_by_call == untouched
+    _leave(options, [dataclasses.asdict(one) for one in recorder.final_records()])
 
 
 def known_sequence(options: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ def beside_other_witnesses(options: dict[str, Any]) -> None:
     """A whole training run, as told by the recorder, by torch's profiler and by gloo's own flight recorder."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "100000"
     flown()  # makes it, before anybody changes its size
-    case, adapter = from_json(options["case"]), trainers.load(options.get("trainer", "llama3"))
+    case, adapter = from_json(options["case"]), trainers.load_adapter(options.get("trainer", "llama3"))
     probe = Probe(_rank(), case.dims.world_size)
     trainer = adapter.start(case, None, "cpu")
     probe.install()
@@ -124,7 +124,7 @@ def beside_other_witnesses(options: dict[str, Any]) -> None:
     names = (event.name.removeprefix("c10d::") for event in profiler.events() if event.name.startswith("c10d::"))
     records = probe.collectives.records
     found = {
-        "profiler": Counter(OPERATORS[name][0] for name in names if name in OPERATORS),
+        "profiler": Counter(C10D_OPERATORS[name][0] for name in names if name in C10D_OPERATORS),
         "recorder": Counter(record.op for record in records),
         "moved": [
             (r.ranks, ON_GLOO.get(r.op, r.op), r.dtype if r.bytes else "none", r.bytes)

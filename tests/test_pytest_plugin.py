@@ -31,8 +31,8 @@ items.run_case = noted
 BREAKING = """
 import dataclasses
 from harness.core.plugin import checks
-options_of = checks.options_of
-checks.options_of = lambda config: dataclasses.replace(options_of(config), fault="wrong.py:fatal")
+options_of = checks.options_of_config
+checks.options_of_config = lambda config: dataclasses.replace(options_of(config), fault="wrong.py:fatal")
 """
 CONFIGURATION = "[pytest]\naddopts = -ra\nharness_cases = cases\n"
 FATAL = """

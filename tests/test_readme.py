@@ -15,7 +15,7 @@ from literal import tiny_case, trial_of, with_step
 from harness import ROOT
 from harness.core import checks
 from harness.core.case.loading import find_case, load_all
-from harness.core.cli import parser
+from harness.core.cli import make_parser
 from harness.core.judge import finding, result
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
@@ -73,7 +73,7 @@ def test_its_table_is_made_from_the_cases_and_from_what_was_measured(page: Path)
 )
 def test_a_command_that_it_names_exists(command: str) -> None:
     with pytest.raises(SystemExit) as stop:
-        parser().parse_args([command, "--help"])
+        make_parser().parse_args([command, "--help"])
     assert stop.value.code == 0
 
 

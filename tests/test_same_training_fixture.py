@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from forked_jobs import TORCHRUN, Main
 
-from harness.recording.same_training import judged
+from harness.recording.same_training import compare_commands
 
 SCRIPT = Path(__file__).parent / "layouts_script.py"
 
@@ -31,10 +31,10 @@ def test_a_mistake(same_training):
 def test_two_commands_are_the_same_training_or_what_differs_is_returned(
     mistake: str, factor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_main: Main
 ) -> None:
-    monkeypatch.setitem(judged.__globals__, "main", forked_main)  # the module has the name of a fixture
+    monkeypatch.setitem(compare_commands.__globals__, "main", forked_main)  # the module has the name of a fixture
     trusted = f"{sys.executable} {SCRIPT}"
     other = " ".join([sys.executable, *TORCHRUN, "2", str(SCRIPT), "--layout", "ddp", "--mistake", f"'{mistake}'"])
-    failed = judged(tmp_path, trusted, other, noise=False)
+    failed = compare_commands(tmp_path, trusted, other, noise=False)
     assert (factor in failed) and bool(failed) == bool(mistake)
 
 

@@ -20,7 +20,7 @@ from harness.core.checks import judge
 from harness.core.judge.result import Diagnosis
 from harness.core.judge.trial import Trial
 from harness.core.report.cause_text import evidence_rows
-from harness.reference.counterfactual import Otherwise, losses_of_rows, retrain
+from harness.reference.counterfactual import Changes, loss_sums_of_rows, retrain
 from harness.reference.model import llama_from
 from harness.reference.record import ReferenceRun
 from harness.reference.spellings import Alter
@@ -28,7 +28,7 @@ from harness.reference.train import mean_squares, train
 
 MODEL = replace(TINY, dim=16, n_heads=4, n_kv_heads=2, vocab_size=32, ffn_dim=16)
 RECIPE = replace(ADAMW, seq_len=8)
-IN_EARNEST, APART_IN_EARNEST = assume.retrain, assume.retrain_apart
+IN_EARNEST, APART_IN_EARNEST = assume.retrain, assume.retrain_separately
 
 Ran = Callable[..., Trial]
 
@@ -47,10 +47,10 @@ def reference(case: Case) -> ReferenceRun:
 def _ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
     """Evidence of ranks that trained as this reference did, judged by the right one."""
     monkeypatch.setattr(assume, "retrain", IN_EARNEST)
-    monkeypatch.setattr(assume, "retrain_apart", APART_IN_EARNEST)
+    monkeypatch.setattr(assume, "retrain_separately", APART_IN_EARNEST)
 
     def ran(case: Case, trained: ReferenceRun | None = None, **otherwise: Any) -> Trial:
-        trained = trained or retrain(case.model, case.training, reference(case), Otherwise(**otherwise))
+        trained = trained or retrain(case.model, case.training, reference(case), Changes(**otherwise))
         totals = {
             id_: total
             for step, ids in enumerate(trained.samples, start=1)
@@ -75,8 +75,8 @@ def losses_of_step(case: Case, trained: ReferenceRun, step: int, otherwise: dict
         for earlier in range(1, step + 1) if alter else ():
             alter(model, earlier)
 
-    return losses_of_rows(
-        case.model, case.training, trained, step, Otherwise(weights=weights, altered=altered)
+    return loss_sums_of_rows(
+        case.model, case.training, trained, step, Changes(weights=weights, altered=altered)
     ).tolist()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from literal import judged
 
 from harness.core.causes.hypothesis import Hypothesis
-from harness.core.judge.contents import take
+from harness.core.judge.contents import view_of_slice
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
 
@@ -21,5 +21,5 @@ def follows(trial: Trial, one: Hypothesis) -> Trial:
         for fqn, left in step.parameters.items():
             expected, where = wanted.parameters[fqn], f"rank {rank}, step {step.step}, {fqn}"
             part = assumed.slice_of(rank, fqn)
-            np.testing.assert_allclose(left, take(expected, part or ()), rtol=1e-9, atol=1e-12, err_msg=where)
+            np.testing.assert_allclose(left, view_of_slice(expected, part or ()), rtol=1e-9, atol=1e-12, err_msg=where)
     return assumed

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.core.case.case import Case
 from harness.core.case.loading import from_json
-from harness.core.trainers import load
+from harness.core.trainers import load_adapter
 from harness.core.trainers.llama3 import checkpoint, clip, data
 from harness.core.trainers.llama3.trainer import Trainer
 from harness.reference.data import IGNORED, sample_order
@@ -24,7 +24,7 @@ def train(options: dict[str, Any]) -> None:
 
     `silent`: places in the epoch's order of samples that have no valid label.
     """
-    adapter, case = load("llama3"), from_json(options["case"])
+    adapter, case = load_adapter("llama3"), from_json(options["case"])
     silence(case, options.get("silent", []))
     gradients = record_gradients()
     trainer = adapter.start(case, None, "cpu")

@@ -34,15 +34,15 @@ from typing import Any
 
 from harness.core.case.case import Case
 from harness.core.case.loading import load_all
-from harness.core.case.variants import in_dtype
+from harness.core.case.variants import with_dtype
 from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
 from harness.core.evidence.store import EvidenceError, load_run
-from harness.core.report.outcome import GREEN, Outcome
+from harness.core.report.outcome import GREEN_VERDICTS, Outcome
 from harness.core.run import communication
 from harness.core.run.folders import folder_of
-from harness.core.run.matrix import attempt
+from harness.core.run.matrix import attempt_case
 from harness.core.run.options import Options
-from harness.core.run.selection import holds
+from harness.core.run.selection import matches_expression
 from tools import gpu_machine, gpu_programs
 
 FOLDER = Path("benchmarks/gpu")
@@ -67,7 +67,7 @@ def alone(cases: Sequence[Case]) -> list[Case]:
 
 
 def plain(cases: Sequence[Case], dtype: str) -> list[Case]:
-    return [in_dtype(case, dtype) for case in alone(cases) if not (case.training.quantize or case.features.compile)]
+    return [with_dtype(case, dtype) for case in alone(cases) if not (case.training.quantize or case.features.compile)]
 
 
 def in_tf32(cases: Sequence[Case]) -> list[Case]:
@@ -98,7 +98,7 @@ STAGES = (
     Stage("8 bits", "one rank, float8 and MXFP8", quantized),
     Stage("compiled", "one rank, torch.compile", compiled),
     Stage("shared", "several ranks on each GPU, as the cases are", shared, shares=True),
-    Stage("shared float32", "several ranks, in float32", lambda c: [in_dtype(s, "float32") for s in shared(c)], True),
+    Stage("shared float32", "several ranks, in float32", lambda c: [with_dtype(s, "float32") for s in shared(c)], True),
 )
 
 
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left = run_stages(folder, machine, args, give_up)
     if not args.stage or PROGRAMS in args.stage:
         every = gpu_programs.programs(args.device, args.out)
-        left += gpu_programs.run(folder, [p for p in every if holds(args.expression, p.name)], give_up)
+        left += gpu_programs.run(folder, [p for p in every if matches_expression(args.expression, p.name)], give_up)
     tell(folder, left)
     odd = [str(ended["program"]) for ended in gpu_programs.records(folder) if ended["code"]]
     print(*(f"{name}: did not end with 0, see what it printed" for name in odd), sep="\n", end="\n" * bool(odd))
@@ -164,7 +164,7 @@ def planned(args: argparse.Namespace) -> Iterator[tuple[Stage, Case]]:
     cases = load_all()
     for stage in STAGES:
         if not args.stage or stage.name in args.stage:
-            yield from ((stage, case) for case in stage.cases(cases) if holds(args.expression, case.name))
+            yield from ((stage, case) for case in stage.cases(cases) if matches_expression(args.expression, case.name))
 
 
 def run_one(stage: Stage, case: Case, args: argparse.Namespace) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def run_one(stage: Stage, case: Case, args: argparse.Namespace) -> dict[str, Any
     options = options_for(stage, case, args)
     record = attempted(stage, case, options)
     lost = options.device == "cuda" and stage.shares and record["checks"].get("completed") == "FAIL"
-    if not lost or communication.backend(options) == "gloo":
+    if not lost or communication.backend_of(options) == "gloo":
         return record
     again = attempted(stage, case, replace(options, backend="gloo"))
     return {**again, "by nccl": record["cause"]}
@@ -190,12 +190,12 @@ def options_for(stage: Stage, case: Case, args: argparse.Namespace) -> Options:
 
 def attempted(stage: Stage, case: Case, options: Options) -> dict[str, Any]:
     began = time.monotonic()
-    outcome = attempt(case, options)
+    outcome = attempt_case(case, options)
     record = {
         **summarised(outcome),
         "stage": stage.name,
         "wall": round(time.monotonic() - began, 1),
-        "backend": communication.backend(options),
+        "backend": communication.backend_of(options),
     }
     return {**record, **measured(folder_of(case, options) / "run")} if outcome.checks else record
 
@@ -288,8 +288,8 @@ def code(found: Sequence[dict[str, Any]], left: int) -> int:
     verdicts = {record["verdict"] for record in found}
     if "FAIL" in verdicts:
         return BROKEN
-    green = any(verdict in GREEN for verdict in verdicts)
-    return PASSED if green and not left and verdicts <= {*GREEN, "SKIPPED"} else NOT_JUDGED
+    green = any(verdict in GREEN_VERDICTS for verdict in verdicts)
+    return PASSED if green and not left and verdicts <= {*GREEN_VERDICTS, "SKIPPED"} else NOT_JUDGED
 
 
 if __name__ == "__main__":

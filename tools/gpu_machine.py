@@ -12,7 +12,7 @@ import platform
 import re
 from typing import Any
 
-from harness.core.launch.machine import answered
+from harness.core.launch.machine import run_driver_tool
 from harness.core.run.communication import SHARES_GPUS_SINCE, nccl_version
 
 NEEDED = {
@@ -38,7 +38,7 @@ def described(device: str) -> dict[str, Any]:
     versions = {name: version_of(name) for name in NEEDED}
     return {
         "device": device,
-        "gpus": answered(DRIVER) if device == "cuda" else [],
+        "gpus": run_driver_tool(DRIVER) if device == "cuda" else [],
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": torch.__version__,

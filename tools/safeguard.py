@@ -26,7 +26,7 @@ from typing import Any
 
 from harness.core.case.loading import load_all
 from harness.core.run.options import Options
-from harness.core.run.sources import digest
+from harness.core.run.sources import digest_of_run
 from harness.faults import all_faults
 from tools import drawn_faults
 
@@ -275,7 +275,7 @@ def unfit(out: Path, table: Mapping[str, Table]) -> list[str]:
     return absent + [
         f"{name} was run with other sources"
         for name in (*found[CASES], *found[FAULTS])
-        if _made_by(out / name) != digest(Options(fault=read(out / name / "verdict.json").get("fault")))
+        if _made_by(out / name) != digest_of_run(Options(fault=read(out / name / "verdict.json").get("fault")))
     ]
 
 

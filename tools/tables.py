@@ -17,12 +17,12 @@ from pathlib import Path
 from harness import ROOT
 from harness.core.case.case import Case
 from harness.core.case.loading import load_all
-from harness.core.case.options import options
-from harness.core.checks import all_checks, statement
+from harness.core.case.options import all_options
+from harness.core.checks import all_checks, check_sentence
 from harness.core.evidence.store import write_text
 from harness.faults import Fault, all_faults
 from harness.faults import catalogue_text as catalogue
-from harness.faults.attempt import ACCEPTED, Attempt, accepted, from_json, to_json
+from harness.faults.attempt import ACCEPTED, Attempt, accepted_attempts, from_json, to_json
 
 END = "<!-- end -->"
 REFUSED = "(refused on CPU)"
@@ -39,7 +39,7 @@ def with_part(page: str, name: str, text: str) -> str:
 
 
 def methods(page: str) -> str:
-    return with_part(page, "methods", catalogue.table(accepted()))
+    return with_part(page, "methods", catalogue.methods_table(accepted_attempts()))
 
 
 def covered(page: str) -> str:
@@ -48,7 +48,7 @@ def covered(page: str) -> str:
 
 def checks(page: str) -> str:
     """Makes both tables of the page: every check with what it states, and what is covered."""
-    rows = [f"| `{name}` | {statement(name)} |" for name in all_checks()]
+    rows = [f"| `{name}` | {check_sentence(name)} |" for name in all_checks()]
     return with_part(covered(page), "checks", "\n".join(["| check | states |", "|---|---|", *rows]))
 
 
@@ -61,8 +61,8 @@ PARTS: dict[Path, Callable[[str], str]] = {
 def options_table(cases: Sequence[Case]) -> str:
     """Every option by its kind, and in how many cases it is. One that is in none is refused here."""
     rows = ["| kind | options, and in how many cases each is |", "|---|---|"]
-    for kind in dict.fromkeys(option.kind for option in options()):
-        counts = [(o.name, sum(map(o.holds, cases))) for o in options() if o.kind == kind]
+    for kind in dict.fromkeys(option.kind for option in all_options()):
+        counts = [(o.name, sum(map(o.is_requested_by, cases))) for o in all_options() if o.kind == kind]
         rows.append(f"| {kind} | {'; '.join(f'{name} {count or REFUSED}' for name, count in counts)} |")
     return "\n".join(rows)
 
@@ -70,10 +70,10 @@ def options_table(cases: Sequence[Case]) -> str:
 def accept(measured: Sequence[Attempt], known: Sequence[Fault], stored: Path = ACCEPTED) -> str:
     """Replace what is stored of the measured faults, and remove faults that are gone. `--checks-only` does not measure weaker
     tests, so what is stored of them is kept."""
-    before = {attempt.fault: attempt for attempt in accepted(stored)}
+    before = {attempt.fault: attempt for attempt in accepted_attempts(stored)}
     now = before | {attempt.fault: _with_weaker(attempt, before.get(attempt.fault)) for attempt in measured}
     attempts = [(fault, now[fault.name]) for fault in known if fault.name in now]
-    kept = [replace(attempt, bug=fault.bug, family=fault.family, real=fault.real) for fault, attempt in attempts]
+    kept = [replace(attempt, bug=fault.bug, family=fault.family, real=fault.is_real) for fault, attempt in attempts]
     write_text(stored, to_json(kept))
     return f"{stored.name}: {len(kept)} of {len(known)} faults; review `git diff`"
 

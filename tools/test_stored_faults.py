@@ -15,10 +15,10 @@ from harness.core.causes import diagnose
 from harness.core.checks import judge
 from harness.core.judge.stored_trial import load_trial
 from harness.core.report.cause_text import diagnosis_line
-from harness.faults.attempt import accepted
+from harness.faults.attempt import accepted_attempts
 
 OUT = Path(os.environ["FAULTS_OUT"])
-NAMED = {one.fault: one for one in accepted(OUT / "faults.json") if one.cause and " raised: " not in one.cause}
+NAMED = {one.fault: one for one in accepted_attempts(OUT / "faults.json") if one.cause and " raised: " not in one.cause}
 UNALTERED: dict[str, Any] = {}  # the first time each is asked, no mutant is there yet
 FOLDERS = [folder for folder in sorted(OUT.glob("*+*")) if folder.name.partition("+")[2] in NAMED]
 

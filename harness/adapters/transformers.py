@@ -55,7 +55,7 @@ class Transformers(Adapter):
     def traits(self, case: Case) -> TrainerTraits:
         """accelerate wraps embedding, each block, and norm with output: whether it still does is judged. So is attention."""
         if case.wrapper in ZERO:
-            layout = replace(deepspeed.traits(case).zero_layout, order=_order(case))
+            layout = replace(deepspeed.traits(case).zero_layout, order=_parameter_order(case))
             return replace(deepspeed.traits(case), zero_layout=layout, attention="fused", own_model=True)
         return TrainerTraits(fsdp_units="apart", attention="fused", own_model=True)
 
@@ -146,7 +146,7 @@ def _callback(started: Started, case: Case) -> Any:
     return Wait()
 
 
-def _order(case: Case) -> tuple[tuple[str, ...], ...]:
+def _parameter_order(case: Case) -> tuple[tuple[str, ...], ...]:
     """Return the parameters of transformers' Llama in their order, each as a group of its own."""
     parts = "attention.wq attention.wk attention.wv attention.wo feed_forward.w1 feed_forward.w3 feed_forward.w2"
     block = f"{parts} attention_norm ffn_norm".split()
@@ -172,11 +172,11 @@ def _samples(case: Case) -> list[dict[str, Any]]:
     samples = []
     for step in range(1, case.training.steps + 1):
         tokens, labels = rank_samples(case, dataset, step)
-        samples += [_named(case, *sample) for sample in zip(tokens, labels, strict=True)]
+        samples += [_named_sample(case, *sample) for sample in zip(tokens, labels, strict=True)]
     return samples
 
 
-def _named(case: Case, tokens: Any, labels: Any) -> dict[str, Any]:
+def _named_sample(case: Case, tokens: Any, labels: Any) -> dict[str, Any]:
     """Return one sample by its names. attention_mask: bool [1, s, s], which positions see which under a document mask."""
     from harness.reference.data import documents
 

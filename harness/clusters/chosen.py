@@ -15,14 +15,14 @@ from harness.core.plan.grid import rank_grid, shard_axis
 from harness.core.plan.slices import chunk, tp_dim
 
 LONGEST_LINE = 16  # ranks of an axis that are all run
-DRAWN = 3
+DRAWN_RANKS = 3
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenRanks:
     """Ranks of a layout that are run."""
 
-    why: Mapping[str, tuple[int, ...]]
+    ranks_by_reason: Mapping[str, tuple[int, ...]]
     """Reason -> the ranks that it adds."""
     seed: int
     """Seed of the ranks that are drawn."""
@@ -30,10 +30,10 @@ class Chosen:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Return all of these ranks, ascending."""
-        return tuple(sorted(set(itertools.chain.from_iterable(self.why.values()))))
+        return tuple(sorted(set(itertools.chain.from_iterable(self.ranks_by_reason.values()))))
 
 
-def chosen(case: Case, seed: int = 0) -> Chosen:
+def choose_ranks(case: Case, seed: int = 0) -> ChosenRanks:
     """Return the ranks of a case's layout that are run; of a small world all."""
     grid = rank_grid(case.dims)
     chosen_ranks = set[int]()
@@ -46,31 +46,31 @@ def chosen(case: Case, seed: int = 0) -> Chosen:
             why[reason] = tuple(added_ranks)
 
     if case.dims.world_size <= LONGEST_LINE:
-        return Chosen({"all": tuple(range(case.dims.world_size))}, seed)
+        return ChosenRanks({"all": tuple(range(case.dims.world_size))}, seed)
     for axis in AXES:
-        add(f"{axis} {_line(case, axis)}", _along(case, axis))
+        add(f"{axis} {_line_or_ends(case, axis)}", _coordinates_along(case, axis))
     add("corners", itertools.product(*({0, degree - 1} for degree in case.dims.degrees)))
     rest = sorted(set(range(case.dims.world_size)) - chosen_ranks)
-    drawn = sorted(random.Random(seed).sample(rest, min(DRAWN, len(rest))))
-    return Chosen(why | ({"drawn": tuple(drawn)} if drawn else {}), seed)
+    drawn = sorted(random.Random(seed).sample(rest, min(DRAWN_RANKS, len(rest))))
+    return ChosenRanks(why | ({"drawn": tuple(drawn)} if drawn else {}), seed)
 
 
-def _line(case: Case, axis: str) -> str:
+def _line_or_ends(case: Case, axis: str) -> str:
     """Return "line" for an axis whose ranks are all run, else "ends"."""
     return "line" if getattr(case.dims, axis) <= LONGEST_LINE else "ends"
 
 
-def _along(case: Case, axis: str) -> list[tuple[int, ...]]:
+def _coordinates_along(case: Case, axis: str) -> list[tuple[int, ...]]:
     """Return coordinates along an axis: all of a short one; of a long one its first, second and last position, and those where
     its slices become smaller."""
     degree = getattr(case.dims, axis)
-    positions = range(degree) if degree <= LONGEST_LINE else sorted({0, 1, degree - 1, *_uneven(case, axis)})
+    positions = range(degree) if degree <= LONGEST_LINE else sorted({0, 1, degree - 1, *_uneven_positions(case, axis)})
     number = AXES.index(axis)
     zeros = (0,) * len(AXES)
     return [(*zeros[:number], position, *zeros[number + 1 :]) for position in positions]
 
 
-def _uneven(case: Case, axis: str) -> set[int]:
+def _uneven_positions(case: Case, axis: str) -> set[int]:
     """Return the positions along FSDP's axis that hold less of a parameter than the one before: a rest of it, or nothing."""
     if axis != shard_axis(case.dims):
         return set()

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.clusters.judging import Verdicts, of_lone_ranks
-from harness.clusters.launches import LATE
+from harness.clusters.judging import Verdicts, run_of_lone_ranks
+from harness.clusters.launches import TIMEOUT_REASON
 from harness.core.case.dims import ParallelDims
 from harness.core.causes import diagnose
 from harness.core.causes.facts import process_failed
@@ -26,9 +26,9 @@ from harness.recording.judged.recorded import trial_of
 
 STEPS = "1-3"
 """What of a command's training is recorded; with the step that follows a rank's process ends."""
-ALONE = "HARNESS_RECORD_ALONE"
+ALONE_VARIABLE = "HARNESS_RECORD_ALONE"
 """Variable: of how many ranks the command's process is one."""
-BY = "harness.clusters.scripted"
+LISTENER_MODULE = "harness.clusters.scripted"
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class CommandRun:
 
     directory: Path
     """The recording."""
-    codes: Mapping[int, int]
+    exit_codes: Mapping[int, int]
     """Rank -> exit code of its process."""
     records: Mapping[int, RankRecord]
     """Rank -> its record, of ranks that left one."""
-    unable: Mapping[int, str]
+    unable_reasons: Mapping[int, str]
     """Rank -> why it could not be run alone."""
     seconds: float
     """Seconds for all of them."""
@@ -57,15 +57,18 @@ def run_alone(
 ) -> CommandRun:
     """Run the command once for each rank. timeout: seconds for one. Raises injection.CommandError and EvidenceError."""
     began = time.monotonic()
-    injection.fresh(directory)
+    injection.make_fresh_folder(directory)
 
     def alone(rank: int) -> int:
-        environment = dict(places(rank, world)) | {injection.BY: BY, ALONE: str(world)}
+        environment = dict(launcher_variables(rank, world)) | {
+            injection.LISTENER_VARIABLE: LISTENER_MODULE,
+            ALONE_VARIABLE: str(world),
+        }
         log = log_file(directory, rank)
         try:
             return injection.run(words, directory, STEPS, extra_environment=environment, log=log, timeout=timeout)
         except subprocess.TimeoutExpired:
-            unable_file(directory, rank).write_text(LATE.format(timeout), encoding="utf-8")
+            unable_file(directory, rank).write_text(TIMEOUT_REASON.format(timeout), encoding="utf-8")
             return -signal.SIGKILL
 
     with ThreadPoolExecutor(at_once or os.cpu_count() or 1) as pool:
@@ -77,7 +80,7 @@ def run_alone(
     return CommandRun(directory, codes, records, unable, time.monotonic() - began)
 
 
-def places(rank: int, world: int) -> Iterator[tuple[str, str]]:
+def launcher_variables(rank: int, world: int) -> Iterator[tuple[str, str]]:
     """Yield the variables that a launcher sets for a rank, on machines of one rank."""
     variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29500}
     yield from ((name, str(number)) for name, number in variables.items())
@@ -86,7 +89,7 @@ def places(rank: int, world: int) -> Iterator[tuple[str, str]]:
 
 def unable_file(directory: Path, rank: int) -> Path:
     """Return the file with the reason why a rank of a command could not be run alone."""
-    return directory / injection.PROCESSES / f"rank_{rank:05d}.unable"
+    return directory / injection.PROCESSES_FOLDER / f"rank_{rank:05d}.unable"
 
 
 def log_file(directory: Path, rank: int) -> Path:
@@ -94,23 +97,23 @@ def log_file(directory: Path, rank: int) -> Path:
     return directory / f"rank_{rank:05d}.log"
 
 
-def judged(run: CommandRun, dims: ParallelDims) -> Verdicts:
+def judge_command(run: CommandRun, dims: ParallelDims) -> Verdicts:
     """Return what the checks say of a command's ranks, and the cause of what fails."""
-    trial = alone_of(run, dims)
+    trial = trial_of_command(run, dims)
     results = judge(trial)
     return Verdicts(trial, results, diagnose(trial, results, (neighbours,), (process_failed,), costly=()))
 
 
-def alone_of(run: CommandRun, dims: ParallelDims) -> Trial:
+def trial_of_command(run: CommandRun, dims: ParallelDims) -> Trial:
     """Return the trial of the ranks that ran, as of a recording."""
     trial = trial_of(run.records, dims, str(run.directory), dims.world_size)
-    exits = tuple(how_it_ended(run, exit) for exit in trial.run.exits if exit.rank in run.codes)
-    return replace(trial, run=of_lone_ranks(replace(trial.run, exits=exits), [*run.codes], run.unable))
+    exits = tuple(exit_of_rank(run, exit) for exit in trial.run.exits if exit.rank in run.exit_codes)
+    return replace(trial, run=run_of_lone_ranks(replace(trial.run, exits=exits), [*run.exit_codes], run.unable_reasons))
 
 
-def how_it_ended(run: CommandRun, exit: Exit) -> Exit:
+def exit_of_rank(run: CommandRun, exit: Exit) -> Exit:
     """Return how a rank's process ended. A rank that trained nothing left no record: its last words are in its log."""
-    code = run.codes[exit.rank]
+    code = run.exit_codes[exit.rank]
     if exit.how == "raised" or (exit.how == "ok" and code == 0):
         return exit
     if code == 0:

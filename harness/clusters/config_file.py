@@ -22,21 +22,21 @@ from harness.core.case.traits import TrainerTraits
 from harness.core.evidence.reading import read_text
 from harness.reference.config import PRESETS, ModelConfig
 
-READ = (
+READ_OPTIONS = (
     *TITAN_DEGREES,
     *("seq_len", "batch_size", "local_batch_size", "global_batch_size", "max_norm"),
     *("pipeline_parallel_schedule", "pipeline_parallel_microbatch_size", "pipeline_parallel_microbatches"),
     *("fsdp_reshard_after_forward", "enable_cpu_offload", "dtype", "mixed_precision_param", "mixed_precision_reduce"),
 )
-OF_NUMBERS = ("steps", "warmup_steps", "dataset", "dataset_path", "seed", "deterministic", "gc_freq")
+OPTIONS_OF_NUMBERS = ("steps", "warmup_steps", "dataset", "dataset_path", "seed", "deterministic", "gc_freq")
 
 
-TITAN = TrainerTraits(fsdp_units="root", cp_heads="key_value")
+TITAN_TRAITS = TrainerTraits(fsdp_units="root", cp_heads="key_value")
 """What it chooses where a case leaves the choice to it, as of the end of 2024."""
 
 
 @dataclass(frozen=True)
-class FromFile:
+class CaseFromFile:
     """A configuration of torchtitan's, read as a case."""
 
     case: Case
@@ -45,7 +45,7 @@ class FromFile:
     """What the configuration asks for and is not run."""
 
 
-def read(path: Path, world: int | None, flavor: str | None = None) -> FromFile:
+def read(path: Path, world: int | None, flavor: str | None = None) -> CaseFromFile:
     """Return the case of torchtitan's configuration file. Raises CaseError.
 
     world: the number of ranks; None where the file's degrees define it. flavor: in place of the file's.
@@ -60,7 +60,7 @@ def read(path: Path, world: int | None, flavor: str | None = None) -> FromFile:
         if model.get("name") != "llama3" or flavor not in PRESETS:
             reason = f"model {model.get('name')} {flavor}: llama3 of a size {', '.join(PRESETS)} is known here"
             raise CaseError(f"{path}: {reason}; add --model for another one")
-    return case_of(str(path), sections, PRESETS[flavor], world)
+    return case_of_titan_options(str(path), sections, PRESETS[flavor], world)
 
 
 def _section(path: Path, sections: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -70,7 +70,9 @@ def _section(path: Path, sections: Mapping[str, Any], name: str) -> Mapping[str,
     return section
 
 
-def case_of(name: str, sections: Mapping[str, Any], model: ModelConfig, world: int | None) -> FromFile:
+def case_of_titan_options(
+    name: str, sections: Mapping[str, Any], model: ModelConfig, world: int | None
+) -> CaseFromFile:
     """Return the case of a configuration with this name, whose options come by section. Raises CaseError."""
     options: dict[str, Any] = {}
     for section in TITAN_SECTIONS:
@@ -80,7 +82,7 @@ def case_of(name: str, sections: Mapping[str, Any], model: ModelConfig, world: i
         case = _case(name, options, dims, model, sections.get("activation_checkpoint", {}))
     except ValueError as error:
         raise CaseError(f"{name}: {error}") from error
-    return FromFile(case, tuple(_set_aside(sections, options)))
+    return CaseFromFile(case, tuple(_options_set_aside(sections, options)))
 
 
 def _dims(name: str, options: Mapping[str, Any], world: int | None) -> ParallelDims:
@@ -126,7 +128,7 @@ def _case(
             microbatches=microbatches if dims.pp > 1 else None,
             accumulation=samples // (local_batch * dims.dp),
             defer_sync=samples == local_batch * dims.dp,
-            activation_checkpointing=_recomputed(recompute),
+            activation_checkpointing=_activation_checkpointing(recompute),
             reshard_after_forward=options.get("fsdp_reshard_after_forward", "default"),
             cpu_offload=bool(options.get("enable_cpu_offload", False)),
             reduce_dtype=options.get("mixed_precision_reduce", "float32"),
@@ -143,7 +145,7 @@ def _microbatches(options: Mapping[str, Any], dims: ParallelDims, local: int) ->
     return local // int(options.get("pipeline_parallel_microbatch_size", 1))
 
 
-def _recomputed(section: Mapping[str, Any]) -> str:
+def _activation_checkpointing(section: Mapping[str, Any]) -> str:
     """Return which blocks are recomputed, by the file's section. torchtitan's default is selective, of every second block."""
     mode = section.get("mode", "selective")
     selection = str(section.get("selective_ac_option", "2"))
@@ -155,7 +157,7 @@ def _recomputed(section: Mapping[str, Any]) -> str:
     return kind
 
 
-def _set_aside(sections: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+def _options_set_aside(sections: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Return the options that are not run: compilation, 8 bits, and those that are not known here."""
     compiled = options.get("compile") or sections.get("compile", {}).get("enable")
     in_8_bits = sections.get("float8", {}).get("enable_float8_linear") or sections.get("model", {}).get("converters")
@@ -164,6 +166,6 @@ def _set_aside(sections: Mapping[str, Any], options: Mapping[str, Any]) -> list[
         set_aside.append("torch.compile")
     if in_8_bits:
         set_aside.append("8 bits")
-    unknown_keys = (key for key in options if key not in (*READ, *OF_NUMBERS, "compile"))
+    unknown_keys = (key for key in options if key not in (*READ_OPTIONS, *OPTIONS_OF_NUMBERS, "compile"))
     set_aside += [key for key in unknown_keys if options[key] is True or options[key] not in (False, 1, "", [])]
     return set_aside

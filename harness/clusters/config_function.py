@@ -16,7 +16,7 @@ from typing import Any
 
 from harness.adapters.torchtitan import source
 from harness.clusters import config_file
-from harness.clusters.config_file import OF_NUMBERS, READ, FromFile
+from harness.clusters.config_file import OPTIONS_OF_NUMBERS, READ_OPTIONS, CaseFromFile
 from harness.core.case.case import Case, CaseError
 from harness.reference.config import ModelConfig, RopeScaling
 
@@ -24,29 +24,29 @@ ALSO_READ = (
     *("enable_sequence_parallel", "context_parallel_load_balancer", "spmd_backend"),
     *("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers"),
 )
-OF_GPUS = ("disable_cuda_graphs", "gc_debug", "expert_parallel_degree")  # the last has no effect on a Llama
-RUN = (
+GPU_OPTIONS = ("disable_cuda_graphs", "gc_debug", "expert_parallel_degree")  # the last has no effect on a Llama
+RUN_PARTS = (
     *("Llama3Model", "Llama3TransformerBlock", "Embedding", "Linear", "RMSNorm", "FeedForward"),
     *("GQAttention", "QKVLinear", "ScaledDotProductAttention", "ComplexRoPE"),
 )
 """Parts of a model that are run as they are."""
-RECOMPUTED = {"NoneType": ("none", ""), "FullAC": ("full", ""), "SelectiveAC": ("selective", "op")}
+RECOMPUTATION_WORDS = {"NoneType": ("none", ""), "FullAC": ("full", ""), "SelectiveAC": ("selective", "op")}
 
 
-def read(function_path: str, world: int, where: str | None = None) -> FromFile:
+def read(function_path: str, world: int, where: str | None = None) -> CaseFromFile:
     """Return the case of the configuration that a function returns. Raises CaseError.
 
     function_path: MODULE:FUNCTION or FILE.py:FUNCTION. where: a checkout of torchtitan; None for the installed one.
     """
     try:
-        return case_of(function_path, returned(function_path, source.find(where)), world)
+        return case_of_config(function_path, call_config_function(function_path, source.find_source(where)), world)
     except CaseError:
         raise
     except Exception as error:  # of somebody's module
         raise CaseError(f"--config {function_path}: {type(error).__name__}: {error}") from error
 
 
-def returned(function_path: str, checkout: source.Source) -> Any:
+def call_config_function(function_path: str, checkout: source.Source) -> Any:
     """Return the configuration that the function returns, on a machine without GPU."""
     from torch.utils._triton import has_triton
 
@@ -56,14 +56,14 @@ def returned(function_path: str, checkout: source.Source) -> Any:
     cpu.before_import()
     sys.path[:0] = [str(checkout.folder), str(Path.cwd())]
     module, _, function = function_path.rpartition(":")
-    make_config = getattr(_module(module), function)
+    make_config = getattr(_load_module(module), function)
     for loaded in [module for name, module in sys.modules.items() if name.startswith("torchtitan.")]:
         if "has_cuda_capability" in vars(loaded):  # a configuration of 8 bits is refused where no GPU has them
             loaded.has_cuda_capability = lambda *_: True  # type: ignore[attr-defined]
     return make_config()
 
 
-def _module(name: str) -> Any:
+def _load_module(name: str) -> Any:
     """Import a module by its name, or run a FILE.py as one."""
     if not name.endswith(".py"):
         return importlib.import_module(name)
@@ -74,7 +74,7 @@ def _module(name: str) -> Any:
     return module
 
 
-def case_of(function_path: str, config: Any, world: int) -> FromFile:
+def case_of_config(function_path: str, config: Any, world: int) -> CaseFromFile:
     """Return the case of a configuration of torchtitan's llama3. Raises CaseError."""
     if not hasattr(config, "parallelism") or getattr(config.model_spec, "name", None) != "llama3":
         raise CaseError(f"--config {function_path}: returns no configuration of torchtitan's llama3")
@@ -82,33 +82,33 @@ def case_of(function_path: str, config: Any, world: int) -> FromFile:
         raise CaseError(
             f"--config {function_path}: the layers of its model are not spelled out, as they are since 2026-04"
         )
-    sections = {"training": options(config.training), "parallelism": options(config.parallelism)}
-    recomputed = {"activation_checkpoint": recomputation(config.activation_checkpoint)}
+    sections = {"training": options_of_section(config.training), "parallelism": options_of_section(config.parallelism)}
+    recomputed = {"activation_checkpoint": recomputation_section(config.activation_checkpoint)}
     read_options: dict[str, dict[str, Any]] = {}
     for key, section in sections.items():
-        read_options[key] = {name: value for name, value in section.items() if name in READ}
-    model = sizes(config.model_spec)
-    from_file = config_file.case_of(function_path, read_options | recomputed, model, world)
+        read_options[key] = {name: value for name, value in section.items() if name in READ_OPTIONS}
+    model = model_sizes(config.model_spec)
+    from_file = config_file.case_of_titan_options(function_path, read_options | recomputed, model, world)
     all_options = sections["training"] | sections["parallelism"]
-    case = carried_out(from_file.case, all_options)
-    return FromFile(case, (*not_run(config), *_backend(case, all_options)))
+    case = with_function_options(from_file.case, all_options)
+    return CaseFromFile(case, (*parts_not_run(config), *_unsupported_backend(case, all_options)))
 
 
-def options(section: Any) -> dict[str, Any]:
+def options_of_section(section: Any) -> dict[str, Any]:
     """Return the options of a section by name."""
     return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
 
 
-def recomputation(checkpoint_config: Any) -> dict[str, str]:
+def recomputation_section(checkpoint_config: Any) -> dict[str, str]:
     """Return the recomputation in the words of a file's section. Raises CaseError."""
     kind = _kind(checkpoint_config)
-    if kind not in RECOMPUTED:
+    if kind not in RECOMPUTATION_WORDS:
         raise CaseError(f"activation_checkpoint {kind}: FullAC, SelectiveAC and None are known here")
-    mode, selection = RECOMPUTED[kind]
+    mode, selection = RECOMPUTATION_WORDS[kind]
     return {"mode": mode, "selective_ac_option": selection}
 
 
-def sizes(spec: Any) -> ModelConfig:
+def model_sizes(spec: Any) -> ModelConfig:
     """Return the sizes of a model as torchtitan specifies it. Raises CaseError."""
     shapes = {_layer_sizes(layer) for layer in spec.model.layers}
     if len(shapes) > 1:
@@ -125,7 +125,7 @@ def sizes(spec: Any) -> ModelConfig:
         ffn_dim=ffn_dim,
         norm_eps=eps,
         rope_theta=float(rope.theta),
-        rope_scaling=_scaling(rope),
+        rope_scaling=_rope_scaling(rope),
         tied_embeddings=spec.model.enable_weight_tying,
     )
 
@@ -136,7 +136,7 @@ def _layer_sizes(layer: Any) -> tuple[int, int, int, float]:
     return heads, layer.attention.n_kv_heads or heads, layer.feed_forward.w1.out_features, layer.attention_norm.eps
 
 
-def _scaling(rope: Any) -> RopeScaling | None:
+def _rope_scaling(rope: Any) -> RopeScaling | None:
     """Return the scaling of rotary embeddings, None for none. Raises CaseError for a kind that is not known here."""
     if rope.scaling == "none":
         return None
@@ -146,45 +146,45 @@ def _scaling(rope: Any) -> RopeScaling | None:
     return RopeScaling(rope.scaling_factor, rope.low_freq_factor, rope.high_freq_factor, original)
 
 
-def carried_out(case: Case, options: Mapping[str, Any]) -> Case:
+def with_function_options(case: Case, options: Mapping[str, Any]) -> Case:
     """Return the case with what a file of options does not say."""
     features = dataclasses.replace(
         case.features,
         sequence_parallel=options.get("enable_sequence_parallel", True),
         cp_load_balance=options.get("context_parallel_load_balancer") is not None or case.dims.cp == 1,
-        first_stage_less_layers=_fewer(case, options, "first"),
-        last_stage_less_layers=_fewer(case, options, "last"),
+        first_stage_less_layers=_layers_less(case, options, "first"),
+        last_stage_less_layers=_layers_less(case, options, "last"),
     )
     return dataclasses.replace(case, features=features)
 
 
-def _fewer(case: Case, options: Mapping[str, Any], first_or_last: str) -> int:
+def _layers_less(case: Case, options: Mapping[str, Any], first_or_last: str) -> int:
     """Return how many layers less the first or last stage of a pipeline has. 1 is torchtitan's default."""
     return options.get(f"pipeline_parallel_{first_or_last}_stage_less_layers", 1) if case.dims.pp > 1 else 0
 
 
-def not_run(config: Any) -> Iterator[str]:
+def parts_not_run(config: Any) -> Iterator[str]:
     """Yield the options and parts of a model that the pre-flight does not run."""
     if config.compile.enable:
         yield "torch.compile"
     if getattr(config.compile, "enable_async_tensor_parallel", False):
         yield "enable_async_tensor_parallel"
-    known_options = (*READ, *ALSO_READ, *OF_NUMBERS, *OF_GPUS)
+    known_options = (*READ_OPTIONS, *ALSO_READ, *OPTIONS_OF_NUMBERS, *GPU_OPTIONS)
     for section in (config.training, config.parallelism, config.activation_checkpoint):
-        yield from (name for name in _changed(section) if name not in known_options)
+        yield from (name for name in _changed_options(section) if name not in known_options)
     if (balancer := getattr(config.parallelism, "context_parallel_load_balancer", None)) not in (None, "headtail"):
         yield f"context_parallel_load_balancer {balancer}"
-    yield from sorted({kind for kind in _parts(config.model_spec.model) if kind not in RUN})
+    yield from sorted({kind for kind in _part_kinds(config.model_spec.model) if kind not in RUN_PARTS})
 
 
-def _backend(case: Case, options: Mapping[str, Any]) -> Iterator[str]:
+def _unsupported_backend(case: Case, options: Mapping[str, Any]) -> Iterator[str]:
     """Yield the SPMD backend, if it is another than the one that this case is run with."""
     why = source.why_not_spmd_types(case, None)
     if (backend := options.get("spmd_backend")) and backend != ("partial_dtensor" if why else "spmd_types"):
         yield f"spmd_backend {backend}" + (f" ({why})" if backend == "spmd_types" else "")
 
 
-def _changed(section: Any) -> Iterator[str]:
+def _changed_options(section: Any) -> Iterator[str]:
     """Yield the options of a section that differ from torchtitan's defaults."""
     if section is None:
         return
@@ -195,7 +195,7 @@ def _changed(section: Any) -> Iterator[str]:
             yield field.name
 
 
-def _parts(model: Any) -> Iterator[str]:
+def _part_kinds(model: Any) -> Iterator[str]:
     """Yield the kinds of all parts of a model's configuration: `Linear` of `Linear.Config`."""
     yield _kind(model)
     for field in dataclasses.fields(model):
@@ -203,7 +203,7 @@ def _parts(model: Any) -> Iterator[str]:
         parts = value if isinstance(value, list | tuple) else (value,)
         for part in parts:
             if dataclasses.is_dataclass(part) and type(part).__qualname__.endswith(".Config"):
-                yield from _parts(part)
+                yield from _part_kinds(part)
 
 
 def _kind(config: Any) -> str:

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from harness.clusters.chosen import Chosen
+from harness.clusters.chosen import ChosenRanks
 from harness.clusters.commands import CommandRun
 from harness.clusters.figures import moved_by_axis
 from harness.clusters.judging import Verdicts
-from harness.clusters.launches import Flown
-from harness.clusters.pages.layout_documents import figures
+from harness.clusters.launches import LoneRun
+from harness.clusters.pages.layout_documents import figures_document
 from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
 from harness.core.report.as_data import as_data
-from harness.recording.pages.recording_documents import judged
+from harness.recording.pages.recording_documents import verdict_document
 
 
-def of_case(
+def case_document(
     case: Case,
-    chosen: Chosen,
-    flown: Flown,
+    chosen: ChosenRanks,
+    flown: LoneRun,
     verdicts: Verdicts,
     judging: float,
     *,
@@ -33,42 +33,47 @@ def of_case(
         "requested": case,
         "set_aside": set_aside,
         "seconds_judging": judging,
-        "ran": [_rank(flown, verdicts, rank) for rank in flown.ranks],
-        **_common(case.dims, chosen, flown.seconds, verdicts),
-        "figures": figures(case, verdicts.trial.plan, gpu),
+        "ran": [_rank_document(flown, verdicts, rank) for rank in flown.ranks],
+        **_common_fields(case.dims, chosen, flown.seconds, verdicts),
+        "figures": figures_document(case, verdicts.trial.plan, gpu),
     }
 
 
-def of_command(
-    words: Sequence[str], dims: ParallelDims, chosen: Chosen, run: CommandRun, verdicts: Verdicts
+def command_document(
+    words: Sequence[str], dims: ParallelDims, chosen: ChosenRanks, run: CommandRun, verdicts: Verdicts
 ) -> dict[str, Any]:
     """Return what became of each process, and the verdict."""
-    ran = [{"rank": rank, "code": code, "unable": run.unable.get(rank)} for rank, code in run.codes.items()]
+    ran = [
+        {"rank": rank, "code": code, "unable": run.unable_reasons.get(rank)} for rank, code in run.exit_codes.items()
+    ]
     return {
         "command": words,
         "directory": run.directory,
         "ran": ran,
-        **_common(dims, chosen, run.seconds, verdicts),
+        **_common_fields(dims, chosen, run.seconds, verdicts),
     }
 
 
-def _common(dims: ParallelDims, chosen: Chosen, seconds: float, verdicts: Verdicts) -> dict[str, Any]:
+def _common_fields(dims: ParallelDims, chosen: ChosenRanks, seconds: float, verdicts: Verdicts) -> dict[str, Any]:
     """Return the fields that documents on cases and on commands have in common."""
     return {
         "dims": dims,
         "world": dims.world_size,
-        "chosen": chosen.why,
+        "chosen": chosen.ranks_by_reason,
         "seed": chosen.seed,
         "seconds": seconds,
-        **judged(verdicts.results, verdicts.diagnosis),
+        **verdict_document(verdicts.results, verdicts.diagnosis),
     }
 
 
-def _rank(flown: Flown, verdicts: Verdicts, rank: int) -> dict[str, Any]:
-    """Return what one rank held and moved in its last step, and what its process took."""
-    facts: dict[str, Any] = {"rank": rank, "unable": flown.unable.get(rank)}
+def _rank_document(flown: LoneRun, verdicts: Verdicts, rank: int) -> dict[str, Any]:
+    """Return as data what one rank held and moved in its last step, and what its process took.
+
+    Memory and bytes are left out if it finished no step. "unable": why the rank was not able, or None.
+    """
+    facts: dict[str, Any] = {"rank": rank, "unable": flown.unable_reasons.get(rank)}
     evidence = verdicts.trial.ranks.get(rank)
     if evidence is not None and evidence.steps:
         last = evidence.steps[-1]
         facts |= {"memory": last.memory, "moved": moved_by_axis(verdicts.trial, rank, last.step)}
-    return as_data(facts | {"used": flown.used.get(rank)})
+    return as_data(facts | {"used": flown.usage_by_rank.get(rank)})

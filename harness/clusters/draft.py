@@ -9,14 +9,14 @@ from typing import Any
 from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
 from harness.core.case.features import Features
-from harness.core.case.traits import USUAL, TrainerTraits
+from harness.core.case.traits import USUAL_TRAITS, TrainerTraits
 from harness.reference.config import ModelConfig, TrainingConfig
 
 LLAMA_3 = TrainingConfig(dtype="float32", compute_dtype="bfloat16")
 """Its precision; gradients are reduced in float32."""
-LENGTH = 8192
+DEFAULT_LENGTH = 8192
 """Tokens of a sample where a file does not say it."""
-HALVES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp8": "bfloat16"}
+PLANNED_DTYPES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp8": "bfloat16"}
 """Dtypes of configurations, by what is planned for them: of fp16 the sizes are the same, and fp8 is of matmuls alone."""
 
 
@@ -32,18 +32,18 @@ class Draft:
     """Tokens of a sample."""
     batch: int | None = None
     """Samples of a step over all ranks."""
-    local: int = 1
+    local_batch: int = 1
     """Samples of a microbatch on a data rank, where `batch` is not said."""
     training: Mapping[str, Any] = field(default_factory=lambda: {"dtype": "float32", "compute_dtype": "bfloat16"})
     """Other fields of the recipe."""
     features: Mapping[str, Any] = field(default_factory=lambda: {"reduce_dtype": "float32"})
     """Fields of Features."""
-    traits: TrainerTraits = USUAL
+    traits: TrainerTraits = USUAL_TRAITS
     """Traits of the trainer that the file is of."""
     set_aside: tuple[str, ...] = ()
     """What of the file is not planned."""
 
-    def case(self, model: ModelConfig, name: str, why: str) -> Case:
+    def build_case(self, model: ModelConfig, name: str, why: str) -> Case:
         """Return the case, not validated yet. Raises ValueError."""
         features = Features(**self.features)
         bare = Case(name=name, why=why, dims=self.dims, model=model, features=features)
@@ -51,11 +51,14 @@ class Draft:
         if self.batch is not None and self.batch % samples_of_microbatches:
             shares = f"{self.dims.dp} data ranks x {bare.microbatches * features.accumulation} microbatches"
             raise ValueError(f"{self.batch} samples of a step: {shares} do not divide it")
-        sizes = {"seq_len": self.seq or LENGTH, "global_batch": self.batch or samples_of_microbatches * self.local}
+        sizes = {
+            "seq_len": self.seq or DEFAULT_LENGTH,
+            "global_batch": self.batch or samples_of_microbatches * self.local_batch,
+        }
         return replace(bare, training=TrainingConfig(**{**self.training, "steps": 1, **sizes}))
 
 
-def of_case(case: Case, traits: TrainerTraits, set_aside: tuple[str, ...]) -> Draft:
+def draft_of_case(case: Case, traits: TrainerTraits, set_aside: tuple[str, ...]) -> Draft:
     """Return a whole case as a draft, with the traits and the parts of a file that go with it."""
     training = {key: getattr(case.training, key) for key in ("dtype", "compute_dtype", "max_norm")}
     usual = Features()

@@ -7,32 +7,32 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from harness.clusters.draft import LENGTH, Draft
+from harness.clusters.draft import DEFAULT_LENGTH, Draft
 from harness.core.case import case_files
 from harness.core.case.case import Case, CaseError, to_json
 from harness.core.case.dims import ParallelDims
-from harness.core.case.loading import built_case, load_all
-from harness.core.case.traits import MEGATRON, USUAL, TrainerTraits
+from harness.core.case.loading import build_case, load_all
+from harness.core.case.traits import MEGATRON_TRAITS, USUAL_TRAITS, TrainerTraits
 from harness.core.plan.figures.gpus import MACHINES, Machine
 from harness.core.plan.figures.rank_bytes import rank_bytes
-from harness.core.plan.figures.step_time import Fit, Fitting, bubble_of, step_time
+from harness.core.plan.figures.step_time import FittingLayout, FittingLayouts, bubble_ratio_of, step_time
 from harness.core.plan.make_plan import make_plan
 from harness.core.plan.slices import BYTES
-from harness.core.report.layout_text import kinds_of
+from harness.core.report.layout_text import rank_classes
 from harness.reference.config import ModelConfig
 
 CHECKPOINTING = ("none", "op", "full")
-STAGES = (1, 2, 4)
+STAGES_PER_RANK = (1, 2, 4)
 """Stages of a pipeline on each rank: 1F1B of one, interleaved of several."""
-SHARDS = 32
+HSDP_SHARDS = 32
 """Ranks that HSDP cuts parameters over; the other data ranks are replicas."""
 MOST_MICROBATCHES = 64
-LONG = 8192
+CP_FROM_LENGTH = 8192
 """Tokens of a sample beyond which context parallel is tried."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class FittingRequest:
     """What is to be trained, and on what."""
 
     model: ModelConfig
@@ -40,7 +40,7 @@ class Wanted:
     """Number of GPUs."""
     memory: float
     """Bytes of a GPU."""
-    nodes_of: int
+    gpus_per_node: int
     """GPUs of a node."""
     seq: int | None = None
     """Tokens of a sample."""
@@ -50,53 +50,53 @@ class Wanted:
     """Speeds of a GPU and of its links."""
 
 
-def fitting(request: Wanted) -> Fitting:
+def find_fitting_layouts(request: FittingRequest) -> FittingLayouts:
     """Return the layouts that fit, those that were published among them. Raises CaseError where there is none to look at."""
-    published, unlisted = _known(request)
+    published, unlisted = _published_of_request(request)
     candidates = [*published]
-    for case in _cases(request):
-        if not any(_same(case, published_case) for published_case in published):
+    for case in _candidate_cases(request):
+        if not any(_is_same_layout(case, published_case) for published_case in published):
             candidates.append(case)
     if not candidates:
         raise CaseError(
-            f"--world {request.world}: no layout divides a batch of {_batch(request)} over these ranks: --batch N"
+            f"--world {request.world}: no layout divides a batch of {_global_batch(request)} over these ranks: --batch N"
         )
     fits = []
     for case in candidates:
         is_published = case in published
-        if not is_published and _least(case) >= request.memory:
+        if not is_published and _least_bytes(case) >= request.memory:
             continue
         plan = make_plan(case, traits_of(case))
-        ranks = [kind[0] for kind in kinds_of(plan)]
+        ranks = [kind[0] for kind in rank_classes(plan)]
         largest = max(
             (rank_bytes(case, plan, rank) for rank in ranks), key=lambda bytes_of_rank: bytes_of_rank.reserved
         )
         if largest.reserved <= request.memory:
-            speeds = (request.machine, request.nodes_of, bubble_of(case))
+            speeds = (request.machine, request.gpus_per_node, bubble_ratio_of(case))
             rank_times = (step_time(case, plan, rank, *speeds) for rank in ranks)
-            fits.append(Fit(case, largest, max(rank_times, key=lambda rank_time: rank_time.seconds)))
+            fits.append(FittingLayout(case, largest, max(rank_times, key=lambda rank_time: rank_time.seconds)))
         elif is_published:
             unlisted[case.name] = f"needs {largest.reserved / 1e9:.1f} GB, by the estimate"
-    best = sorted(fits, key=lambda fit: (fit.time.seconds, fit.most.reserved))
+    best = sorted(fits, key=lambda fit: (fit.time.seconds, fit.peak_rank.reserved))
     names = {position: fit.case.name for position, fit in enumerate(best) if fit.case in published}
     positions_of_dims = {fit.case.dims: position for position, fit in reversed([*enumerate(best)])}
     degrees = {case.name: positions_of_dims[case.dims] for case in published if case.dims in positions_of_dims}
-    return Fitting(tuple(best), len(candidates), names, unlisted, degrees)
+    return FittingLayouts(tuple(best), len(candidates), names, unlisted, degrees)
 
 
 def traits_of(case: Case) -> TrainerTraits:
     """Return what is chosen by the trainers that published layouts with ZeRO 1 are of, and else what is usual."""
-    return MEGATRON if case.wrapper == "zero1" else USUAL
+    return MEGATRON_TRAITS if case.wrapper == "zero1" else USUAL_TRAITS
 
 
-def _known(request: Wanted) -> tuple[list[Case], dict[str, str]]:
+def _published_of_request(request: FittingRequest) -> tuple[list[Case], dict[str, str]]:
     """Return the published layouts of this request, and why others of this model and number of GPUs are of another one."""
     same_size = [
         published
-        for published in _published()
+        for published in _published_cases()
         if (published.model, published.dims.world_size) == (request.model, request.world)
     ]
-    batch_and_length = (_batch(request), request.seq or LENGTH)
+    batch_and_length = (_global_batch(request), request.seq or DEFAULT_LENGTH)
     other_trainings = {
         published.name: published.training
         for published in same_size
@@ -109,7 +109,7 @@ def _known(request: Wanted) -> tuple[list[Case], dict[str, str]]:
     return [published for published in same_size if published.name not in other_trainings], reasons
 
 
-def _same(first_case: Case, second_case: Case) -> bool:
+def _is_same_layout(first_case: Case, second_case: Case) -> bool:
     """Return whether two cases have the same layout, features and recipe."""
     return (first_case.dims, first_case.features, first_case.training) == (
         second_case.dims,
@@ -118,59 +118,59 @@ def _same(first_case: Case, second_case: Case) -> bool:
     )
 
 
-def _batch(request: Wanted) -> int:
+def _global_batch(request: FittingRequest) -> int:
     """Return the samples of a step, by default one for each GPU."""
     return request.batch or request.world
 
 
-def _cases(request: Wanted) -> Iterator[Case]:
+def _candidate_cases(request: FittingRequest) -> Iterator[Case]:
     """Yield the layouts of powers of two that divide ranks and batch: FSDP over all data ranks, and HSDP."""
-    seq = request.seq or LENGTH
+    seq = request.seq or DEFAULT_LENGTH
     layers = request.model.n_layers
-    cps = _powers(request.world) if seq > LONG else [1]
-    for tp in _powers(min(request.nodes_of, request.model.n_kv_heads)):
-        for pp in _powers(layers // 2):
+    cps = _powers_of_two(request.world) if seq > CP_FROM_LENGTH else [1]
+    for tp in _powers_of_two(min(request.gpus_per_node, request.model.n_kv_heads)):
+        for pp in _powers_of_two(layers // 2):
             for cp in cps:
                 data, rest = divmod(request.world, tp * pp * cp)
-                if rest or not data or _batch(request) % data:
+                if rest or not data or _global_batch(request) % data:
                     continue
                 shard_degrees = [data]
-                if data > SHARDS and data % SHARDS == 0:
-                    shard_degrees.append(SHARDS)
+                if data > HSDP_SHARDS and data % HSDP_SHARDS == 0:
+                    shard_degrees.append(HSDP_SHARDS)
                 for shards in shard_degrees:
                     dims = ParallelDims(dp_replicate=data // shards, dp_shard=shards, tp=tp, pp=pp, cp=cp)
-                    for stages, kind in itertools.product(STAGES if pp > 1 else (1,), CHECKPOINTING):
-                        if case := _case(request, dims, kind, stages):
+                    for stages, kind in itertools.product(STAGES_PER_RANK if pp > 1 else (1,), CHECKPOINTING):
+                        if case := _candidate_case(request, dims, kind, stages):
                             yield case
 
 
-def _powers(limit: int) -> list[int]:
+def _powers_of_two(limit: int) -> list[int]:
     """Return the powers of two up to a limit."""
     return [1 << n for n in range(limit.bit_length()) if 1 << n <= limit]
 
 
-def _case(request: Wanted, dims: ParallelDims, checkpointing: str, stages: int) -> Case | None:
+def _candidate_case(request: FittingRequest, dims: ParallelDims, checkpointing: str, stages: int) -> Case | None:
     """Return the case with microbatches of one sample, as many as the batch has. None where there is no such case."""
-    batch_of_rank = _batch(request) // dims.dp
+    batch_of_rank = _global_batch(request) // dims.dp
     if batch_of_rank > MOST_MICROBATCHES or (dims.pp > 1 and batch_of_rank < dims.pp):
         return None
     interleaved = {"schedule": "Interleaved1F1B", "stages_per_rank": stages} if stages > 1 else {}
     passes = {"microbatches": batch_of_rank, **interleaved} if dims.pp > 1 else {"accumulation": batch_of_rank}
     features = {"reduce_dtype": "float32", "activation_checkpointing": checkpointing, **passes}
-    draft = Draft(dims=dims, seq=request.seq, batch=_batch(request), features=features)
+    draft = Draft(dims=dims, seq=request.seq, batch=_global_batch(request), features=features)
     try:
-        case = draft.case(request.model, f"{request.model.name}_{request.world}", "a layout that may fit")
-        return replace(built_case(to_json(case), "--world"), file="")
+        case = draft.build_case(request.model, f"{request.model.name}_{request.world}", "a layout that may fit")
+        return replace(build_case(to_json(case), "--world"), file="")
     except ValueError:  # CaseError is one
         return None
 
 
-def _least(case: Case) -> float:
+def _least_bytes(case: Case) -> float:
     """Return the bytes that a rank keeps of its share of the model, at the least."""
     return 4 * BYTES[case.training.dtype] * case.model.numel / (case.dims.tp * case.dims.pp * case.shards)
 
 
 @functools.cache
-def _published() -> tuple[Case, ...]:
+def _published_cases() -> tuple[Case, ...]:
     """Return the cases of layouts/."""
     return tuple(load_all(case_files.LAYOUTS))

@@ -21,21 +21,21 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
-from harness.clusters.unable import asking
+from harness.clusters.unable import codes_that_ask
 from harness.core.probe.witness import Witness
 
-OF_MESHES = ("init_device_mesh", "_get_post_forward_mesh_info")
+MESH_FUNCTIONS = ("init_device_mesh", "_get_post_forward_mesh_info")
 """Functions of modules that compute with a mesh's ranks."""
-asked: set[CodeType] = set()
+asked_codes: set[CodeType] = set()
 """The functions that a number was answered to."""
 
 
-def prepared() -> FakeTensorMode:
+def prepare_torch() -> FakeTensorMode:
     """Change torch for tensors without memory, and return the mode in which tensors have none."""
     _answer_numbers()
-    _one_cpu()
+    _use_one_cpu()
     _keep_meshes_real()
-    nn.Module._apply = _converted
+    nn.Module._apply = _convert_module
     torch.nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor  # it draws until numbers lie within bounds
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -44,15 +44,15 @@ def silence_propagation(witness: Witness) -> None:
     """Hide from the witness the operators that DTensor repeats to know a result's shape: these are not the trainer's."""
     for name in ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached"):
         if original := getattr(ShardingPropagator, name, None):
-            setattr(ShardingPropagator, name, _silent(original, witness))
+            setattr(ShardingPropagator, name, _without_witness(original, witness))
 
 
-def _silent(original: Callable[..., Any], witness: Witness) -> Callable[..., Any]:
+def _without_witness(original: Callable[..., Any], witness: Witness) -> Callable[..., Any]:
     """Return the function with the witness silenced while it runs."""
 
     @functools.wraps(original)
     def quiet(*args: Any, **kwargs: Any) -> Any:
-        with witness.silence():
+        with witness.silenced():
             return original(*args, **kwargs)
 
     return quiet
@@ -65,20 +65,20 @@ def _answer_numbers() -> None:
     """Answer 1 where a tensor is asked for a number: .item(), int(), float(), bool(), .tolist()."""
 
     def answer_number(mode: Any, operator: Any, tensor: torch.Tensor) -> bool | int | float:
-        asked.update(asking())
+        asked_codes.update(codes_that_ask())
         if tensor.dtype is torch.bool:
             return True
         return 1.0 if tensor.is_floating_point() else 1
 
     def answer_list(tensor: torch.Tensor) -> Any:
-        asked.update(asking())
-        return _disabled(lambda: torch.ones(tuple(tensor.shape), dtype=tensor.dtype).tolist())()
+        asked_codes.update(codes_that_ask())
+        return _outside_of_modes(lambda: torch.ones(tuple(tensor.shape), dtype=tensor.dtype).tolist())()
 
     fake_impls.op_implementations_dict[torch.ops.aten._local_scalar_dense.default] = answer_number
     FakeTensor.tolist = answer_list
 
 
-def _one_cpu() -> None:
+def _use_one_cpu() -> None:
     """Make new tensors on cpu where cpu:0 is named, as a rank's mesh may do."""
     original = FakeTensor.__new__
 
@@ -92,7 +92,7 @@ def _one_cpu() -> None:
 # ---- meshes
 
 
-def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _outside_of_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function as one that runs outside of the current dispatch modes."""
 
     @functools.wraps(function)
@@ -107,22 +107,22 @@ def _keep_meshes_real() -> None:
     """Run what makes and reads meshes outside of the mode: a mesh's ranks are numbers, whatever all else is."""
     for name, member in list(vars(DeviceMesh).items()):
         if isinstance(member, staticmethod | classmethod):
-            setattr(DeviceMesh, name, type(member)(_disabled(member.__func__)))
+            setattr(DeviceMesh, name, type(member)(_outside_of_modes(member.__func__)))
         elif isinstance(member, property) and member.fget is not None:
-            setattr(DeviceMesh, name, property(_disabled(member.fget), member.fset))
+            setattr(DeviceMesh, name, property(_outside_of_modes(member.fget), member.fset))
         elif callable(member) and not isinstance(member, type):
-            setattr(DeviceMesh, name, _disabled(member))
+            setattr(DeviceMesh, name, _outside_of_modes(member))
     for module in list(sys.modules.values()):
-        for name in OF_MESHES:
+        for name in MESH_FUNCTIONS:
             function = vars(module).get(name) if hasattr(module, "__dict__") else None
             if callable(function) and getattr(function, "__module__", "").startswith("torch.distributed"):
-                setattr(module, name, _disabled(function))
+                setattr(module, name, _outside_of_modes(function))
 
 
 # ---- conversions
 
 
-def _converted(module: nn.Module, convert: Callable[..., Any], recurse: bool = True) -> nn.Module:
+def _convert_module(module: nn.Module, convert: Callable[..., Any], recurse: bool = True) -> nn.Module:
     """Convert a module as to() and to_empty() do, by new parameters in place of the old ones.
 
     torch would exchange the contents of the old parameters, and there are none.

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from harness.clusters.launches import Flown
+from harness.clusters.launches import LoneRun
 from harness.core import trainers
 from harness.core.case import traits
 from harness.core.case.case import Case
 from harness.core.causes import diagnose
-from harness.core.causes.facts import observed, process_failed
+from harness.core.causes.facts import facts_of_table, process_failed
 from harness.core.causes.request import neighbours
 from harness.core.causes.structure_facts import facts_of_structure
 from harness.core.checks import judge
-from harness.core.evidence.provided import alone
+from harness.core.evidence.provided import provided_by_single_ranks
 from harness.core.evidence.records import Exit, Run
-from harness.core.judge.measured import measured
+from harness.core.judge.measured import with_measured_traits
 from harness.core.judge.result import Diagnosis, Result
 from harness.core.judge.trial import Trial
 from harness.core.plan.make_plan import make_plan
 from harness.recording.judged.recorded import NO_REFERENCE
 
 SUSPECTS = (neighbours,)
-FACTS = (process_failed, facts_of_structure, observed)
+FACTS = (process_failed, facts_of_structure, facts_of_table)
 """Hypotheses and facts that need no numbers."""
 
 
@@ -39,25 +39,27 @@ class Verdicts:
     """The cause of what fails; None if nothing does, or no cause is known."""
 
 
-def judged(case: Case, flown: Flown) -> Verdicts:
+def judge_lone_ranks(case: Case, flown: LoneRun) -> Verdicts:
     """Return what the checks say of ranks that ran alone, and the cause of what fails."""
-    trial = trial_of(case, flown)
+    trial = trial_of_lone_ranks(case, flown)
     results = judge(trial)
     return Verdicts(trial, results, diagnose(trial, results, SUSPECTS, FACTS, costly=()))
 
 
-def trial_of(case: Case, flown: Flown) -> Trial:
+def trial_of_lone_ranks(case: Case, flown: LoneRun) -> Trial:
     """Return the trial of ranks that ran alone, with the plan of the case as its trainer chose."""
-    chosen = trainers.traits_of(trainers.load(flown.run.trainer), case)
-    case = traits.settled(case, {"run": chosen})
-    plan = make_plan(case, measured(case, chosen, flown.run))
-    return Trial(case, plan, of_lone_ranks(flown.run, flown.ranks, flown.unable), NO_REFERENCE)
+    chosen = trainers.traits_of(trainers.load_adapter(flown.run.trainer), case)
+    case = traits.with_trainer_choices(case, {"run": chosen})
+    plan = make_plan(case, with_measured_traits(case, chosen, flown.run))
+    return Trial(case, plan, run_of_lone_ranks(flown.run, flown.ranks, flown.unable_reasons), NO_REFERENCE)
 
 
-def of_lone_ranks(run: Run, ranks: Sequence[int], unable: Mapping[int, str]) -> Run:
+def run_of_lone_ranks(run: Run, ranks: Sequence[int], unable: Mapping[int, str]) -> Run:
     """Return the run as one of these ranks, each alone.
 
     unable: by rank, why it could not be run so, which is not the trainer's mistake.
     """
     exits = [Exit(exit.rank, "unable", error=unable[exit.rank]) if exit.rank in unable else exit for exit in run.exits]
-    return replace(run, exits=tuple(exits), chosen=tuple(sorted(ranks)), provided=alone(run.provided))
+    return replace(
+        run, exits=tuple(exits), chosen=tuple(sorted(ranks)), provided=provided_by_single_ranks(run.provided)
+    )

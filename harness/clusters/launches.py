@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.clusters.lone_rank import Used, evidence_file, unable_file
+from harness.clusters.lone_rank import RankUsage, evidence_file, unable_file
 from harness.core import trainers
 from harness.core.case.case import Case, to_json
 from harness.core.evidence.reading import read_json
@@ -18,12 +18,12 @@ from harness.core.evidence.records import AT_LIMIT, Exit, RankEvidence, Run
 from harness.core.evidence.store import decoded_without_values
 from harness.core.launch import Job, default_server, launch
 
-ENTRY = "harness.clusters.lone_rank:rank"
-LATE = "it had not ended after {:g} s, and alone it waits for no other rank: --timeout gives it more"
+ENTRY = "harness.clusters.lone_rank:run_lone_rank"
+TIMEOUT_REASON = "it had not ended after {:g} s, and alone it waits for no other rank: --timeout gives it more"
 
 
 @dataclass(frozen=True)
-class Flown:
+class LoneRun:
     """The ranks that ran."""
 
     run: Run
@@ -32,13 +32,13 @@ class Flown:
     """Their numbers."""
     seconds: float
     """Seconds for all of them."""
-    used: Mapping[int, Used] = field(default_factory=dict)
+    usage_by_rank: Mapping[int, RankUsage] = field(default_factory=dict)
     """Rank that left evidence -> what it used."""
-    unable: Mapping[int, str] = field(default_factory=dict)
+    unable_reasons: Mapping[int, str] = field(default_factory=dict)
     """Rank -> why it could not be run alone."""
 
 
-def fly(
+def run_lone_ranks(
     case: Case,
     ranks: Sequence[int],
     folder: Path,
@@ -47,10 +47,10 @@ def fly(
     fault: str | None = None,
     timeout: float = 600.0,
     at_once: int | None = None,
-) -> Flown:
+) -> LoneRun:
     """Run these ranks of a case's world. `folder` is fresh. A rank that fails is an Exit of the run, and no other's matter."""
     began = time.monotonic()
-    preload = trainers.load(trainer).preload
+    preload = trainers.load_adapter(trainer).preload
     default_server(preload)
     common_options = {"case": to_json(case), "trainer": trainer, "fault": fault, "directory": str(folder.resolve())}
 
@@ -64,14 +64,16 @@ def fly(
         exits = tuple(pool.map(alone, ranks))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    evidence, used = _read(folder, ranks)
+    evidence, used = _read_evidence(folder, ranks)
     run = Run(str(folder), case.dims.world_size, exits, evidence, fault=fault, trainer=trainer)
     unable = {rank: text.read_text(encoding="utf-8") for rank in ranks if (text := unable_file(folder, rank)).exists()}
-    unable |= {exit.rank: LATE.format(timeout) for exit in exits if exit.how == "killed" and AT_LIMIT in exit.error}
-    return Flown(run, tuple(ranks), time.monotonic() - began, used, unable)
+    unable |= {
+        exit.rank: TIMEOUT_REASON.format(timeout) for exit in exits if exit.how == "killed" and AT_LIMIT in exit.error
+    }
+    return LoneRun(run, tuple(ranks), time.monotonic() - began, used, unable)
 
 
-def _read(folder: Path, ranks: Sequence[int]) -> tuple[dict[int, RankEvidence], dict[int, Used]]:
+def _read_evidence(folder: Path, ranks: Sequence[int]) -> tuple[dict[int, RankEvidence], dict[int, RankUsage]]:
     """Return the evidence of the ranks that left one, and what each used, both by rank."""
     evidence_by_rank = {}
     used_by_rank = {}
@@ -79,5 +81,5 @@ def _read(folder: Path, ranks: Sequence[int]) -> tuple[dict[int, RankEvidence], 
         if evidence_file(folder, rank).exists():
             record = read_json(evidence_file(folder, rank))
             evidence_by_rank[rank] = decoded_without_values(RankEvidence, record["evidence"])
-            used_by_rank[rank] = Used(**record["used"])
+            used_by_rank[rank] = RankUsage(**record["used"])
     return evidence_by_rank, used_by_rank

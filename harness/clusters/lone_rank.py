@@ -27,26 +27,26 @@ if TYPE_CHECKING:
     from harness.core.probe.storages import StorageRecorder
 
 
-def rank(options: dict[str, Any]) -> object:
+def run_lone_rank(options: dict[str, Any]) -> object:
     """Train as one rank of a world that is not there, and write its evidence. Return the trainer.
 
     options: case, trainer, fault, directory (of the evidence), ranks (which rank of the world each process is).
     """
     started = time.process_time()
     case = from_json(options["case"])
-    adapter = trainers.load(options["trainer"])
+    adapter = trainers.load_adapter(options["trainer"])
     this_rank = options["ranks"][int(os.environ["RANK"])]
     try:
-        trainer, evidence, storages = _watched(case, adapter, this_rank, options.get("fault"))
+        trainer, evidence, storages = _train_watched(case, adapter, this_rank, options.get("fault"))
     except Exception as error:
         _note_if_unable(error, unable_file(Path(options["directory"]), this_rank))
         raise
-    usage = Used(
+    usage = RankUsage(
         seconds=time.process_time() - started,
         bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        most=storages.most.bytes,
-        phase=storages.most.phase,
-        outside=storages.outside,
+        most=storages.peak.bytes,
+        phase=storages.peak.phase,
+        outside=storages.peak_outside_of_steps,
     )
     record = {"used": dataclasses.asdict(usage), "evidence": encoded_without_values(evidence)}
     write_text(evidence_file(Path(options["directory"]), this_rank), json.dumps(record))
@@ -54,7 +54,7 @@ def rank(options: dict[str, Any]) -> object:
 
 
 @dataclass(frozen=True)
-class Used:
+class RankUsage:
     """What one rank that ran alone used. Its tensors are those that it had in place of a GPU's."""
 
     seconds: float  # processor time
@@ -78,11 +78,11 @@ def _note_if_unable(error: Exception, path: Path) -> None:
     """Write the reason why this rank could not be run alone, if its error is not the trainer's own."""
     from harness.clusters import imagined, unable
 
-    if reason := unable.why_unable(error, imagined.asked):
+    if reason := unable.why_unable(error, imagined.asked_codes):
         write_text(path, reason)
 
 
-def _watched(
+def _train_watched(
     case: Case, adapter: trainers.Adapter, this_rank: int, fault: str | None
 ) -> tuple[object, RankEvidence, StorageRecorder]:
     """Train one rank under the probe. Return the trainer, its evidence, and the recorder of its storages."""
@@ -91,8 +91,8 @@ def _watched(
 
     world.join(this_rank, case.dims.world_size)
     neighbours.vote_alone()
-    neighbours.tell_shapes(case)
-    mode = imagined.prepared()
+    neighbours.answer_shapes(case)
+    mode = imagined.prepare_torch()
     fired: list[bool] = []
     adapter.importable()
     if fault:
@@ -100,17 +100,17 @@ def _watched(
     probe = Probe(this_rank, case.dims.world_size, row_length=functools.partial(_row_length, case))
     probe.install()
     try:
-        with probe.watching(mode) as witness:
+        with probe.watching_without_memory(mode) as witness:
             imagined.silence_propagation(witness)
             trainer = adapter.dry(case)
             probe.attach(trainer.model_parts)
             trainer.train(case.steps[-1])
-            probe.trained()
+            probe.finish_training()
             evidence = probe.evidence({}, fault=bool(fired) if fault else None)
     finally:
         probe.remove()
     evidence = dataclasses.replace(evidence, steps=tuple(map(_without_samples, evidence.steps)))
-    return trainer, in_the_references_words(evidence, adapter, case, probe.starts), witness.storages
+    return trainer, in_the_references_words(evidence, adapter, case, probe.fused_starts), witness.storages
 
 
 def _without_samples(step: StepEvidence) -> StepEvidence:

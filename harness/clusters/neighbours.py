@@ -36,7 +36,7 @@ def vote_alone() -> None:
     schedules._PipelineSchedule._warmup_p2p = vote
 
 
-def tell_shapes(case: Case) -> None:
+def answer_shapes(case: Case) -> None:
     """Replace what stages of torch 2.13 and newer send each other: the shapes of their tensors.
 
     Alone these are neither sent nor received, so that no group moves what only one end was seen to.
@@ -48,14 +48,14 @@ def tell_shapes(case: Case) -> None:
 
     def own_metadata(stage_object: Any, source: int) -> Any:
         if source > stage_object.stage_index:
-            return _utils._StageBackwardMeta(tuple(map(_gradient, stage_object._stage_meta.outputs)))
+            return _utils._StageBackwardMeta(tuple(map(_gradient_meta, stage_object._stage_meta.outputs)))
         return _utils._StageForwardMeta((_utils.extract_tensor_meta(hidden_state(case, stage_object.submod)),))
 
     stage.PipelineStage._recv_meta = own_metadata
     stage.PipelineStage._send_meta = lambda *_: None
 
 
-def _gradient(output: Any) -> Any:
+def _gradient_meta(output: Any) -> Any:
     """Return the metadata of an output's gradient, None where it needs none."""
     return dataclasses.replace(output, requires_grad=False) if output.requires_grad else None
 

@@ -20,7 +20,7 @@ from harness.core.case.traits import TrainerTraits
 from harness.core.evidence.reading import read_text
 from harness.reference.config import PRESETS, ModelConfig
 
-WORDS = {
+NEMO_WORDS = {
     "tp": ("tensor_model_parallel_size", "tensor_parallelism"),
     "pp": ("pipeline_model_parallel_size", "pipeline_parallelism"),
     "vp": ("virtual_pipeline_model_parallel_size", "virtual_pipeline_parallelism"),
@@ -43,30 +43,30 @@ WORDS = {
     "vocabulary": ("vocab_size",),
 }
 """What it is here -> its names in NeMo."""
-KNOWN: dict[str, str] = {}
+KEY_OF_WORD: dict[str, str] = {}
 """Name in NeMo -> what it is here."""
-for _key, _words in WORDS.items():
-    KNOWN |= dict.fromkeys(_words, _key)
+for _key, _words in NEMO_WORDS.items():
+    KEY_OF_WORD |= dict.fromkeys(_words, _key)
 
 USUAL_RECIPE = "pretrain_recipe"
-SIZE = re.compile(r"Llama3\d*Config(\d+B)$")
+SIZE_OF_CLASS = re.compile(r"Llama3\d*Config(\d+B)$")
 """Classes of a model, which end in its size."""
 
 
-def is_one(document: Any) -> bool:
+def is_nemo_document(document: Any) -> bool:
     """Return whether a YAML file is NeMo's."""
     return any(key == "tensor_model_parallel_size" for key, _ in _leaves(document))
 
 
-def of_yaml(file: str, document: Any, world: int | None) -> Draft:
+def draft_of_nemo_yaml(file: str, document: Any, world: int | None) -> Draft:
     """Return the draft of a YAML file of NeMo's. Raises CaseError."""
     leaves = list(_leaves(document))
     class_names = [str(value).rpartition(".")[2] for key, value in leaves if key == "_target_"]
-    values = ((KNOWN[key], value) for key, value in leaves if key in KNOWN)
-    return _draft(file, _collected(file, values, {}), class_names, world)
+    values = ((KEY_OF_WORD[key], value) for key, value in leaves if key in KEY_OF_WORD)
+    return _draft(file, _collect_values(file, values, {}), class_names, world)
 
 
-def of_recipe(recipe: str, world: int | None) -> Draft:
+def draft_of_recipe(recipe: str, world: int | None) -> Draft:
     """Return the draft of a recipe. Raises CaseError.
 
     recipe: FILE.py, of which pretrain_recipe is meant where there is one, or FILE.py:FUNCTION.
@@ -76,20 +76,20 @@ def of_recipe(recipe: str, world: int | None) -> Draft:
         tree = ast.parse(read_text(Path(file)))
     except (OSError, ValueError, SyntaxError, RecursionError) as error:
         raise CaseError(f"{file}: {error}") from error
-    parts = _reached(file, tree, function)
-    stated = list(_said(parts))
-    defaults = list(_defaults(parts))
+    parts = _reached_functions(file, tree, function)
+    stated = list(_stated_values(parts))
+    defaults = list(_default_values(parts))
     if not any(key in ("tp", "pp") for key, _ in [*stated, *defaults]):
-        raise CaseError(f"{recipe}: no recipe of NeMo: it has no tensor_model_parallel_size")
-    unread = {KNOWN[name] for name in _computed(parts)} - {key for key, _ in [*stated, *defaults]}
-    if missing := sorted(WORDS[key][0] for key in unread & {"tp", "pp", "vp", "cp", "micro", "batch", "seq"}):
-        raise CaseError(f"{recipe}: {missing[0]} is computed, and recipes are not run: write its number")
+        raise CaseError(f"{recipe}: not a NeMo recipe: tensor_model_parallel_size is missing")
+    unread = {KEY_OF_WORD[name] for name in _computed_words(parts)} - {key for key, _ in [*stated, *defaults]}
+    if missing := sorted(NEMO_WORDS[key][0] for key in unread & {"tp", "pp", "vp", "cp", "micro", "batch", "seq"}):
+        raise CaseError(f"{recipe}: {missing[0]} is computed, and recipes are not run; write the number")
     names = [str(getattr(node, "id", getattr(node, "attr", ""))) for node in _nodes(parts)]
     mixed = {"precision": "bf16-mixed"} if any(name.startswith("bf16") for name in names) else {}
-    return _draft(recipe, mixed | _collected(recipe, stated, _collected(recipe, defaults, {})), names, world)
+    return _draft(recipe, mixed | _collect_values(recipe, stated, _collect_values(recipe, defaults, {})), names, world)
 
 
-def _reached(file: str, tree: ast.Module, function: str) -> list[ast.AST]:
+def _reached_functions(file: str, tree: ast.Module, function: str) -> list[ast.AST]:
     """Return the function, and those of the file that it calls, one after the other; the whole file where none is named."""
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if function and function not in functions:
@@ -120,39 +120,39 @@ def _leaves(node: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(value)
 
 
-def _said(parts: list[ast.AST]) -> Iterator[tuple[str, Any]]:
+def _stated_values(parts: list[ast.AST]) -> Iterator[tuple[str, Any]]:
     """Yield the constants that functions are called with, or that are assigned to an attribute or a name."""
     for node in _nodes(parts):
         if isinstance(node, ast.keyword):
-            yield from _constant(node.arg, node.value)
+            yield from _known_constant(node.arg, node.value)
         elif isinstance(node, ast.Assign):
             for target in node.targets:
-                yield from _constant(getattr(target, "attr", getattr(target, "id", None)), node.value)
+                yield from _known_constant(getattr(target, "attr", getattr(target, "id", None)), node.value)
 
 
-def _computed(parts: list[ast.AST]) -> Iterator[str]:
+def _computed_words(parts: list[ast.AST]) -> Iterator[str]:
     """Yield the known words that functions are called with where the value is no constant."""
     for node in _nodes(parts):
-        if isinstance(node, ast.keyword) and node.arg in KNOWN and not isinstance(node.value, ast.Constant):
+        if isinstance(node, ast.keyword) and node.arg in KEY_OF_WORD and not isinstance(node.value, ast.Constant):
             yield node.arg
 
 
-def _defaults(parts: list[ast.AST]) -> Iterator[tuple[str, Any]]:
+def _default_values(parts: list[ast.AST]) -> Iterator[tuple[str, Any]]:
     """Yield the constants that are defaults of functions' arguments."""
     for node in _nodes(parts):
         if isinstance(node, ast.FunctionDef):
             names = [*node.args.posonlyargs, *node.args.args]
             for argument, value in zip(names[len(names) - len(node.args.defaults) :], node.args.defaults, strict=True):
-                yield from _constant(argument.arg, value)
+                yield from _known_constant(argument.arg, value)
 
 
-def _constant(name: str | None, value: ast.expr) -> Iterator[tuple[str, Any]]:
+def _known_constant(name: str | None, value: ast.expr) -> Iterator[tuple[str, Any]]:
     """Yield what a word means here and its value, if the word is known and the value a constant."""
-    if name in KNOWN and isinstance(value, ast.Constant):
-        yield KNOWN[name], value.value
+    if name in KEY_OF_WORD and isinstance(value, ast.Constant):
+        yield KEY_OF_WORD[name], value.value
 
 
-def _collected(file: str, pairs: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _collect_values(file: str, pairs: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return values by what they are.
 
     Two values of a degree or of samples are refused; of nodes or devices none is taken. Raises CaseError.
@@ -167,7 +167,8 @@ def _collected(file: str, pairs: Any, defaults: Mapping[str, Any]) -> dict[str, 
         if len(values := values_by_key.get(key, [])) > 1:
             texts = " and ".join(map(str, values))
             raise CaseError(
-                f"{file}: {WORDS[key][0]} is {texts}: give the degrees themselves, or a file with one of them"
+                f"{file}: {NEMO_WORDS[key][0]} is {texts}:"
+                " pass the degrees (--layout dp_shard=8), or a file with a single value"
             )
     value_by_key = {key: values[0] for key, values in values_by_key.items() if values}
     return {key: value for key, value in defaults.items() if key not in ambiguous} | value_by_key
@@ -175,21 +176,21 @@ def _collected(file: str, pairs: Any, defaults: Mapping[str, Any]) -> dict[str, 
 
 def _draft(file: str, values: Mapping[str, Any], names: list[str], world: int | None) -> Draft:
     """Return the draft of these values. Raises CaseError."""
-    tp, pp, cp = (_number(file, values, key, 1) for key in ("tp", "pp", "cp"))
+    tp, pp, cp = (_number_of(file, values, key, 1) for key in ("tp", "pp", "cp"))
     if world is None:
         if not {"nodes", "devices"} <= values.keys():
-            raise CaseError(f"{file}: it does not say num_nodes and devices, of how many ranks it is: add --world N")
-        world = _number(file, values, "nodes", 1) * _number(file, values, "devices", 1)
+            raise CaseError(f"{file}: num_nodes and devices are missing; add --world N")
+        world = _number_of(file, values, "nodes", 1) * _number_of(file, values, "devices", 1)
     model_ranks = tp * pp * cp
     if world % model_ranks:
         raise CaseError(
-            f"{file}: {model_ranks} ranks of tp {tp}, pp {pp} and cp {cp} do not divide the {world} of the world"
+            f"{file}: {model_ranks} ranks of tp {tp}, pp {pp} and cp {cp} do not divide the world size {world}"
         )
     data = world // model_ranks
     zero = values.get("zero", True) is True and data * cp > 1
     dims = ParallelDims(pp=pp, cp=cp, tp=tp, **{"dp_shard" if zero else "dp_replicate": data})
-    micro = _number(file, values, "micro", 1)
-    batch = _number(file, values, "batch", 0)
+    micro = _number_of(file, values, "micro", 1)
+    batch = _number_of(file, values, "batch", 0)
     half = "16" in str(values.get("precision", ""))
     passes = max(1, batch // (data * micro))
     features: dict[str, Any] = {"sequence_parallel": tp == 1 or values.get("sequence") is True}
@@ -202,15 +203,15 @@ def _draft(file: str, values: Mapping[str, Any], names: list[str], world: int | 
     if pp == 1:
         features["accumulation"] = passes
     else:
-        chunks = _number(file, values, "vp", 1)
+        chunks = _number_of(file, values, "vp", 1)
         looped = {"stages_per_rank": chunks, "schedule": "Interleaved1F1B"} if chunks > 1 else {}
         features |= {"microbatches": passes, **looped}
     return Draft(
         dims=dims,
         model=_model(file, values, names),
-        seq=_number(file, values, "seq", 0) or None,
+        seq=_number_of(file, values, "seq", 0) or None,
         batch=batch or None,
-        local=micro,
+        local_batch=micro,
         training={"dtype": "float32", "compute_dtype": "bfloat16" if half else None},
         features=features,
         traits=TrainerTraits(master_weights=half, cp_heads="key_value"),
@@ -219,12 +220,12 @@ def _draft(file: str, values: Mapping[str, Any], names: list[str], world: int | 
 
 def _model(file: str, values: Mapping[str, Any], names: list[str]) -> ModelConfig | None:
     """Return the model by its class, or by its sizes. None if the file has neither."""
-    sizes = {match[1] for name in names if (match := SIZE.search(name))} & PRESETS.keys()
+    sizes = {match[1] for name in names if (match := SIZE_OF_CLASS.search(name))} & PRESETS.keys()
     if len(sizes) == 1:
         return PRESETS[sizes.pop()]
     if not {"layers", "dim", "heads", "ffn"} <= values.keys():
         return None
-    shape = {key: _number(file, values, key, 1) for key in ("layers", "dim", "heads", "ffn")}
+    shape = {key: _number_of(file, values, key, 1) for key in ("layers", "dim", "heads", "ffn")}
     presets_of_shape = (preset for preset in PRESETS.values() if shape == _shape(preset))
     return next(presets_of_shape, None)
 
@@ -234,9 +235,11 @@ def _shape(model: ModelConfig) -> dict[str, int]:
     return {"layers": model.n_layers, "dim": model.dim, "heads": model.n_heads, "ffn": model.ffn_dim}
 
 
-def _number(file: str, values: Mapping[str, Any], key: str, default: int) -> int:
+def _number_of(file: str, values: Mapping[str, Any], key: str, default: int) -> int:
     """Return the whole number of a key, or the default. Raises CaseError for anything else."""
     value = values.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise CaseError(f"{file}: {WORDS[key][0]} is {value!r}, and no number: give it as an option, or in the file")
+        raise CaseError(
+            f"{file}: {NEMO_WORDS[key][0]} must be a number, got {value!r}: give it as an option, or in the file"
+        )
     return value

@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from harness.clusters import config_file, nemo, other_files
-from harness.clusters.draft import Draft, of_case
+from harness.clusters.draft import Draft, draft_of_case
 from harness.core.case.case import Case, CaseError, to_json
-from harness.core.case.layout import layout
-from harness.core.case.loading import built_case
+from harness.core.case.layout import parse_layout
+from harness.core.case.loading import build_case
 from harness.core.case.traits import TrainerTraits
 from harness.reference.config import PRESETS
 
 READERS: dict[str, Callable[[str, int | None], Draft]] = {
-    ".yaml": other_files.of_yaml,
-    ".yml": other_files.of_yaml,
-    ".json": other_files.of_deepspeed,
-    ".py": nemo.of_recipe,
+    ".yaml": other_files.draft_of_yaml,
+    ".yml": other_files.draft_of_yaml,
+    ".json": other_files.draft_of_deepspeed,
+    ".py": nemo.draft_of_recipe,
 }
 """End of a file's name -> its reader."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class RequestedLayout:
     """A layout that was requested."""
 
     case: Case
@@ -64,45 +64,43 @@ class Request:
     steps: int = 1
     """Steps that are trained."""
 
-    def case(self) -> Case:
+    def build_case(self) -> Case:
         """Return the case that is requested. Raises CaseError."""
-        return self.asked().case
+        return self.resolve().case
 
-    def asked(self) -> Asked:
+    def resolve(self) -> RequestedLayout:
         """Return the case, the traits that go with a file, and what of it is not planned. Raises CaseError."""
         if self.model is not None and self.model not in PRESETS:
             raise CaseError(f"--model {self.model!r}: choose one of {', '.join(PRESETS)}")
-        draft = self._with_options(self._draft())
+        draft = self._with_options(self._read_draft())
         model = PRESETS[self.model] if self.model else draft.model
         if model is None:
-            raise CaseError(
-                f"{self.dims}: it does not say which model is trained: add --model, of {', '.join(PRESETS)}"
-            )
+            raise CaseError(f"{self.dims}: the model is missing; add --model, one of {', '.join(PRESETS)}")
         if self.world not in (None, draft.dims.world_size):
             raise CaseError(f"{self.dims}: {draft.dims} = {draft.dims.world_size} ranks, --world says {self.world}")
         try:
-            case = draft.case(
+            case = draft.build_case(
                 model, f"{model.name}_{draft.dims.world_size}", "a layout before a cluster is spent on it"
             )
             case = replace(case, training=replace(case.training, steps=self.steps))
-            case = replace(built_case(to_json(case), "--dims"), file="")
+            case = replace(build_case(to_json(case), "--dims"), file="")
         except CaseError:
             raise
         except ValueError as error:
             raise CaseError(f"{self.dims}: {error}") from error
-        return Asked(case=case, traits=draft.traits, set_aside=draft.set_aside)
+        return RequestedLayout(case=case, traits=draft.traits, set_aside=draft.set_aside)
 
-    def _draft(self) -> Draft:
+    def _read_draft(self) -> Draft:
         """Return what the file or the degrees of `dims` define. Raises CaseError."""
         path = Path(self.dims.partition(":")[0])
         if path.suffix == ".toml":  # torchtitan's is read as a case
             from_file = config_file.read(path, self.world, self.model)
-            return of_case(from_file.case, config_file.TITAN, from_file.set_aside)
+            return draft_of_case(from_file.case, config_file.TITAN_TRAITS, from_file.set_aside)
         if path.suffix in READERS:
             return READERS[path.suffix](self.dims, self.world)
         is_typed = ":" not in self.dims
         model = PRESETS["debug"] if is_typed else None
-        return Draft(dims=layout(self.dims, self.world), model=model)
+        return Draft(dims=parse_layout(self.dims, self.world), model=model)
 
     def _with_options(self, draft: Draft) -> Draft:
         """Return the draft with the options that were typed, which take precedence over a file."""
@@ -123,4 +121,4 @@ class Request:
 
 def layout_of_traces(dims: str, world: int) -> Case:
     """Return the case of a layout, for a job of which only traces are there. dims: degrees, or a file. Raises CaseError."""
-    return Request(dims=dims, world=world).asked().case
+    return Request(dims=dims, world=world).resolve().case

@@ -15,31 +15,31 @@ from types import TracebackType
 from typing import Any
 
 from harness.clusters import imagined, neighbours, unable, world
-from harness.clusters.commands import ALONE, unable_file
-from harness.core.probe.without_memory import computing_with
+from harness.clusters.commands import ALONE_VARIABLE, unable_file
+from harness.core.probe.without_memory import registered_mode
 from harness.core.probe.witness import Witness
 from harness.recording import recorder
 from harness.recording.recorder import Recorder
 
-PREPARED = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining")
+MODULES_WITH_MESHES = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining")
 """What reads a mesh is changed once it is there."""
 _entered = contextlib.ExitStack()  # until the process ends
 
 
-class Unobserved:
+class NoObserver:
     """What stands for observers that a recording does not have."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: None
 
 
-class Watched:
+class LoneRankObservers:
     """The recorders of a command's rank, as a witness calls them."""
 
     def __init__(self, recorder_of_rank: Recorder) -> None:
         self.clock = recorder_of_rank.clock
         self.collectives = recorder_of_rank.collectives
-        self.activity = self.copies = Unobserved()
+        self.activity = self.copies = NoObserver()
 
 
 def imported(module: str) -> None:
@@ -47,47 +47,47 @@ def imported(module: str) -> None:
     recorder.imported(module)
     if module == "torch":
         assert recorder._recorder is not None
-        _begin(recorder._recorder)
+        _begin_rank(recorder._recorder)
 
 
-def _begin(recorder_of_rank: Recorder) -> None:
+def _begin_rank(recorder_of_rank: Recorder) -> None:
     """Join a world that is not there, and turn off what reads the contents of tensors."""
     rank = int(os.environ["RANK"])
-    world.join(rank, int(os.environ[ALONE]))
-    for name in PREPARED:
+    world.join(rank, int(os.environ[ALONE_VARIABLE]))
+    for name in MODULES_WITH_MESHES:
         importlib.import_module(name)
     neighbours.vote_alone()
-    mode = imagined.prepared()
-    recorder_of_rank.seen.reads_contents = False
+    mode = imagined.prepare_torch()
+    recorder_of_rank.observer.reads_contents = False
     recorder_of_rank.collectives.close()
-    _note_what_cannot_be(unable_file(recorder_of_rank.directory, rank))
-    _end_behind(recorder_of_rank, max(last for _, last in recorder_of_rank.chosen.spans))
+    _note_why_unable(unable_file(recorder_of_rank.directory, rank))
+    _end_after_step(recorder_of_rank, max(last for _, last in recorder_of_rank.chosen.spans))
     _entered.enter_context(mode)
-    _entered.enter_context(computing_with(mode))
-    imagined.silence_propagation(_entered.enter_context(Witness(Watched(recorder_of_rank))))  # type: ignore[arg-type]
+    _entered.enter_context(registered_mode(mode))
+    imagined.silence_propagation(_entered.enter_context(Witness(LoneRankObservers(recorder_of_rank))))  # type: ignore[arg-type]
 
 
-def _end_behind(recorder_of_rank: Recorder, last: int) -> None:
+def _end_after_step(recorder_of_rank: Recorder, last: int) -> None:
     """End the process as the step begins that follows this one: a rank alone need not train on."""
-    between_steps = recorder_of_rank.clock.between_steps
+    between_steps = recorder_of_rank.clock.on_between_steps
 
     def end_if_over() -> None:
         between_steps()
-        if recorder_of_rank.clock.finished >= last:
+        if recorder_of_rank.clock.last_finished_step >= last:
             recorder_of_rank.end()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
 
-    recorder_of_rank.clock.between_steps = end_if_over
+    recorder_of_rank.clock.on_between_steps = end_if_over
 
 
-def _note_what_cannot_be(file: Path) -> None:
+def _note_why_unable(file: Path) -> None:
     """Note the reason if the error that ends the process comes of running alone, and not of the script."""
     hook = sys.excepthook
 
     def note_reason(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if reason := unable.why_unable(error, imagined.asked):
+        if reason := unable.why_unable(error, imagined.asked_codes):
             file.write_text(reason, encoding="utf-8")
         hook(kind, error, trace)
 

@@ -13,9 +13,9 @@ from types import CodeType, FrameType
 
 from torch._subclasses import fake_tensor
 
-from harness.core.launch.rank import links
+from harness.core.launch.rank import linked_exceptions
 
-OF_THE_TRAINER = (fake_tensor.FakeTensorDeviceMismatchError,)
+TRAINER_ERRORS = (fake_tensor.FakeTensorDeviceMismatchError,)
 """Raised by what answers for tensors without memory, of something that a kernel refuses as well."""
 ASKED_FOR_CONTENTS = re.compile(
     r"\.numpy\(\) is not supported for tensor subclasses"
@@ -27,7 +27,7 @@ ASKED_FOR_CONTENTS = re.compile(
     r"|_share_fd_: only available on CPU"
 )
 """torch's words where it is C++ that would read what is not there."""
-OF_ALONE = re.compile(
+REFUSED_ALONE = re.compile(
     r"torch dispatch mode present"
     r"|found no compiled frames"
     r"|[Mm]ixing fake modes"
@@ -40,7 +40,7 @@ OF_ALONE = re.compile(
 )
 """torch's words where the pre-flight's own modes, process group or store cannot do a thing. Such are torch.compile of a
 whole graph under a dispatch mode, a backend without a barrier, a store to which no other rank writes."""
-BELOW = (
+KERNEL_MODULES = (
     "torch._subclasses",
     "torch._ops",
     "torch._prims_common",
@@ -57,51 +57,51 @@ def why_unable(error: BaseException, asked: Collection[CodeType]) -> str:
     asked: the functions that a number was answered to, which was 1. What is raised while another error is handled came of that
     one.
     """
-    for link in (error, *links(error)):
+    for link in (error, *linked_exceptions(error)):
         error_text = f"{type(link).__name__}: {str(link).strip() or 'no words'}".splitlines()[0]
         if _is_of_contents(link):
             return f"it asks for what is in a tensor ({error_text}), and alone nothing is"
-        if OF_ALONE.search(str(link)):
+        if REFUSED_ALONE.search(str(link)):
             return f"torch refuses it to a rank alone, whatever the trainer is ({error_text})"
-        if _saves(link):
+        if _is_of_saving(link):
             return f"it saves tensors ({error_text}), and alone there is nothing in them"
-        if any(frame.f_code in asked for frame in _raised_by(link)):
+        if any(frame.f_code in asked for frame in _raising_frames(link)):
             return f"it asks a tensor for a number, which alone is 1, and goes on by it ({error_text})"
     return ""
 
 
-def asking() -> Iterator[CodeType]:
+def codes_that_ask() -> Iterator[CodeType]:
     """Yield the code that needs the number that is being answered. It is the function that called torch's operator, and if that
     is torch's own, the trainer's that called it."""
     frames = [frame for frame, _ in traceback.walk_stack(None)][1:]
-    return (frame.f_code for frame in _answerable(frames))
+    return (frame.f_code for frame in _answerable_frames(frames))
 
 
 def _is_of_contents(error: BaseException) -> bool:
     """Return whether an error says that a tensor without memory was asked for its contents."""
     if type(error).__module__ == fake_tensor.__name__:
-        return not isinstance(error, OF_THE_TRAINER)
+        return not isinstance(error, TRAINER_ERRORS)
     return bool(ASKED_FOR_CONTENTS.search(str(error)))
 
 
-def _saves(error: BaseException) -> bool:
+def _is_of_saving(error: BaseException) -> bool:
     """Return whether an error was raised while tensors were saved."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(frame.f_globals.get("__name__") == "torch.serialization" for frame in frames[-1:])
 
 
-def _raised_by(error: BaseException) -> Iterator[FrameType]:
+def _raising_frames(error: BaseException) -> Iterator[FrameType]:
     """Yield the frames that an error is attributed to."""
-    return _answerable([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
+    return _answerable_frames([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
 
 
-def _answerable(frames: list[FrameType]) -> Iterator[FrameType]:
+def _answerable_frames(frames: list[FrameType]) -> Iterator[FrameType]:
     """Yield, of frames from the innermost: the first above what replaces a kernel, and the first that is not torch's."""
     names = [str(frame.f_globals.get("__name__")) for frame in frames]
     above_kernel = [
         index
         for index, name in enumerate(names)
-        if not name.startswith((*BELOW, "harness.clusters", "harness.core.probe"))
+        if not name.startswith((*KERNEL_MODULES, "harness.clusters", "harness.core.probe"))
     ]
     yield from (frames[index] for index in above_kernel[:1])
     yield from [frames[index] for index in above_kernel if names[index].partition(".")[0] != "torch"][:1]

@@ -19,10 +19,10 @@ def join(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     joined = lambda *_, **__: None  # of a trainer that joins itself  # noqa: E731
     dist.init_process_group = dist.distributed_c10d.init_process_group = joined
-    dist.distributed_c10d._new_group_with_tag = _as_the_world(dist.distributed_c10d._new_group_with_tag)
+    dist.distributed_c10d._new_group_with_tag = _with_backend_of_world(dist.distributed_c10d._new_group_with_tag)
 
 
-def _as_the_world(make_group: Callable[..., Any]) -> Callable[..., Any]:
+def _with_backend_of_world(make_group: Callable[..., Any]) -> Callable[..., Any]:
     """Return `make_group` without its choice of a backend, such as gloo for objects beside NCCL.
 
     Every group is then of the world's backend, for its other ranks do not exist.

@@ -53,13 +53,17 @@ class Ring:
 @functools.cache
 def rings() -> Mapping[str, Ring]:
     """Return those that are installed, by name."""
-    places = {name: f"{__name__.split('.')[0]}.{name}" for name in NAMES}
-    return {name: importlib.import_module(at).RING for name, at in places.items() if importlib.util.find_spec(at)}
+    modules = {name: f"{__name__.split('.')[0]}.{name}" for name in NAMES}
+    return {
+        name: importlib.import_module(module).RING
+        for name, module in modules.items()
+        if importlib.util.find_spec(module)
+    }
 
 
-def load(place: str) -> Any:
-    """Return what a module has by a name. place: "module:name"."""
-    module, _, name = place.partition(":")
+def load(spelled_function: str) -> Any:
+    """Return what a module has by a name. spelled_function: "module:name"."""
+    module, _, name = spelled_function.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
@@ -71,7 +75,10 @@ def functions_of(field: str) -> Iterator[Callable[..., Any]]:
 
 def entries_of(field: str) -> dict[str, str]:
     """Return the entries of all rings in a field that is a table."""
-    return {key: place for ring in rings().values() for key, place in getattr(ring, field).items()}
+    entries: dict[str, str] = {}
+    for ring in rings().values():
+        entries.update(getattr(ring, field))
+    return entries
 
 
 def functions_for(field: str, key: str) -> Iterator[Callable[..., Any]]:

@@ -36,7 +36,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from harness.core.evidence.errors import ToldError, error_in
+from harness.core.evidence.errors import UserError, error_text
 from harness.core.rings import Ring
 
 RING = Ring(
@@ -74,7 +74,7 @@ FAMILIES = {
 }
 
 
-class FaultError(ToldError, ValueError):
+class FaultError(UserError, ValueError):
     """The fault requested does not exist or cannot be loaded. The message is for the person who typed it."""
 
 
@@ -106,7 +106,7 @@ class Fault:
         return FAMILIES.get(match[1], "") if match else ""
 
     @property
-    def real(self) -> bool:
+    def is_real(self) -> bool:
         """Return whether it is modelled on a bug that happened in one place, rather than on a kind of bug."""
         return re.match(r"[A-Z]\d\d\b", self.bug) is not None
 
@@ -175,7 +175,7 @@ def faults_of_file(path: Path) -> list[Fault]:
     except FaultError:
         raise
     except (Exception, SystemExit) as error:
-        raise FaultError(f"{path}: cannot be loaded: {error_in(path, error)}") from error
+        raise FaultError(f"{path}: cannot be loaded: {error_text(path, error)}") from error
     if not faults:
         raise FaultError(f"{path}: no fault in it (made by harness.faults.fault)")
     return faults

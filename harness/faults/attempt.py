@@ -82,6 +82,6 @@ def from_json(text: str) -> list[Attempt]:
     return attempts
 
 
-def accepted(stored: Path = ACCEPTED) -> list[Attempt]:
+def accepted_attempts(stored: Path = ACCEPTED) -> list[Attempt]:
     """Return the attempts that were last accepted. Empty if nothing is stored."""
     return from_json(stored.read_text(encoding="utf-8")) if stored.exists() else []

@@ -9,7 +9,7 @@ from harness.faults import FAMILIES, Fault
 from harness.faults.attempt import METHODS, Attempt, Outcome
 
 
-def listing(faults: Sequence[Fault], accepted: Sequence[Attempt]) -> str:
+def faults_text(faults: Sequence[Fault], accepted: Sequence[Attempt]) -> str:
     """Return the list of faults by kind of bug: name, case, what breaks, what it is modelled on.
 
     Below each fault is the first line that it was last accepted with.
@@ -29,7 +29,7 @@ def listing(faults: Sequence[Fault], accepted: Sequence[Attempt]) -> str:
     return "\n".join(lines)
 
 
-def report(done: Sequence[Attempt], control: Attempt | None, seconds: float) -> str:
+def report_text(done: Sequence[Attempt], control: Attempt | None, seconds: float) -> str:
     """Return all first lines in one list, the table of methods, what is not caught, and one line of counts."""
     counts = Counter(attempt.outcome for attempt in done)
     counts_text = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
@@ -42,24 +42,24 @@ def report(done: Sequence[Attempt], control: Attempt | None, seconds: float) -> 
         )
         lines.append(f"control, which changes nothing: {text}")
     parts = [
-        first_lines(done),
-        table(done) if any(attempt.real and attempt.weaker for attempt in done) else "",
-        _not_caught(done),
+        attempt_rows(done),
+        methods_table(done) if any(attempt.real and attempt.weaker for attempt in done) else "",
+        _uncaught_rows(done),
         "\n".join(lines),
     ]
     return "\n\n".join(filter(None, parts))
 
 
-def _not_caught(done: Sequence[Attempt]) -> str:
+def _uncaught_rows(done: Sequence[Attempt]) -> str:
     """Return the rows of faults that are not caught, to be repeated at the end. Empty if all or none are caught.
 
     A log that was cut still has its end.
     """
     uncaught = [attempt for attempt in done if attempt.outcome is not Outcome.CAUGHT]
-    return first_lines(uncaught) if uncaught and len(uncaught) < len(done) else ""
+    return attempt_rows(uncaught) if uncaught and len(uncaught) < len(done) else ""
 
 
-def first_lines(done: Sequence[Attempt]) -> str:
+def attempt_rows(done: Sequence[Attempt]) -> str:
     """Return one row for each fault: outcome, which weaker tests notice it, name, case, the diagnosis' first line."""
     fault_width = max(len(attempt.fault) for attempt in done)
     case_width = max(len(attempt.case) for attempt in done)
@@ -79,7 +79,7 @@ def first_lines(done: Sequence[Attempt]) -> str:
     return "\n".join([legend, *rows] if any(attempt.weaker for attempt in done) else rows)
 
 
-def table(done: Sequence[Attempt]) -> str:
+def methods_table(done: Sequence[Attempt]) -> str:
     """Return the table of how many real bugs each method notices.
 
     Faults of a family, modelled on no single bug, do not count here.

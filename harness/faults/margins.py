@@ -22,7 +22,7 @@ import torch
 
 from harness.core.case.case import Case
 from harness.core.evidence.own_folders import is_drawing, refuse_foreign_file
-from harness.core.evidence.store import load
+from harness.core.evidence.store import load_stored
 from harness.core.judge import golden
 from harness.core.judge.assembly import gradient_distance, misfits
 from harness.core.judge.losses import global_loss
@@ -33,9 +33,9 @@ from harness.core.run.options import Options
 from harness.core.run.reference_cache import reference_folder
 from harness.core.run.run_case import run_case
 from harness.reference import train
-from harness.reference.distance import largest_of
+from harness.reference.distance import largest_or_nan
 from harness.reference.model import Attention
-from harness.reference.noise import measure
+from harness.reference.noise import measure_noise
 from harness.reference.record import Noise, ReferenceRun
 
 NUMBERS = ("loss", "grad_norm", "gradient", "parameter")
@@ -62,11 +62,11 @@ class Margin:
         ratios = {}
         for name in NUMBERS:
             pairs = zip(distances[name], self.bound[name], strict=True)
-            ratios[name] = largest_of([distance / bound for distance, bound in pairs])
+            ratios[name] = largest_or_nan([distance / bound for distance, bound in pairs])
         return ratios
 
 
-def margin(cases: Sequence[Case], options: Options) -> Margin:
+def make_margin(cases: Sequence[Case], options: Options) -> Margin:
     """Run these cases, which share a recipe and a noise key, and make the mistakes. Raises NoBound."""
     folders = {case.name: run_case(case, options).folder for case in cases}
     trials = {name: load_trial(folder) for name, folder in folders.items()}
@@ -74,30 +74,30 @@ def margin(cases: Sequence[Case], options: Options) -> Margin:
     bounds = trial.bounds
     case = trial.case
     key = trial.traits.noise_key(case)
-    reference = load(reference_folder(case, options) / "reference.npz", ReferenceRun)  # in the model's own order
+    reference = load_stored(reference_folder(case, options) / "reference.npz", ReferenceRun)  # in the model's own order
     bound = {name: list(getattr(bounds, name).values()) for name in NUMBERS[:3]}
     bound["parameter"] = [1.0] * len(reference.steps)
     return Margin(
         name=f"{golden.recipe_name(case)} {key}",
-        recipe=_said(case, key),
+        recipe=_recipe_text(case, key),
         bound=bound,
-        correct={name: _distances(trial) for name, trial in trials.items()},
-        mistakes={name: _of_mistake(trial, reference, make) for name, make in MISTAKES.items()},
+        correct={name: _run_distances(trial) for name, trial in trials.items()},
+        mistakes={name: _mistake_distances(trial, reference, make) for name, make in MISTAKES.items()},
     )
 
 
-def _said(case: Case, key: str) -> str:
+def _recipe_text(case: Case, key: str) -> str:
     """Return the recipe in words: fields that differ from the defaults, and how the reference was cut to measure its noise."""
     dtype_text = case.training.quantize or case.training.compute_dtype or case.training.dtype
     dtype_text += " compiled" if case.features.compile else ""
-    others = {**golden.recipe(case)["model"], **golden.recipe(case)["training"]}
+    others = {**golden.recipe_of(case)["model"], **golden.recipe_of(case)["training"]}
     shown_fields = [
         f"{key} {value}" for key, value in others.items() if key not in ("quantize", "compute_dtype", "dtype")
     ]
     return ", ".join([dtype_text, key, *shown_fields])
 
 
-def _distances(trial: Trial) -> Distances:
+def _run_distances(trial: Trial) -> Distances:
     """Return how far a run lies from the reference, in each step the rank that is farthest off."""
     distances: Distances = {name: [0.0] * len(trial.reference.steps) for name in NUMBERS}
     for rank, step, reference in trial.steps():
@@ -105,7 +105,7 @@ def _distances(trial: Trial) -> Distances:
         distances_of_step = {
             "loss": abs((loss if loss is not None else float("nan")) / reference.loss - 1),
             "grad_norm": abs((step.grad_norm or 0.0) / reference.grad_norm - 1),
-            "gradient": largest_of(
+            "gradient": largest_or_nan(
                 [
                     gradient_distance(trial, rank, fqn, gradient, reference.gradients[fqn])
                     for fqn, gradient in step.gradients.items()
@@ -113,41 +113,41 @@ def _distances(trial: Trial) -> Distances:
             ),
         }
         for name, value in distances_of_step.items():
-            distances[name][step.step - 1] = largest_of([distances[name][step.step - 1], value])
+            distances[name][step.step - 1] = largest_or_nan([distances[name][step.step - 1], value])
     distances["parameter"] = []
     for number in trial.case.steps:
-        excesses = [misfit.excess for misfit in misfits(trial, number)[0]]
-        distances["parameter"].append(largest_of(excesses))
+        excesses = [misfit.ratio_to_bound for misfit in misfits(trial, number)[0]]
+        distances["parameter"].append(largest_or_nan(excesses))
     return distances
 
 
 # ---- mistakes
 
 
-def _of_mistake(trial: Trial, reference: ReferenceRun, make: Callable[[Case], Any]) -> Distances:
+def _mistake_distances(trial: Trial, reference: ReferenceRun, make: Callable[[Case], Any]) -> Distances:
     """Return how far the reference lies from itself if it is trained with a mistake. make: case -> context of the mistake."""
     case = trial.case
     with make(case):
         wrong_steps = train.train(case.model, case.training, model_of=case.model_of).steps
     by_step = {
-        step.step: measure((right,), [(step,)]) for right, step in zip(reference.steps, wrong_steps, strict=True)
+        step.step: measure_noise((right,), [(step,)]) for right, step in zip(reference.steps, wrong_steps, strict=True)
     }
     distances = {}
     for name in NUMBERS[:3]:
         distances[name] = [getattr(noise, name)[0] for noise in by_step.values()]
-    distances["parameter"] = [_excess(trial.bounds, step, noise) for step, noise in by_step.items()]
+    distances["parameter"] = [_largest_ratio(trial.bounds, step, noise) for step, noise in by_step.items()]
     return distances
 
 
-def _excess(bounds: Bounds, step: int, seen: Noise) -> float:
+def _largest_ratio(bounds: Bounds, step: int, seen: Noise) -> float:
     """Return the distance of the parameter that is farthest off, divided by its bound."""
     bounds_of_parameters = bounds.by_parameter.items()
     distances = [seen.distance[fqn][0] / bound.distance[step] for fqn, bound in bounds_of_parameters]
-    return largest_of(distances + [seen.fit[fqn][0] / bound.fit[step] for fqn, bound in bounds_of_parameters])
+    return largest_or_nan(distances + [seen.fit[fqn][0] / bound.fit[step] for fqn, bound in bounds_of_parameters])
 
 
 @contextmanager
-def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _exchange_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set owner.name to a value, and back at the end."""
     original = getattr(owner, name)
     setattr(owner, name, value)
@@ -157,7 +157,7 @@ def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def _scaled(case: Case) -> Any:
+def _scale_gradients(case: Case) -> Any:
     """Return the context in which gradients are 1% too large."""
     original = train.forward_loss
 
@@ -167,10 +167,10 @@ def _scaled(case: Case) -> Any:
             loss.register_hook(lambda gradient: gradient * 1.01)
         return loss
 
-    return _exchanged(train, "forward_loss", loss_of)
+    return _exchange_attribute(train, "forward_loss", loss_of)
 
 
-def _microbatch_lost(case: Case) -> Any:
+def _lose_microbatch(case: Case) -> Any:
     """Return the context in which the last quarter of a batch is lost."""
     original = train.forward_loss
     global_batch = case.training.global_batch
@@ -179,10 +179,10 @@ def _microbatch_lost(case: Case) -> Any:
         kept_samples = len(tokens) - global_batch // 4 if len(tokens) == global_batch else len(tokens)
         return original(model, tokens[:kept_samples], labels[:kept_samples], **options)
 
-    return _exchanged(train, "forward_loss", loss_of)
+    return _exchange_attribute(train, "forward_loss", loss_of)
 
 
-def _coarse_angles(case: Case) -> Any:
+def _round_angles(case: Case) -> Any:
     """Return the context in which rotary angles are in float32 for a float64 recipe, else in bfloat16."""
     original = Attention.angles
     dtype = torch.float32 if case.training.dtype == "float64" else torch.bfloat16
@@ -190,20 +190,20 @@ def _coarse_angles(case: Case) -> Any:
     def angles(self: Attention, positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return original(self, positions, like.to(dtype)).to(like.dtype)
 
-    return _exchanged(Attention, "angles", angles)
+    return _exchange_attribute(Attention, "angles", angles)
 
 
 MISTAKES: dict[str, Callable[[Case], Any]] = {
-    "gradients 1% too large": _scaled,
-    "one of four microbatches lost": _microbatch_lost,
-    "rotary angles in lower precision": _coarse_angles,
+    "gradients 1% too large": _scale_gradients,
+    "one of four microbatches lost": _lose_microbatch,
+    "rotary angles in lower precision": _round_angles,
 }
 
 
 # ---- showing
 
 
-def table(margin: Margin) -> str:
+def margin_table(margin: Margin) -> str:
     """Return a table of distances from the reference, divided by their bounds: of correct runs, then of mistakes."""
     ends_of_bounds = {name: f"{bound[0]:.0e}/{bound[-1]:.0e}" for name, bound in margin.bound.items()}
     lines = [f"{margin.name}: {margin.recipe}", f"  {'bound in step 1 / in the last':<34}{_cells(ends_of_bounds)}"]
@@ -250,7 +250,8 @@ def draw(margin: Margin, folder: Path) -> Path:
 def draw_all(all_margins: Sequence[Margin], folder: Path) -> Path:
     """Draw one row for each recipe: distances of correct runs and mistakes, divided by the bound. Return the file.
 
-    Each distance is that of the number that shows it most.
+    The file is margins.png in the folder. Each distance is that of the number that shows it most. Raises ValueError unless
+    each recipe has three mistakes. Raises EvidenceError if something else than a drawing lies there.
     """
     figure, axes = plt.subplots(figsize=(11, 1.2 + 0.32 * len(all_margins)))
     for row, margin in enumerate(all_margins):
@@ -273,7 +274,7 @@ def draw_all(all_margins: Sequence[Margin], folder: Path) -> Path:
     return path
 
 
-def recipes(cases: Sequence[Case]) -> list[list[Case]]:
+def group_by_recipe(cases: Sequence[Case]) -> list[list[Case]]:
     """Return the cases with noise, grouped by recipe and noise key.
 
     Cases that must fail show no correct run, and are left out.

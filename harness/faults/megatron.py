@@ -98,7 +98,7 @@ norms_not_summed_over_tp = fault(
 )
 
 
-def _reversed(factory: Any) -> Any:
+def _reverse_halves(factory: Any) -> Any:
     merged = factory.merge_fn
     return dataclasses.replace(factory, merge_fn=lambda halves: merged(halves[::-1]))
 
@@ -109,7 +109,7 @@ gate_and_up_exchanged = fault(
     case="dist_tp_2_to_pp_2",
     caught_by="resume",
     named="parameters exchanged",
-    does=op.change_result("megatron.core.transformer.mlp:apply_swiglu_sharded_factory", _reversed),
+    does=op.change_result("megatron.core.transformer.mlp:apply_swiglu_sharded_factory", _reverse_halves),
 )
 
 
@@ -127,7 +127,7 @@ def moments_forgotten(optimizer: Any, *_: Any) -> None:
         state["exp_avg_sq"].zero_()
 
 
-def _gathered(original: Any, model: Any, *args: Any, **named: Any) -> None:
+def _gather_logits(original: Any, model: Any, *args: Any, **named: Any) -> None:
     original(model, *args, **(named | {"parallel_output": False}))
 
 
@@ -137,7 +137,7 @@ gathered_logits = fault(
     case="tp_2",
     caught_by="loss",
     named="not explained",
-    does=op.instead("megatron.core.models.gpt.gpt_model:GPTModel.__init__", _gathered),
+    does=op.instead("megatron.core.models.gpt.gpt_model:GPTModel.__init__", _gather_logits),
 )
 
 initialisers_left_out = fault(

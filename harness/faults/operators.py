@@ -43,7 +43,7 @@ def instead(target: str, wrong: Act, *, when: Condition | None = None) -> Operat
 
         return replacement
 
-    return _replacing(target, make)
+    return _replace_target(target, make)
 
 
 def skip_call(target: str, result: Any = None, *, when: Condition | None = None) -> Operator:
@@ -102,13 +102,13 @@ def change_argument(target: str, *, when: Condition | None = None, **changes: Ca
                 return original(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             for name, change in changes.items():
-                if _exchange(bound, name, change):
+                if _change_bound_argument(bound, name, change):
                     fired()
             return original(*bound.args, **bound.kwargs)
 
         return replacement
 
-    return _replacing(target, make)
+    return _replace_target(target, make)
 
 
 def change_result(target: str, change: Callable[[Any], Any], *, when: Condition | None = None) -> Operator:
@@ -126,7 +126,7 @@ def change_result(target: str, change: Callable[[Any], Any], *, when: Condition 
 
         return replacement
 
-    return _replacing(target, make)
+    return _replace_target(target, make)
 
 
 def scale_result(target: str, factor: float, *, when: Condition | None = None) -> Operator:
@@ -138,12 +138,12 @@ def scale_gradient(target: str, factor: float, *, when: Condition | None = None)
     """Multiply the gradient that comes back to the target's result. The result itself is not changed."""
 
     def call_and_hook(original: Act, *args: Any, **kwargs: Any) -> Any:
-        return gradient_scaled(original(*args, **kwargs), factor)
+        return with_scaled_gradient(original(*args, **kwargs), factor)
 
     return instead(target, call_and_hook, when=when)
 
 
-def gradient_scaled(tensor: Any, factor: Any) -> Any:
+def with_scaled_gradient(tensor: Any, factor: Any) -> Any:
     """Return the tensor itself, with a hook that multiplies its gradient if it has one."""
     if tensor.requires_grad:
         tensor.register_hook(lambda gradient: gradient * factor)
@@ -205,11 +205,11 @@ def this_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def call(target: str, *args: Any, **kwargs: Any) -> Act:
+def make_call(target: str, *args: Any, **kwargs: Any) -> Act:
     """Return an act that calls the target with these arguments. The target is imported when the act is called."""
 
     def act(*_: Any, **__: Any) -> Any:
-        owner, name = find(target)
+        owner, name = find_target(target)
         return getattr(owner, name)(*args, **kwargs)
 
     return act
@@ -218,7 +218,7 @@ def call(target: str, *args: Any, **kwargs: Any) -> Act:
 # ---- targets
 
 
-def find(target: str) -> tuple[Any, str]:
+def find_target(target: str) -> tuple[Any, str]:
     """Return (the object that holds the target, the target's name there). Raises FaultError with the nearest name."""
     module, _, path = target.partition(":")
     if not path:
@@ -227,23 +227,23 @@ def find(target: str) -> tuple[Any, str]:
         owner: Any = importlib.import_module(module, LLAMA3)
     except ModuleNotFoundError as error:
         raise FaultError(
-            f"target {target!r}: {error}{_meant(error.name or '', _neighbours(error.name or ''))}"
+            f"target {target!r}: {error}{_suggestion_text(error.name or '', _neighbour_modules(error.name or ''))}"
         ) from error
     *owners, name = path.split(".")
     for part in (*owners, name):
         if not hasattr(owner, part):
             raise FaultError(
-                f"target {target!r}: {getattr(owner, '__name__', owner)} has no {part!r}{_meant(part, dir(owner))}"
+                f"target {target!r}: {getattr(owner, '__name__', owner)} has no {part!r}{_suggestion_text(part, dir(owner))}"
             )
         owner = getattr(owner, part) if part is not name else owner
     return owner, name
 
 
-def _replacing(target: str, make: Callable[[Act, Fired], Act]) -> Operator:
+def _replace_target(target: str, make: Callable[[Act, Fired], Act]) -> Operator:
     """Return the operator that puts make(original, fired) in the place of the target."""
 
     def apply(fired: Fired) -> None:
-        owner, name = find(target)
+        owner, name = find_target(target)
         original = getattr(owner, name)
         setattr(owner, name, functools.wraps(original)(make(original, fired)))
 
@@ -255,10 +255,12 @@ def _check_arguments(target: str, signature: inspect.Signature, names: Any) -> N
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     for name in names:
         if name not in signature.parameters and not takes_any:
-            raise FaultError(f"target {target!r} has no argument {name!r}{_meant(name, signature.parameters)}")
+            raise FaultError(
+                f"target {target!r} has no argument {name!r}{_suggestion_text(name, signature.parameters)}"
+            )
 
 
-def _exchange(bound: inspect.BoundArguments, name: str, change: Callable[[Any], Any]) -> bool:
+def _change_bound_argument(bound: inspect.BoundArguments, name: str, change: Callable[[Any], Any]) -> bool:
     """Set an argument to change(its value). Return whether the argument is another object now."""
     parameter = bound.signature.parameters.get(name)
     if parameter is not None:
@@ -274,7 +276,7 @@ def _exchange(bound: inspect.BoundArguments, name: str, change: Callable[[Any], 
     return arguments[name] is not before
 
 
-def _neighbours(module: str) -> list[str]:
+def _neighbour_modules(module: str) -> list[str]:
     """Return the names of modules beside one that does not exist."""
     parent = module.rpartition(".")[0]
     spec = importlib.util.find_spec(parent) if parent else None
@@ -282,7 +284,7 @@ def _neighbours(module: str) -> list[str]:
     return [f"{parent}.{neighbour.name}" for neighbour in pkgutil.iter_modules(folders)]
 
 
-def _meant(name: str, known: Any) -> str:
+def _suggestion_text(name: str, known: Any) -> str:
     """Return a question for the nearest known name; empty if none is near."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""

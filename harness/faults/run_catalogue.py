@@ -33,36 +33,36 @@ from harness.core.judge.judgement import Judgement
 from harness.core.judge.result import Firing, Verdict
 from harness.core.launch import default_server
 from harness.core.report.cause_text import diagnosis_line
-from harness.core.report.progress import INTERVAL, Progress
-from harness.core.run.communication import backend
+from harness.core.report.progress import DRAWING_INTERVAL, Progress
+from harness.core.run.communication import backend_of
 from harness.core.run.folders import folder_of
 from harness.core.run.judging import judge_folder
-from harness.core.run.launches import reported_losses
-from harness.core.run.locks import only_one
-from harness.core.run.matrix import PROBLEMS, unexpected
+from harness.core.run.launches import measure_reported_losses
+from harness.core.run.locks import exclusive_lock
+from harness.core.run.matrix import CASE_PROBLEMS, unexpected_error_text
 from harness.core.run.options import Options, Unsupported
 from harness.core.run.run_case import run_case
-from harness.core.run.selection import holds
-from harness.core.run.sources import digest
+from harness.core.run.selection import matches_expression
+from harness.core.run.sources import digest_of_run
 from harness.faults import Fault, FaultError, load_fault
 from harness.faults.attempt import STEPS, Attempt, Outcome
 
 # ---- A run whose evidence lies there already: of the same case, sources and packages, it is judged again, not made again
 
 
-def judged_again(case: Case, options: Options) -> Judgement | None:
+def judge_stored(case: Case, options: Options) -> Judgement | None:
     """Return the judgement of stored evidence, made now.
 
     None if there is none, or if it is of another case, source, package or machine.
     """
     folder = folder_of(case, options)
-    sources = digest(options)
+    sources = digest_of_run(options)
     if case.training.data is not None or not sources or not (folder / CASE_FILE).exists():
         return None
-    with only_one(options.out / ".locks" / f"{folder.name}.lock"):
+    with exclusive_lock(options.out / ".locks" / f"{folder.name}.lock"):
         try:
             stored = read_json(folder / CASE_FILE)
-            settled = traits.settled(case, trainers.traits_by_launch(case, options.trainer))
+            settled = traits.with_trainer_choices(case, trainers.traits_by_launch(case, options.trainer))
             if stored != json.loads(json.dumps(to_json(settled))):
                 return None
             judgement = judge_folder(folder)
@@ -70,7 +70,7 @@ def judged_again(case: Case, options: Options) -> Judgement | None:
             return None
     required = {"sources": sources, "device": options.device, "launcher": options.launcher}
     if options.device == "cuda":
-        required["backend"] = backend(options)
+        required["backend"] = backend_of(options)
     is_same_run = required.items() <= judgement.made.items() and judgement.fault == options.fault
     return judgement if is_same_run else None
 
@@ -91,13 +91,13 @@ class Baseline:
     """Why no fault can be tried on it; empty if faults can."""
     losses: tuple[float, ...] = ()
     """Reported losses of ten steps; empty if not measured."""
-    stored: bool = False
+    is_stored: bool = False
     """Whether it was not run for this, because evidence of the same sources was stored."""
 
     @property
     def outcome(self) -> str:
         """Return the outcome in words."""
-        return self.problem or ("PASS" if not self.stored else "PASS, as stored,")
+        return self.problem or ("PASS" if not self.is_stored else "PASS, as stored,")
 
 
 def matching(faults: Iterable[Fault], expression: str) -> list[Fault]:
@@ -105,7 +105,7 @@ def matching(faults: Iterable[Fault], expression: str) -> list[Fault]:
     selected = [
         fault
         for fault in faults
-        if holds(expression, " ".join((fault.name, fault.case, fault.bug, fault.family, *fault.caught_by)))
+        if matches_expression(expression, " ".join((fault.name, fault.case, fault.bug, fault.family, *fault.caught_by)))
     ]
     if not selected:
         raise CaseError(f"-k {expression!r} selects no fault; `harness faults --list` lists them")
@@ -115,7 +115,7 @@ def matching(faults: Iterable[Fault], expression: str) -> list[Fault]:
 CONTROL = "nothing_is_wrong"
 
 
-def with_control(faults: Sequence[Fault]) -> tuple[Fault, list[Fault]]:
+def split_control(faults: Sequence[Fault]) -> tuple[Fault, list[Fault]]:
     """Return (the control, all other faults). The control fires and changes nothing.
 
     A file of faults has its own control if its trainer does not call what ours calls. If the control were CAUGHT, a catch
@@ -129,7 +129,7 @@ def with_control(faults: Sequence[Fault]) -> tuple[Fault, list[Fault]]:
 # ---- running
 
 
-def needed(faults: Sequence[Fault], cases: Sequence[Case]) -> list[Case]:
+def cases_of_faults(faults: Sequence[Fault], cases: Sequence[Case]) -> list[Case]:
     """Return the cases of the faults, each once. Raises CaseError for an unknown case, FaultError for an unknown check."""
     for fault in faults:
         if unknown := set(fault.caught_by) - set(all_checks()):
@@ -140,16 +140,16 @@ def needed(faults: Sequence[Fault], cases: Sequence[Case]) -> list[Case]:
     return [find_case(name, cases) for name in names]
 
 
-def baselines(
+def run_baselines(
     needed: Sequence[Case], options: Options, *, jobs: int, curves: bool, progress: Progress
 ) -> dict[str, Baseline]:
     """Run the cases without any fault. Return their baselines, by name of the case."""
-    default_server(trainers.load(options.trainer).preload, device=options.device)
-    tasks = {case.name: _baseline_of(case, options, curves) for case in needed}
-    return _side_by_side(tasks, {}, jobs, progress, lambda baseline: baseline.outcome)
+    default_server(trainers.load_adapter(options.trainer).preload, device=options.device)
+    tasks = {case.name: _baseline_task(case, options, curves) for case in needed}
+    return _run_side_by_side(tasks, {}, jobs, progress, lambda baseline: baseline.outcome)
 
 
-def attempts(
+def try_all(
     faults: Sequence[Fault],
     baselines_by_case: dict[str, Baseline],
     options: Options,
@@ -158,23 +158,23 @@ def attempts(
     progress: Progress,
 ) -> list[Attempt]:
     """Try every fault. Return the attempts, in the order given. Faults that hang wait beside the others, from the start."""
-    tasks = {fault.name: _to_attempt(fault, baselines_by_case[fault.case], options) for fault in faults}
+    tasks = {fault.name: _attempt_task(fault, baselines_by_case[fault.case], options) for fault in faults}
     hanging = {fault.name: tasks.pop(fault.name) for fault in faults if fault.hangs}
-    done = _side_by_side(tasks, hanging, jobs, progress, lambda attempt: attempt.outcome)
+    done = _run_side_by_side(tasks, hanging, jobs, progress, lambda attempt: attempt.outcome)
     return [done[fault.name] for fault in faults]
 
 
-def _baseline_of(case: Case, options: Options, curves: bool) -> Callable[[], Baseline]:
+def _baseline_task(case: Case, options: Options, curves: bool) -> Callable[[], Baseline]:
     """Return the task that makes a baseline."""
-    return lambda: baseline_of(case, options, curves)
+    return lambda: make_baseline(case, options, curves)
 
 
-def _to_attempt(fault: Fault, baseline: Baseline, options: Options) -> Callable[[], Attempt]:
+def _attempt_task(fault: Fault, baseline: Baseline, options: Options) -> Callable[[], Attempt]:
     """Return the task that tries a fault."""
-    return lambda: attempt_of(fault, baseline, options)
+    return lambda: try_fault(fault, baseline, options)
 
 
-def _side_by_side(
+def _run_side_by_side(
     tasks: dict[str, Callable[[], Any]],
     waiting: dict[str, Callable[[], Any]],
     jobs: int,
@@ -188,7 +188,7 @@ def _side_by_side(
     start_times: dict[str, float] = {}
 
     def run_timed(name: str, task: Callable[[], Any]) -> tuple[str, Any]:
-        progress.started(name)
+        progress.note_start(name)
         start_times[name] = time.monotonic()
         return name, task()
 
@@ -198,37 +198,37 @@ def _side_by_side(
     pending |= {pool.submit(run_timed, name, task) for name, task in tasks.items()}
     results: dict[str, Any] = {}
     while pending:
-        done, pending = wait(pending, timeout=INTERVAL, return_when=FIRST_COMPLETED)
+        done, pending = wait(pending, timeout=DRAWING_INTERVAL, return_when=FIRST_COMPLETED)
         for name, result in (future.result() for future in done):
             results[name] = result
-            progress.finished(name, ended(result), time.monotonic() - start_times[name])
+            progress.note_end(name, ended(result), time.monotonic() - start_times[name])
         progress.draw()
     progress.clear()
     return results
 
 
-def baseline_of(case: Case, options: Options, curves: bool) -> Baseline:
+def make_baseline(case: Case, options: Options, curves: bool) -> Baseline:
     """Run a case without a fault, or judge its stored evidence. curves: whether losses of ten steps are measured too."""
     try:
-        if not curves and (stored := judged_again(case, options)) and stored.verdict is Verdict.PASS:
-            return Baseline(case, stored=True)
+        if not curves and (stored := judge_stored(case, options)) and stored.verdict is Verdict.PASS:
+            return Baseline(case, is_stored=True)
         judgement = run_case(case, options)
         if judgement.verdict is not Verdict.PASS:
             return Baseline(case, f"case {case.name} is {judgement.verdict} without a fault; see {judgement.folder}")
         if not curves:
             return Baseline(case)
-        losses = _curve(judgement, options)
+        losses = _losses_without_probe(judgement, options)
         problem = "" if len(losses) == STEPS else f"case {case.name} does not report {STEPS} losses unwatched"
         return Baseline(case, problem, losses)
-    except (Unsupported, *PROBLEMS) as problem:
+    except (Unsupported, *CASE_PROBLEMS) as problem:
         return Baseline(case, f"case {case.name} cannot run: {problem}")
     except (Exception, SystemExit) as error:
-        return Baseline(case, f"case {case.name} cannot run: {unexpected(error)}")
+        return Baseline(case, f"case {case.name} cannot run: {unexpected_error_text(error)}")
 
 
-def attempt_of(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
+def try_fault(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
     """Try a fault on its case: run the case with it, or judge stored evidence in which it is caught."""
-    untried = Attempt(fault.name, fault.bug, fault.family, fault.real, fault.case, Outcome.NOT_TRIED)
+    untried = Attempt(fault.name, fault.bug, fault.family, fault.is_real, fault.case, Outcome.NOT_TRIED)
     if baseline.problem:
         return replace(untried, note=baseline.problem)
     timeout = min(HANG_LIMIT, options.timeout) if fault.hangs else options.timeout
@@ -236,18 +236,18 @@ def attempt_of(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
     try:
         stored = None if baseline.losses else stored_if_caught(fault, baseline.case, options)
         judgement = stored or run_case(baseline.case, options)
-        attempt = replace(untried, cause=_cause(judgement), kinds=_kinds(judgement), broken=_broken(judgement))
+        attempt = replace(untried, cause=_cause(judgement), kinds=_kinds(judgement), broken=_failing_checks(judgement))
         attempt = replace(attempt, outcome=outcome_of(fault, judgement))
-        attempt = replace(attempt, note=_not_judged(judgement) or _lacking(fault, attempt))
+        attempt = replace(attempt, note=_unjudged_text(judgement) or _lacking_text(fault, attempt))
         if not baseline.losses:
             return attempt
-        losses = _curve(judgement, options) if _ended_well(judgement) else ()
-    except PROBLEMS as problem:
+        losses = _losses_without_probe(judgement, options) if _ended_well(judgement) else ()
+    except CASE_PROBLEMS as problem:
         return replace(untried, note=str(problem))
     except (Exception, SystemExit) as error:  # one fault's, which no other need suffer from
-        return replace(untried, note=unexpected(error))
+        return replace(untried, note=unexpected_error_text(error))
     weaker = what_weaker_tests_say(attempt, baseline.losses, losses)
-    return replace(attempt, weaker=weaker, off=off(baseline.losses, losses))
+    return replace(attempt, weaker=weaker, off=curve_error(baseline.losses, losses))
 
 
 def stored_if_caught(fault: Fault, case: Case, options: Options) -> Judgement | None:
@@ -255,7 +255,7 @@ def stored_if_caught(fault: Fault, case: Case, options: Options) -> Judgement | 
 
     Any other outcome may have come from a machine that was busy.
     """
-    stored = judged_again(case, options)
+    stored = judge_stored(case, options)
     return stored if stored is not None and outcome_of(fault, stored) is Outcome.CAUGHT else None
 
 
@@ -275,10 +275,10 @@ def spec_of(fault: Fault) -> str:
     return f"{Path(fault.file).resolve()}:{fault.name}"
 
 
-def _curve(judgement: Judgement, options: Options) -> tuple[float, ...]:
+def _losses_without_probe(judgement: Judgement, options: Options) -> tuple[float, ...]:
     """Run the trainer once more without the probe. Return the losses that it reports in ten steps."""
     try:
-        return reported_losses(judgement.case, options, judgement.folder / "unwatched", steps=STEPS)
+        return measure_reported_losses(judgement.case, options, judgement.folder / "unwatched", steps=STEPS)
     finally:
         list_trainer_files(judgement.folder)
 
@@ -287,11 +287,13 @@ def _curve(judgement: Judgement, options: Options) -> tuple[float, ...]:
 
 
 def outcome_of(fault: Fault, judgement: Judgement) -> Outcome:
-    """Return the outcome of a fault. To be caught it must fire, fail all its checks, and be named by a cause of its kind.
+    """Return the outcome of a fault. The first that holds counts.
 
-    Only checks that looked can miss it. If the disk was full, for example, it counts as not tried.
+    UNFIRED: it did not fire. CAUGHT: all its checks fail, and a cause of its kind is named if it has one. TIMEOUT: a rank
+    reached the time limit, and the fault is none that hangs. OTHERWISE: any check fails. NOT_TRIED: the run was not judged,
+    for example as the disk was full. MISSED: else.
     """
-    broken = _broken(judgement)
+    broken = _failing_checks(judgement)
     kinds = _kinds(judgement)
     if judgement.firing is not Firing.FIRED:
         return Outcome.UNFIRED
@@ -301,10 +303,10 @@ def outcome_of(fault: Fault, judgement: Judgement) -> Outcome:
         return Outcome.TIMEOUT
     if broken:
         return Outcome.OTHERWISE
-    return Outcome.NOT_TRIED if _not_judged(judgement) else Outcome.MISSED
+    return Outcome.NOT_TRIED if _unjudged_text(judgement) else Outcome.MISSED
 
 
-def _not_judged(judgement: Judgement) -> str:
+def _unjudged_text(judgement: Judgement) -> str:
     """Return why the whole run was not judged, with its folder. Empty if it was judged."""
     completed = next((result for result in judgement.results if result.check == "completed"), None)
     if completed is None or completed.verdict is not Verdict.UNKNOWN:
@@ -312,7 +314,7 @@ def _not_judged(judgement: Judgement) -> str:
     return f"not judged: {completed.note}; see {judgement.folder}"
 
 
-def _lacking(fault: Fault, attempt: Attempt) -> str:
+def _lacking_text(fault: Fault, attempt: Attempt) -> str:
     """Return in words what is not as the fault expects. Empty if all is."""
     texts = []
     unbroken = [check for check in fault.caught_by if check not in attempt.broken]
@@ -323,7 +325,7 @@ def _lacking(fault: Fault, attempt: Attempt) -> str:
     return "; ".join(texts)
 
 
-def _broken(judgement: Judgement) -> tuple[str, ...]:
+def _failing_checks(judgement: Judgement) -> tuple[str, ...]:
     """Return the checks that fail."""
     return tuple(result.check for result in judgement.results if result.verdict is Verdict.FAIL)
 
@@ -346,7 +348,7 @@ def what_weaker_tests_say(attempt: Attempt, right: Sequence[float], seen: Sequen
 
     `seen` is empty if a rank failed, which all methods notice. A curve that lacks steps is noticed as a curve only.
     """
-    worst = off(right, seen)
+    worst = curve_error(right, seen)
     has_failed = not seen
     return {
         "exit_code": has_failed,
@@ -356,7 +358,7 @@ def what_weaker_tests_say(attempt: Attempt, right: Sequence[float], seen: Sequen
     }
 
 
-def off(right: Sequence[float], seen: Sequence[float | None]) -> float | None:
+def curve_error(right: Sequence[float], seen: Sequence[float | None]) -> float | None:
     """Return the largest relative difference of two curves, to two digits. None if one lacks steps.
 
     A loss that is NaN or not reported counts as infinitely far off.

@@ -14,25 +14,25 @@ from dataclasses import replace
 import numpy as np
 
 from harness.core.causes.differences import (
-    NUMBERS,
-    consequences,
-    distance,
+    NUMBER_CHECKS,
+    checks_failing_with_gradients,
+    distance_to_reference,
     expected_gradient,
     first_wrong_step,
-    loss_off,
-    seen_gradients,
-    wrong_pairs,
+    loss_difference,
+    observed_gradients,
+    pairs_with_wrong_gradient,
 )
 from harness.core.causes.hypothesis import NOT_TESTED, Broken, Fact
-from harness.core.causes.layouts import wrong_parts
-from harness.core.causes.localise import first_wrong_input, place_words
+from harness.core.causes.layouts import wrong_slices
+from harness.core.causes.localise import first_wrong_input, first_wrong_input_text
 from harness.core.causes.words import (
     Pair,
     finding_line,
     groups_text,
-    in_order,
-    in_parameters,
-    some,
+    in_parameters_text,
+    shorten_names,
+    sort_fqns,
     traffic_lines,
     where_text,
 )
@@ -54,16 +54,16 @@ def wrong_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
     A missing exchange over cp is yielded also where gradients are not judged.
     """
     step = ("gradients" in broken and first_wrong_step(trial)) or trial.first_step
-    wrong = wrong_pairs(trial, step) if "gradients" in broken else []
+    wrong = pairs_with_wrong_gradient(trial, step) if "gradients" in broken else []
     if not wrong:
-        if "traffic" in broken and (exchange_fact := _no_exchange(trial, wrong, step)):
+        if "traffic" in broken and (exchange_fact := _missing_kv_exchange(trial, wrong, step)):
             yield exchange_fact
         return
-    layout_fact = _of_another_layout(trial, step)
+    layout_fact = _unreduced_axes_of_layout(trial, step)
     reduction_fact = layout_fact
-    if "traffic" in broken and not wrong_parts(trial):
-        reduction_fact = _other_groups(trial, wrong, step)
-    exchange_fact = _no_exchange(trial, wrong, step) if "traffic" in broken else None
+    if "traffic" in broken and not wrong_slices(trial):
+        reduction_fact = _unreduced_axes(trial, wrong, step)
+    exchange_fact = _missing_kv_exchange(trial, wrong, step) if "traffic" in broken else None
     if exchange_fact and reduction_fact:  # what is wrong with gradients follows from both
         other_checks = tuple(check for check in exchange_fact.checks if check not in reduction_fact.checks)
         exchange_fact = replace(exchange_fact, checks=other_checks)
@@ -74,19 +74,19 @@ def wrong_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
             yield exchange_fact
         if exchange_fact or not layout_fact:
             return
-    for find_fact in (_norms_not_summed, _whole_not_reduced, _lost_before):
+    for find_fact in (_unsummed_norms, _unreduced_whole_parameters, _lost_in_backward):
         if fact := find_fact(trial, wrong, step):
             yield fact
             return
 
 
-OF_ATTENTION = {  # in backward K/V may be exchanged again, by the same collective as their gradients
+KV_FLOWS = {  # in backward K/V may be exchanged again, by the same collective as their gradients
     ("keys and values", "forward"): "no K/V exchange over cp",
     ("gradients of keys and values", "backward"): "no exchange of K/V gradients over cp: each rank keeps its own",
 }
 
 
-def _no_exchange(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
+def _missing_kv_exchange(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     """Return the first planned flow of attention over cp of which nothing was seen, as a fact. None if all were seen.
 
     Other planned flows of the same collective over cp are subtracted first.
@@ -94,8 +94,14 @@ def _no_exchange(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     rank = min(trial.ranks)
     seen = observed_traffic(trial, trial.ranks[rank], step)
     flows = trial.plan.flows_of(rank, step)
-    checks = ("traffic", "exchange", "reshard", "features", *(consequences(trial, step) if wrong else ()))
-    for role_and_phase, text in OF_ATTENTION.items():
+    checks = (
+        "traffic",
+        "exchange",
+        "reshard",
+        "features",
+        *(checks_failing_with_gradients(trial, step) if wrong else ()),
+    )
+    for role_and_phase, text in KV_FLOWS.items():
         for flow in (flow for flow in flows if (flow.role, flow.phase) == role_and_phase):
             collective = (flow.axis, flow.op, flow.phase)
             same_collective = [
@@ -104,11 +110,11 @@ def _no_exchange(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
             key = trial.plan.group_of(rank, flow.axis), flow.op, flow.phase
             moved_bytes = seen.get(key, 0) - sum(other.bytes for other in same_collective)
             lines = NOT_TESTED if wrong else tuple(traffic_lines(trial))
-            if 2 * moved_bytes == flow.bytes and (tensor_names := _wrong_of_keys_and_values(wrong)):
+            if 2 * moved_bytes == flow.bytes and (tensor_names := _wrong_keys_or_values(wrong)):
                 reason = f"no exchange of the gradients of {tensor_names} over cp: each rank keeps its own"
                 return Fact(Cause("K/V not exchanged", reason, details=(("of", tensor_names),)), checks, lines)
             if moved_bytes <= 0:
-                other_groups = _more_than_planned(trial, rank, step, flow)
+                other_groups = _excess_groups(trial, rank, step, flow)
                 hint = ""
                 if other_groups:
                     hint = f"{flow.op} ran over {', '.join(other_groups)} more than planned"
@@ -117,7 +123,7 @@ def _no_exchange(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     return None
 
 
-def _wrong_of_keys_and_values(wrong: list[Pair]) -> str:
+def _wrong_keys_or_values(wrong: list[Pair]) -> str:
     """Return "keys" or "values": those with a wrong weight where the weight of the others is right. Empty if both or none.
 
     The last layer decides, because an earlier one is passed back what is wrong already. Keys and values are equally large.
@@ -128,7 +134,7 @@ def _wrong_of_keys_and_values(wrong: list[Pair]) -> str:
     return {"wk": "keys", "wv": "values"}[wrong_names.pop()] if len(wrong_names) == 1 else ""
 
 
-def _more_than_planned(trial: Trial, rank: int, step: int, flow: Flow) -> tuple[str, ...]:
+def _excess_groups(trial: Trial, rank: int, step: int, flow: Flow) -> tuple[str, ...]:
     """Return the groups, in words, over which a rank moved more bytes by the flow's collective than planned."""
     observed = observed_traffic(trial, trial.ranks[rank], step)
     planned = planned_traffic(trial, rank, step)
@@ -136,7 +142,7 @@ def _more_than_planned(trial: Trial, rank: int, step: int, flow: Flow) -> tuple[
     return tuple(sorted(axis_text(trial, key[0]) for key in keys))
 
 
-def _other_groups(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
+def _unreduced_axes(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     """Return as a fact the axes over which some rank should reduce gradients and nothing ran. None if there are none.
 
     The hint has the groups over which the collectives ran instead.
@@ -144,10 +150,10 @@ def _other_groups(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     missing = silent_axes(trial, step)
     if not missing:
         return None
-    texts = silent_text(trial, step, missing)
+    texts = silent_axes_texts(trial, step, missing)
     other_groups = set[tuple[int, ...]]()
     for op in missing.values():
-        other_groups |= groups_of_no_axis(trial, op)
+        other_groups |= unplanned_groups(trial, op)
     if other_groups:
         texts.append(f"but over {groups_text(sorted(other_groups))}")
     silent_steps = [number for number in trial.case.steps if missing.keys() <= silent_axes(trial, number).keys()]
@@ -157,12 +163,12 @@ def _other_groups(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
         when = f" in {noun} {', '.join(map(str, silent_steps))}"
     text = f"gradients are not reduced over {' and '.join(missing)}{when}"
     hint = ", ".join(texts)
-    checks = ("traffic", "process_groups", "placements", *consequences(trial, step))
+    checks = ("traffic", "process_groups", "placements", *checks_failing_with_gradients(trial, step))
     cause = Cause("gradients not reduced", text, hint=hint, details=(("axes", tuple(missing)),))
     return Fact(cause, checks, (*traffic_lines(trial), *NOT_TESTED))
 
 
-def _of_another_layout(trial: Trial, step: int) -> Fact | None:
+def _unreduced_axes_of_layout(trial: Trial, step: int) -> Fact | None:
     """Return as a fact the axes between whose ranks nothing that runs in backward sums gradients.
 
     None if there are none, or if ranks hold the slices that are planned.
@@ -177,22 +183,22 @@ def _of_another_layout(trial: Trial, step: int) -> Fact | None:
     for axis, group in groups.items():
         if not any(len(group & {*ranks}) > 1 for ranks in used):
             missing.append(axis)
-    if not missing or not wrong_parts(trial):
+    if not missing or not wrong_slices(trial):
         return None
     text = f"gradients are not reduced over {' and '.join(missing)}"
     cause = Cause("gradients not reduced", text, details=(("axes", tuple(missing)),))
-    return Fact(cause, consequences(trial, step), NOT_TESTED)
+    return Fact(cause, checks_failing_with_gradients(trial, step), NOT_TESTED)
 
 
 def silent_axes(trial: Trial, step: int) -> dict[str, str]:
     """Return the axes over which some rank should reduce gradients in a step and nothing ran: axis -> collective."""
-    return {axis: op for axis, op, _ in _silent(trial, step)}
+    return {axis: op for axis, op, _ in _silent_reductions(trial, step)}
 
 
-def silent_text(trial: Trial, step: int, axes: Collection[str]) -> list[str]:
+def silent_axes_texts(trial: Trial, step: int, axes: Collection[str]) -> list[str]:
     """Return one text for each axis and collective: over which groups of these axes nothing ran."""
     groups: dict[tuple[str, str], dict[tuple[int, ...], None]] = {}
-    for axis, op, group in _silent(trial, step):
+    for axis, op, group in _silent_reductions(trial, step):
         groups.setdefault((axis, op), {})[group] = None
     return [
         f"no {op} of gradients ran over {groups_text([*groups_of_axis])}"
@@ -201,7 +207,7 @@ def silent_text(trial: Trial, step: int, axes: Collection[str]) -> list[str]:
     ]
 
 
-def _silent(trial: Trial, step: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def _silent_reductions(trial: Trial, step: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Yield axis, collective and group of each sum of gradients of which some rank moved nothing."""
     for rank, evidence in sorted(trial.ranks.items()):
         observed = observed_traffic(trial, evidence, step)
@@ -211,7 +217,7 @@ def _silent(trial: Trial, step: int) -> Iterator[tuple[str, str, tuple[int, ...]
                 yield flow.axis, flow.op, group
 
 
-def groups_of_no_axis(trial: Trial, op: str) -> set[tuple[int, ...]]:
+def unplanned_groups(trial: Trial, op: str) -> set[tuple[int, ...]]:
     """Return the groups over which a collective ran in backward and that the plan does not have."""
     planned_groups = set(itertools.chain.from_iterable(trial.plan.groups.values()))
     calls = itertools.chain.from_iterable(evidence.collectives for evidence in trial.ranks.values())
@@ -221,16 +227,16 @@ def groups_of_no_axis(trial: Trial, op: str) -> set[tuple[int, ...]]:
     return backward_groups - planned_groups
 
 
-def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
+def _unsummed_norms(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     """Return a fact if the sum of the gradients that tp ranks have is the reference's. None if it is not.
 
     Each tp rank holds these weights whole, and has the gradient of its share of the tokens.
     """
-    fqns = in_order(trial, (fqn for _, fqn in wrong))
+    fqns = sort_fqns(trial, (fqn for _, fqn in wrong))
     if trial.case.dims.tp == 1 or any(tp_dim(fqn) is not None for fqn in fqns):
         return None
     for group in trial.plan.groups["tp"]:
-        gradients_of_group = [seen_gradients(trial, rank, step) for rank in group]
+        gradients_of_group = [observed_gradients(trial, rank, step) for rank in group]
         for fqn in fqns:
             if not all(fqn in gradients for gradients in gradients_of_group):
                 continue  # under ZeRO some have nothing of it
@@ -238,22 +244,25 @@ def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None
             expected = expected_gradient(trial, group[0], fqn, step)
             if expected is None or relative_difference(total, expected) > 1e-9:
                 return None
-    where = in_parameters(trial, fqns)
+    where = in_parameters_text(trial, fqns)
     if not all("norm" in fqn for fqn in fqns):
         cause = Cause("gradients not reduced", "gradients are not reduced over tp", where, details=(("axes", ("tp",)),))
-        return Fact(cause, consequences(trial, step), NOT_TESTED)
+        return Fact(cause, checks_failing_with_gradients(trial, step), NOT_TESTED)
     observed = "gradients of norm weights are not summed over tp"
     hint = "under sequence parallel each tp rank's are of its part of the sequence"
-    return Fact(Cause("norms not summed", observed, where, hint=hint), consequences(trial, step), NOT_TESTED)
+    return Fact(
+        Cause("norms not summed", observed, where, hint=hint), checks_failing_with_gradients(trial, step), NOT_TESTED
+    )
 
 
-def _whole_not_reduced(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
-    """Return a fact about parameters that ranks hold whole, though they should be cut, if the mean of their gradients is right.
+def _unreduced_whole_parameters(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
+    """Return a fact that gradients are not reduced over an axis, of parameters held whole though they should be cut.
 
-    None if no axis has that mean.
+    It needs that over each group of this axis the mean of their gradients is right. None if no wrong gradient is of such a
+    parameter, or no axis has that mean. wrong: rank and fqn.
     """
-    whole_fqns = {fqn for _, fqn, _ in wrong_parts(trial)}
-    wrong_fqns = in_order(trial, (fqn for _, fqn in wrong))
+    whole_fqns = {fqn for _, fqn, _ in wrong_slices(trial)}
+    wrong_fqns = sort_fqns(trial, (fqn for _, fqn in wrong))
     fqns = [fqn for fqn in wrong_fqns if fqn in whole_fqns]
     right_gradients = trial.reference_step(step).gradients
     if not fqns:
@@ -261,50 +270,55 @@ def _whole_not_reduced(trial: Trial, wrong: list[Pair], step: int) -> Fact | Non
     for axis in ("dp_replicate", "dp_shard", "cp"):
         gradients_of_groups = []
         for group, fqn in itertools.product(trial.plan.groups.get(axis, ()), fqns):
-            gradients_of_groups.append((fqn, [seen_gradients(trial, rank, step).get(fqn) for rank in group]))
-        if gradients_of_groups and all(_mean_is(values, right_gradients[fqn]) for fqn, values in gradients_of_groups):
+            gradients_of_groups.append((fqn, [observed_gradients(trial, rank, step).get(fqn) for rank in group]))
+        if gradients_of_groups and all(_has_mean(values, right_gradients[fqn]) for fqn, values in gradients_of_groups):
             text = f"gradients are not reduced over {axis}"
-            cause = Cause("gradients not reduced", text, in_parameters(trial, fqns), details=(("axes", (axis,)),))
-            return Fact(cause, consequences(trial, step), NOT_TESTED)
+            cause = Cause("gradients not reduced", text, in_parameters_text(trial, fqns), details=(("axes", (axis,)),))
+            return Fact(cause, checks_failing_with_gradients(trial, step), NOT_TESTED)
     return None
 
 
-def _mean_is(values: Sequence[np.ndarray | None], right: np.ndarray) -> bool:
+def _has_mean(values: Sequence[np.ndarray | None], right: np.ndarray) -> bool:
     same_shape = [value for value in values if value is not None and value.shape == right.shape]
     return len(same_shape) == len(values) and relative_difference(np.mean(same_shape, axis=0), right) <= 1e-9
 
 
-def _lost_before(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
+def _lost_in_backward(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     """Return a fact if gradients are right down to some place that backward passes and wrong in all that it reaches later.
 
     None if no less was moved than planned: the place alone is no cause.
     """
     wrong_fqns = {fqn for _, fqn in wrong}
-    if wrong_fqns & {fqn for _, fqn, _ in wrong_parts(trial)}:
+    if wrong_fqns & {fqn for _, fqn, _ in wrong_slices(trial)}:
         return None
-    right_fqns = sorted((fqn for fqn in trial.plan.shapes if fqn not in wrong_fqns), key=depth)
-    if not right_fqns or loss_off(trial, step) or not max(map(depth, wrong_fqns)) < depth(right_fqns[0]):
+    right_fqns = sorted((fqn for fqn in trial.plan.shapes if fqn not in wrong_fqns), key=forward_order)
+    if (
+        not right_fqns
+        or loss_difference(trial, step)
+        or not max(map(forward_order, wrong_fqns)) < forward_order(right_fqns[0])
+    ):
         return None
-    if not (traffic_text := _less_than_planned(trial, step)):
+    if not (traffic_text := _missing_traffic_text(trial, step)):
         return None
-    deepest = [fqn for fqn in right_fqns if depth(fqn) == depth(right_fqns[0])]
+    deepest = [fqn for fqn in right_fqns if forward_order(fqn) == forward_order(right_fqns[0])]
     following_text = " and what follows" if len(deepest) < len(right_fqns) else ""
-    text = f"gradients are right in {some(deepest)}{following_text}, and wrong in all parameters before: {traffic_text}"
-    return Fact(Cause("lost in backward", text), ("traffic", *consequences(trial, step)), NOT_TESTED)
+    right_text = f"{shorten_names(deepest)}{following_text}"
+    text = f"gradients are right in {right_text}, and wrong in all parameters before: {traffic_text}"
+    return Fact(Cause("lost in backward", text), ("traffic", *checks_failing_with_gradients(trial, step)), NOT_TESTED)
 
 
 ATTENTION = {"attention_norm": 0, "wq": 1, "wk": 1, "wv": 1, "wo": 2}
-PLACES = {"tok_embeddings": 0, **ATTENTION, "ffn_norm": 3, "w1": 4, "w3": 4, "w2": 5, "norm": 6, "output": 7}
+MODULE_ORDER = {"tok_embeddings": 0, **ATTENTION, "ffn_norm": 3, "w1": 4, "w3": 4, "w2": 5, "norm": 6, "output": 7}
 
 
-def depth(fqn: str) -> tuple[float, int]:
+def forward_order(fqn: str) -> tuple[float, int]:
     """Return when forward comes to a parameter: (layer, place in it). The embedding is layer -1, norm and output are last."""
     *path, module, _ = fqn.partition(".lora_")[0].removesuffix(".weight").split(".") + [""]
     layer_outside = -1 if module == "tok_embeddings" else math.inf
-    return int(path[1]) if path else layer_outside, PLACES[module]
+    return int(path[1]) if path else layer_outside, MODULE_ORDER[module]
 
 
-def _less_than_planned(trial: Trial, step: int) -> str:
+def _missing_traffic_text(trial: Trial, step: int) -> str:
     """Return the axes over which the first rank moved less in backward than planned, optional flows left out."""
     rank = min(trial.ranks)
     observed = observed_traffic(trial, trial.ranks[rank], step)
@@ -327,13 +341,13 @@ def coarse(trial: Trial, broken: Broken) -> Iterator[Fact]:
     if trial.case.training.compute_dtype or trial.case.training.quantize or not {"gradients", "update"} & {*broken}:
         return
     step = first_wrong_step(trial) if "gradients" in broken else None
-    wrong = wrong_pairs(trial, step) if step else []
-    values = [seen_gradients(trial, rank, step)[fqn] for rank, fqn in wrong] if step else []
-    if step and (format_name := _format_of(values)):
+    wrong = pairs_with_wrong_gradient(trial, step) if step else []
+    values = [observed_gradients(trial, rank, step)[fqn] for rank, fqn in wrong] if step else []
+    if step and (format_name := _coarsest_format(values)):
         where = where_text(trial, wrong)
         details = (("format", format_name), ("step", step))
         cause = Cause("rounded", f"gradients of step {step} are all numbers of {format_name}", where, details=details)
-        yield Fact(cause, consequences(trial, step))
+        yield Fact(cause, checks_failing_with_gradients(trial, step))
     state: dict[str, list[np.ndarray]] = {}
     if "update" in broken:
         for evidence in trial.ranks.values():
@@ -341,14 +355,14 @@ def coarse(trial: Trial, broken: Broken) -> Iterator[Fact]:
                 for key, value in tensors.items():
                     state.setdefault(key, []).append(value)
     for key, values_of_key in state.items():
-        if format_name := _format_of(values_of_key):
+        if format_name := _coarsest_format(values_of_key):
             observed = f"{key} of the optimizer holds only numbers of {format_name}"
             cause = Cause("rounded", observed, details=(("format", format_name),))
-            following = {*NUMBERS, "reported_loss"} if step is None or step > trial.first_step else {"update"}
+            following = {*NUMBER_CHECKS, "reported_loss"} if step is None or step > trial.first_step else {"update"}
             yield Fact(cause, tuple(check for check in following if check in broken))
 
 
-def _format_of(values: Sequence[np.ndarray]) -> str:
+def _coarsest_format(values: Sequence[np.ndarray]) -> str:
     """Return the coarsest format that all numbers are of, though their own is finer; empty if there is none.
 
     Counters and constants are numbers of every format, so they are left out.
@@ -377,7 +391,7 @@ def random_state_not_restored(trial: Trial, broken: Broken) -> Iterator[Fact]:
     for fqn in sorted(other_states):
         if not any(fqn.startswith(f"{outer}.") for outer in other_states):
             blocks.append(fqn)
-    observed = f"recomputation of {some(blocks, 4)} starts from another random state than forward"
+    observed = f"recomputation of {shorten_names(blocks, 4)} starts from another random state than forward"
     cause = Cause("random state not restored", observed, hint="its dropout masks differ from those of the loss")
     yield Fact(cause, ("gradients", "grad_norm", "loss", "reported_loss"), (finding_line(broken["gradients"]),))
 
@@ -392,9 +406,9 @@ def rounding(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Yield the fact that in a float64 case all losses and the gradients of step 1 are off by less than float32 rounds."""
     if "gradients" not in broken or not trial.case.exact:
         return
-    wrong = wrong_pairs(trial, 1)
-    gradients = [distance(trial, rank, fqn, 1) for rank, fqn in wrong]
-    losses = [loss_off(trial, step) or 0.0 for step in trial.case.steps]
+    wrong = pairs_with_wrong_gradient(trial, 1)
+    gradients = [distance_to_reference(trial, rank, fqn, 1) for rank, fqn in wrong]
+    losses = [loss_difference(trial, step) or 0.0 for step in trial.case.steps]
     if wrong and all(off < FLOAT32 for off in (*losses, *gradients)):
         observed = f"gradients of step 1 are off by up to {max(gradients):.0e}"
         where = where_text(trial, wrong)
@@ -402,8 +416,8 @@ def rounding(trial: Trial, broken: Broken) -> Iterator[Fact]:
             where += f", losses of all steps by {max(losses):.0e}"
         hint = "no more than arithmetic in float32 rounds, requested float64"
         located = first_wrong_input(trial)
-        lines: Lines = (("first seen", place_words(trial, located)),) if located.wrong else ()
-        details = (("off", max(gradients)), ("module", located.wrong))
+        lines: Lines = (("first seen", first_wrong_input_text(trial, located)),) if located.first_wrong else ()
+        details = (("off", max(gradients)), ("module", located.first_wrong))
         cause = Cause("rounded", observed, where, hint=hint, details=details)
         traffic_findings = broken["traffic"].findings if "traffic" in broken else ()
         narrower = []

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from harness.core.causes.assume import another_reference
-from harness.core.causes.differences import first_wrong_step, spans
+from harness.core.causes.assume import assume_reference
+from harness.core.causes.differences import first_wrong_step, step_choices
 from harness.core.causes.hypothesis import Broken, Hypothesis
-from harness.core.causes.words import from_step
+from harness.core.causes.words import from_step_text
 from harness.core.judge.result import Cause
 from harness.core.judge.trial import Trial
 
@@ -20,10 +20,10 @@ def lacks_dropout(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     step = first_wrong_step(trial) if "loss" in broken and trial.case.model.dropout else None
     if step is None:
         return
-    for when, steps, extra_choices in spans(trial, step):
+    for when, steps, extra_choices in step_choices(trial, step):
         cause = Cause("eval mode", f"the model trains without dropout{when}", hint="as in eval mode")
         cause = replace(cause, details=(("steps", tuple(steps)),))
-        yield Hypothesis(cause, partial(_in_eval_mode, steps=steps), 1 + extra_choices)
+        yield Hypothesis(cause, partial(_assume_eval_mode, steps=steps), 1 + extra_choices)
 
 
 def other_masks(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
@@ -32,7 +32,7 @@ def other_masks(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if step is None:
         return
     later_steps = [number for number in trial.case.steps if number >= step]
-    when = "in every step" if step == 1 else from_step(trial, step)
+    when = "in every step" if step == 1 else from_step_text(trial, step)
     for other in {*range(trial.case.steps[-1] + 2)} - {step}:
         offset = other - step
         noun = "steps" if abs(offset) > 1 else "step"
@@ -42,21 +42,21 @@ def other_masks(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         choices = ((f"step {other}", ("step", other), same_step), (away, ("by", offset), shifted_steps))
         for text, detail, masks in choices:
             cause = Cause("masks of another step", f"dropout's masks are those of {text} {when}", details=(detail,))
-            yield Hypothesis(cause, partial(_masks_of, masks=masks))
+            yield Hypothesis(cause, partial(_assume_masks, masks=masks))
 
 
-def _masks_of(trial: Trial, masks: Mapping[int, int]) -> Trial:
+def _assume_masks(trial: Trial, masks: Mapping[int, int]) -> Trial:
     """Assume that each step draws the masks of another. masks: step -> the step whose masks it draws."""
     from harness.reference.model import seed_masks
 
     def reseed(model: Any, step: int) -> None:
         seed_masks(model, trial.case.training.seed, masks.get(step, step))
 
-    return another_reference(trial, altered=reseed)
+    return assume_reference(trial, altered=reseed)
 
 
-def _in_eval_mode(trial: Trial, steps: Sequence[int]) -> Trial:
+def _assume_eval_mode(trial: Trial, steps: Sequence[int]) -> Trial:
     """Assume that the model is in eval mode in these steps, so that no dropout mask is drawn."""
-    from harness.reference.spellings import evaluating
+    from harness.reference.spellings import in_eval_mode
 
-    return another_reference(trial, altered=evaluating(steps)).assuming(undrawn=frozenset(steps))
+    return assume_reference(trial, altered=in_eval_mode(steps)).with_assumption(undrawn=frozenset(steps))

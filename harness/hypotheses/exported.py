@@ -8,34 +8,55 @@ from dataclasses import replace
 
 import numpy as np
 
-from harness.core.causes.hypothesis import Broken, Fact, Hypothesis, seen
+from harness.core.causes.hypothesis import Broken, Fact, Hypothesis, fact_of_first_finding
 from harness.core.causes.words import finding_line
-from harness.core.checks.export import exported, held_differently, roundings, same, wrong
+from harness.core.checks.export import (
+    differing_tensor_names,
+    is_exported_value,
+    recorded_export,
+    rounding_units_by_name,
+    wrong_tensor_names,
+)
 from harness.core.evidence.exported import ExportedTensor, as_exported
-from harness.core.judge.exports import FUSED, Arrays, export_of, export_with_rows, halves, weights_of
+from harness.core.judge.exports import (
+    FUSED_MATRICES,
+    Arrays,
+    expected_export,
+    export_weights_after,
+    export_with_rows,
+    rows_in_half_order,
+)
 from harness.core.judge.result import Cause
 from harness.core.judge.trial import Trial
 
 Details = tuple[tuple[str, object], ...]
-KIND = "wrong export"
-MOST = 3
+WRONG_EXPORT = "wrong export"
+MOST_NAMES = 3
 
 
 def wrong_exports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Explain all wrong tensors, each by the first value on record that it has."""
-    exported_tensors = exported(trial) if "export" in broken else None
+    exported_tensors = recorded_export(trial) if "export" in broken else None
     if not exported_tensors:
         return
-    bounds = roundings(trial)
-    undecided = held_differently(trial)
-    wrong_names = wrong(exported_tensors, export_of(trial.case, weights_of(trial, trial.case.steps[-1])), bounds)
+    bounds = rounding_units_by_name(trial)
+    undecided = differing_tensor_names(trial)
+    wrong_names = wrong_tensor_names(
+        exported_tensors, expected_export(trial.case, export_weights_after(trial, trial.case.steps[-1])), bounds
+    )
     wrong_names = [name for name in wrong_names if name not in undecided]
     matches: dict[str, tuple[Details, np.ndarray]] = {}
-    for details, values in itertools.chain(_on_record(trial), _as_held(trial, exported_tensors, wrong_names)):
+    for details, values in itertools.chain(
+        _known_exports(trial), _fitted_exports(trial, exported_tensors, wrong_names)
+    ):
         for name in (name for name in wrong_names if name not in matches):
             others = [name, *(other for other in values if other != name)] if details else [*values]
             candidates = (other for other in others if other in values)
-            equal = (other for other in candidates if same(exported_tensors[name], values[other], bounds.get(name)))
+            equal = (
+                other
+                for other in candidates
+                if is_exported_value(exported_tensors[name], values[other], bounds.get(name))
+            )
             match = next(equal, None)
             if match is not None:
                 matches[name] = (details if match == name else (("as", match), *details), values[match])
@@ -47,71 +68,79 @@ def wrong_exports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     texts = []
     all_details: list[tuple[str, object]] = []
     for details, names in names_by_details.items():
-        texts.append(f"{_names(names)} {'are' if names[1:] else 'is'} exported {_words(details)}")
+        texts.append(f"{_names_text(names)} {'are' if names[1:] else 'is'} exported {_details_text(details)}")
         all_details += [("tensors", tuple(names)), *details]
     values = {name: value for name, (_, value) in matches.items()}
-    cause = Cause(KIND, "; ".join(texts), details=tuple(all_details))
-    yield Hypothesis(cause, lambda trial: trial.assuming(exported=values), lines=(finding_line(broken["export"]),))
+    cause = Cause(WRONG_EXPORT, "; ".join(texts), details=tuple(all_details))
+    yield Hypothesis(
+        cause, lambda trial: trial.with_assumption(exported=values), lines=(finding_line(broken["export"]),)
+    )
 
 
 def odd_exports(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """State that an export is wrong. It is asked where no value on record explains it."""
     if "export" in broken:
-        yield seen(broken, "export", KIND, "the export is wrong")
+        yield fact_of_first_finding(broken, "export", WRONG_EXPORT, "the export is wrong")
 
 
-def _on_record(trial: Trial) -> Iterator[tuple[Details, dict[str, np.ndarray]]]:
+def _known_exports(trial: Trial) -> Iterator[tuple[Details, dict[str, np.ndarray]]]:
     """Yield (details, tensors by name) of exports that a mistake may make instead, likely ones first."""
     case = trial.case
     last = trial.case.steps[-1]
-    weights = weights_of(trial, last)
+    weights = export_weights_after(trial, last)
     is_permuted = case.features.export != "hf_interleaved"
-    yield (), export_of(case, weights)
+    yield (), expected_export(case, weights)
     rows = (("with rows of q and k", "in the order for halves" if not is_permuted else "not in the order for halves"),)
     yield rows, export_with_rows(case, weights, permuted=not is_permuted)
     if case.features.export == "hf_fused":
-        for name, parts in FUSED.items():
+        for name, parts in FUSED_MATRICES.items():
             for order in itertools.permutations(range(len(parts))):
                 text = tuple(parts[position] for position in order)
-                yield (("with parts in the order", text),), export_of(case, weights, orders={name: order})
+                yield (("with parts in the order", text),), expected_export(case, weights, orders={name: order})
     if case.model.lora is not None:
-        yield (("with adapters", "left out"),), export_of(case, _without_adapters(weights))
+        yield (("with adapters", "left out"),), expected_export(case, _without_adapters(weights))
         unscaled = replace(case, model=replace(case.model, lora=replace(case.model.lora, alpha=case.model.lora.rank)))
-        yield (("with adapters", "not scaled by alpha / rank"),), export_of(unscaled, weights)
+        yield (("with adapters", "not scaled by alpha / rank"),), expected_export(unscaled, weights)
     for step in reversed([step for step in case.steps if step != last]):
-        yield (("as after step", step),), export_of(case, weights_of(trial, step))
-    yield (("as", "before training"),), export_of(case, weights_of(trial, 0))
+        yield (("as after step", step),), expected_export(case, export_weights_after(trial, step))
+    yield (("as", "before training"),), expected_export(case, export_weights_after(trial, 0))
 
 
-def _as_held(
+def _fitted_exports(
     trial: Trial, exported_tensors: Mapping[str, ExportedTensor], wrong_names: list[str]
 ) -> Iterator[tuple[Details, dict[str, np.ndarray]]]:
     """Yield (details, tensors by name) of exports that are fitted to the exported tensors.
 
-    Adapters are multiplied by a factor, rows are turned as those of heads of another size, or rows have another order.
+    Adapters are multiplied by a factor, rows are turned as those of heads of another size, or rows have another order. The
+    first is yielded only if a factor is found, with all tensors. The others have only tensors that they apply to, which may
+    be none.
     """
     case = trial.case
-    weights = weights_of(trial, trial.case.steps[-1])
-    expected = export_of(case, weights)
+    weights = export_weights_after(trial, trial.case.steps[-1])
+    expected = expected_export(case, weights)
     is_permuted = case.features.export == "hf"
     if case.model.lora is not None and (
-        factor := _factor(exported_tensors, wrong_names, expected, export_of(case, _without_adapters(weights)))
+        factor := _adapter_factor(
+            exported_tensors, wrong_names, expected, expected_export(case, _without_adapters(weights))
+        )
     ):
         lora = replace(case.model.lora, alpha=case.model.lora.alpha * factor)
         rescaled = replace(case, model=replace(case.model, lora=lora))
-        yield (("with adapters", f"scaled by {factor:.4g} times alpha / rank"),), export_of(rescaled, weights)
+        yield (("with adapters", f"scaled by {factor:.4g} times alpha / rank"),), expected_export(rescaled, weights)
     plain = export_with_rows(case, weights, permuted=False) if is_permuted else {}
     of_heads = [name for name in wrong_names if name in plain and name.endswith(("q_proj.weight", "k_proj.weight"))]
     for heads in (case.model.n_heads, case.model.n_kv_heads):
         sizes = {name: divmod(len(plain[name]), 2 * heads) for name in of_heads}
-        values = {name: halves(plain[name], 2 * size) for name, (size, rest) in sizes.items() if size and not rest}
+        values = {
+            name: rows_in_half_order(plain[name], 2 * size) for name, (size, rest) in sizes.items() if size and not rest
+        }
         heads_text = f"{heads} heads" if heads > 1 else f"{heads} head"
         yield (("with rows turned as those of", heads_text),), values
-    reordered = [name for name in wrong_names if _same_rows(exported_tensors[name], expected[name])]
+    reordered = [name for name in wrong_names if _have_same_rows(exported_tensors[name], expected[name])]
     yield (("with rows", "in another order"),), {name: exported_tensors[name].value for name in reordered}
 
 
-def _factor(
+def _adapter_factor(
     exported_tensors: Mapping[str, ExportedTensor], wrong_names: list[str], expected: Arrays, plain: Arrays
 ) -> float:
     """Return by what adapters are multiplied in the first wrong tensor, fitted. 0 if it has no adapters."""
@@ -125,7 +154,7 @@ def _factor(
     return round(float(added @ expected_added / (expected_added @ expected_added)), 12)
 
 
-def _same_rows(tensor: ExportedTensor, expected: np.ndarray) -> bool:
+def _have_same_rows(tensor: ExportedTensor, expected: np.ndarray) -> bool:
     """Return whether both matrices have the same rows, each different from the others."""
     if tensor.value.shape != expected.shape or expected.ndim != 2:
         return False
@@ -139,12 +168,12 @@ def _without_adapters(weights: Arrays) -> dict[str, np.ndarray]:
     return {fqn: value for fqn, value in weights.items() if ".lora_" not in fqn}
 
 
-def _words(details: Details) -> str:
+def _details_text(details: Details) -> str:
     """Return details as text."""
     return ", ".join(f"{name} {' '.join(value) if isinstance(value, tuple) else value}" for name, value in details)
 
 
-def _names(names: list[str]) -> str:
+def _names_text(names: list[str]) -> str:
     """Return the first few names, and how many more there are."""
-    others_text = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-    return ", ".join(names[:MOST]) + others_text
+    others_text = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + others_text

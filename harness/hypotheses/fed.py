@@ -15,44 +15,49 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from harness.core.causes.assume import another_case, another_feature
-from harness.core.causes.differences import OF_GRADIENTS
-from harness.core.causes.factors import how_far
-from harness.core.causes.hypothesis import Broken, Hypothesis, no_reference
-from harness.core.causes.words import on_ranks, rank_words
-from harness.core.checks.resume import step_received
-from harness.core.checks.samples import misshapen_labels, parts_of, wrong_labels
+from harness.core.causes.assume import assume_case, assume_features
+from harness.core.causes.differences import GRADIENT_CHECKS
+from harness.core.causes.factors import step_distance_text
+from harness.core.causes.hypothesis import Broken, Hypothesis, not_tested_line
+from harness.core.causes.words import on_ranks_text, rank_text
+from harness.core.checks.resume import step_of_samples
+from harness.core.checks.samples import label_count_findings, microbatches_of, wrong_labels
 from harness.core.evidence.text import positions_text
 from harness.core.judge.losses import global_loss
-from harness.core.judge.places import feeder_of, one_rank_per_share
-from harness.core.judge.received_samples import positions_received, received_samples, shares_of_samples, sizes_wanted
+from harness.core.judge.places import first_stage_peer, representative_of_shares
+from harness.core.judge.received_samples import (
+    expected_microbatch_sizes,
+    received_positions_of,
+    received_sample_ids,
+    sample_ids_by_share,
+)
 from harness.core.judge.result import Cause, Lines
 from harness.core.judge.trial import Trial
 from harness.core.plan.stages import positions
 from harness.hypotheses.received import (
     Rows,
-    at_the_ends,
-    of_other_positions,
-    of_share,
-    own_labels,
-    parts_of_samples,
-    received,
-    share_rows,
-    shifted,
-    trained_on,
-    validated_rows,
-    whose_labels,
+    are_at_ends,
+    are_validated_rows,
+    assume_trained_on,
+    first_token_of_rows,
+    have_shared_rows,
+    label_owner_text,
+    label_positions_text,
+    label_shift,
+    right_labels,
+    rows_of_dp_share,
+    rows_of_step,
     wrong_positions,
 )
 
 if TYPE_CHECKING:
     from harness.reference.data import Dataset
 
-ORDERS = 8  # seeds and epochs beside the recipe's whose orders are tried
-MOST = 4096  # samples of a data set that are looked through
+OTHER_SEEDS = 8  # seeds and epochs beside the recipe's whose orders are tried
+MOST_SAMPLES = 4096  # samples of a data set that are looked through
 Shares = Mapping[int, list[int | None]]
 """Dp rank -> the ids of the samples that it received; None for rows that are none of the recipe's."""
-Look = Callable[[Trial, int], Cause | None]
+CauseFinder = Callable[[Trial, int], Cause | None]
 """(trial, step) -> the cause that is seen in this step. None if it is not seen."""
 
 
@@ -64,10 +69,10 @@ def other_samples(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if "samples" not in broken or (cause := wrong_samples(trial)) is None:
         return
     by_step = _received_by_step(trial, trial.case.steps)
-    label_shares = _counted(trial, by_step)
+    label_shares = _label_ratios(trial, by_step)
     deviating_shares = label_shares if any(share != 1 for share in label_shares.values()) else {}
     explained_checks: tuple[str, ...] = ("samples",)
-    if _divided_by_all(trial, deviating_shares):
+    if _is_divided_by_all(trial, deviating_shares):
         explained_checks += ("reported_loss",)
     if wrong_positions(trial) is None:
         explained_checks += ("positions",)
@@ -76,43 +81,45 @@ def other_samples(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     lines: Lines = tuple(("samples", finding) for finding in broken["samples"].findings[:2])
     if cause.kind == "peers differ" and ("axis", "tp") in cause.details:
         reason = "tp peers compute parts of different samples, and no reference shows what follows"
-        yield Hypothesis(cause, None, 1, (*lines, no_reference(reason)), (*explained_checks, *OF_GRADIENTS))
+        yield Hypothesis(cause, None, 1, (*lines, not_tested_line(reason)), (*explained_checks, *GRADIENT_CHECKS))
     elif cause.kind == "CP not applied":
-        yield Hypothesis(cause, _whole_sequences, 1, lines, explained_checks)
+        yield Hypothesis(cause, _assume_whole_sequences, 1, lines, explained_checks)
     elif cause.kind == "another load balance":
         balanced = not trial.case.features.cp_load_balance
-        yield Hypothesis(cause, partial(another_feature, cp_load_balance=balanced), 2, lines, explained_checks)
+        yield Hypothesis(cause, partial(assume_features, cp_load_balance=balanced), 2, lines, explained_checks)
     elif len(by_step) < len(trial.case.steps):
         yield Hypothesis(cause, None, 1, lines, explained_checks)
     else:
         given = ("samples",)
-        yield Hypothesis(cause, lambda t: trained_on(t, by_step), 1, lines, explained_checks, given=given)
+        yield Hypothesis(cause, lambda t: assume_trained_on(t, by_step), 1, lines, explained_checks, given_checks=given)
         if deviating_shares:
-            yield Hypothesis(cause, lambda t: trained_on(t, by_step, deviating_shares), 2, lines, given=given)
+            yield Hypothesis(
+                cause, lambda t: assume_trained_on(t, by_step, deviating_shares), 2, lines, given_checks=given
+            )
 
 
-def _whole_sequences(trial: Trial) -> Trial:
+def _assume_whole_sequences(trial: Trial) -> Trial:
     """Assume that there is no cp axis: its ranks are data-parallel ones, which receive the same samples."""
     case = trial.case
     cp = trial.case.dims.cp
     dims = replace(case.dims, cp=1, dp_shard=case.dims.dp_shard * cp)
     training = replace(case.training, global_batch=case.training.global_batch * cp)
-    changed = another_case(trial, replace(case, dims=dims, training=training))
-    return trained_on(changed, _received_by_step(changed, case.steps))
+    changed = assume_case(trial, replace(case, dims=dims, training=training))
+    return assume_trained_on(changed, _received_by_step(changed, case.steps))
 
 
 def _received_by_step(trial: Trial, steps: Iterable[int]) -> dict[int, Rows]:
     """Return, by step, the rows that all ranks received. Steps whose parts do not make up rows are left out."""
-    return {step: rows for step in steps if (rows := received(trial, step)) is not None}
+    return {step: rows for step in steps if (rows := rows_of_step(trial, step)) is not None}
 
 
-def _counted(trial: Trial, by_step: dict[int, Rows]) -> dict[int, float]:
+def _label_ratios(trial: Trial, by_step: dict[int, Rows]) -> dict[int, float]:
     """Return, by step, the number of labels received that count, divided by the reference's."""
     valid_tokens = {step.step: step.valid_tokens for step in trial.reference.steps}
     return {step: int((rows.labels >= 0).sum()) / valid_tokens[step] for step, rows in by_step.items()}
 
 
-def _divided_by_all(trial: Trial, label_shares: dict[int, float]) -> bool:
+def _is_divided_by_all(trial: Trial, label_shares: dict[int, float]) -> bool:
     """Return whether fewer losses than requested were summed, and the sum is reported as a mean over those requested."""
     means = {step: (global_loss(trial, step) or math.nan) * share for step, share in label_shares.items()}
     reported_losses = ((step.step, step.reported_loss) for _, step, _ in trial.steps())
@@ -128,14 +135,14 @@ def wrong_samples(trial: Trial) -> Cause | None:
 
     None if all ranks receive the right samples.
     """
-    cause_finders: tuple[Look, ...] = (
-        _cut_otherwise,
+    cause_finders: tuple[CauseFinder, ...] = (
+        _wrong_cut,
         _differing_peers,
-        _shared,
-        _repeated,
-        _foreign,
-        _microbatches,
-        _labels,
+        _shared_samples,
+        _repeated_samples,
+        _samples_of_other_steps,
+        _wrong_microbatches,
+        _wrong_labels_cause,
     )
     for step in trial.case.steps:
         for find_cause in cause_finders:
@@ -144,7 +151,7 @@ def wrong_samples(trial: Trial) -> Cause | None:
     return None
 
 
-def _when(trial: Trial, step: int) -> str:
+def _step_text(trial: Trial, step: int) -> str:
     """Return a step in words, with a space before it. Empty for the first step of a run that does not resume."""
     text_of_first = " after resuming" if trial.case.resume else ""
     return text_of_first if step == trial.first_step else f" in step {step}"
@@ -153,12 +160,12 @@ def _when(trial: Trial, step: int) -> str:
 # ---- where its rows stand in the sequence, and who should have the same
 
 
-def _cut_otherwise(trial: Trial, step: int) -> Cause | None:
+def _wrong_cut(trial: Trial, step: int) -> Cause | None:
     """Return the cause if samples are received at positions that are not those of the cp rank. None if none are."""
     case = trial.case
-    ranks = received_samples(trial, step)
+    ranks = received_sample_ids(trial, step)
     length = trial.case.seq_len(step)
-    received_positions = {rank: positions_received(trial, rank, step) for rank in ranks if case.dims.cp > 1}
+    received_positions = {rank: received_positions_of(trial, rank, step) for rank in ranks if case.dims.cp > 1}
     known = {rank: own for rank, own in received_positions.items() if own is not None}
     wrong_ranks = [rank for rank, own in known.items() if not np.array_equal(own, positions(case, rank, length))]
     if not wrong_ranks:
@@ -168,11 +175,9 @@ def _cut_otherwise(trial: Trial, step: int) -> Cause | None:
     requested_text = positions_text(positions(case, first, length))
     same_ranks = [rank for rank in wrong_ranks if np.array_equal(known[rank], known[first])]
     verb = "receives" if len(same_ranks) == 1 else "receive"
-    hint = (
-        f"{rank_words(same_ranks)} {verb} the tokens at {received_text}{_when(trial, step)}, expected {requested_text}"
-    )
+    hint = f"{rank_text(same_ranks)} {verb} the tokens at {received_text}{_step_text(trial, step)}, expected {requested_text}"
     if len(wrong_ranks) == len(ranks) and all(len(known[rank]) == length for rank in wrong_ranks):
-        text = f"CP not applied: every cp rank receives whole sequences{_when(trial, step)}"
+        text = f"CP not applied: every cp rank receives whole sequences{_step_text(trial, step)}"
         return Cause("CP not applied", text, expected=f"cp {case.dims.cp}", details=(("cp", case.dims.cp),))
     balance = case.features.cp_load_balance
     changed_case = replace(case, features=replace(case.features, cp_load_balance=not balance))
@@ -184,15 +189,15 @@ def _cut_otherwise(trial: Trial, step: int) -> Cause | None:
 
 def _differing_peers(trial: Trial, step: int) -> Cause | None:
     """Return the cause if ranks receive other samples than the first of their tp or cp peers. None if all receive the same."""
-    samples_by_rank = received_samples(trial, step)
+    samples_by_rank = received_sample_ids(trial, step)
     for axis in ("tp", "cp"):
         differing_ranks: list[int] = []
         for peers in trial.plan.groups.get(axis, ()):
             first = samples_by_rank.get(peers[0])
             differing_ranks += [rank for rank in peers if samples_by_rank.get(rank) != first]
         if differing_ranks:
-            text = f"{axis} peers receive different samples{_when(trial, step)}"
-            hint = f"{rank_words(differing_ranks)} unlike their first peer"
+            text = f"{axis} peers receive different samples{_step_text(trial, step)}"
+            hint = f"{rank_text(differing_ranks)} unlike their first peer"
             return Cause("peers differ", text, hint=hint, details=(("axis", axis), ("ranks", tuple(differing_ranks))))
     return None
 
@@ -200,15 +205,15 @@ def _differing_peers(trial: Trial, step: int) -> Cause | None:
 # ---- who shares samples with whom, and what comes twice
 
 
-def _shared(trial: Trial, step: int) -> Cause | None:
+def _shared_samples(trial: Trial, step: int) -> Cause | None:
     """Return the cause if two dp ranks receive the same sample. None if none do."""
-    shares = shares_of_samples(trial, step)
-    when = _when(trial, step)
+    shares = sample_ids_by_share(trial, step)
+    when = _step_text(trial, step)
     ranks_by_ids: dict[tuple[int | None, ...], list[int]] = {}
     for rank, ids in shares.items():
         ranks_by_ids.setdefault(tuple(ids), []).append(rank)
     if groups := [tuple(ranks) for ids, ranks in ranks_by_ids.items() if None not in ids and len(ranks) > 1]:
-        text = f"{' and '.join(map(rank_words, groups))} received the same samples{when}"
+        text = f"{' and '.join(map(rank_text, groups))} received the same samples{when}"
         return Cause("same samples", text, details=(("ranks", groups[0]), ("all", tuple(groups))))
     for pair in itertools.combinations(shares, 2):
         if (set(shares[pair[0]]) & set(shares[pair[1]])) - {None}:
@@ -217,23 +222,23 @@ def _shared(trial: Trial, step: int) -> Cause | None:
     return None
 
 
-def _repeated(trial: Trial, step: int) -> Cause | None:
+def _repeated_samples(trial: Trial, step: int) -> Cause | None:
     """Return the cause if a rank receives a sample twice. None if none does.
 
     If all samples of a microbatch come twice, or all of its tokens, the cause has the numbers of the microbatches.
     """
-    shares = shares_of_samples(trial, step)
+    shares = sample_ids_by_share(trial, step)
     repeating_ranks = [rank for rank, ids in shares.items() if None not in ids and len({*ids}) < len(ids)]
     if not repeating_ranks:
         return None
     pairs = _repeated_microbatches(trial, repeating_ranks[0], step)
     if not pairs:
         verb = "receives" if len(repeating_ranks) == 1 else "receive"
-        text = f"{rank_words(repeating_ranks)} {verb} samples more than once{_when(trial, step)}"
+        text = f"{rank_text(repeating_ranks)} {verb} samples more than once{_step_text(trial, step)}"
         return Cause("samples overlap", text, details=(("ranks", tuple(repeating_ranks)),))
     ranks = [rank for rank in repeating_ranks if _repeated_microbatches(trial, rank, step) == pairs]
     later_microbatches = tuple(number for _, number in pairs)
-    passes = parts_of(trial, repeating_ranks[0], step)
+    passes = microbatches_of(trial, repeating_ranks[0], step)
     numbers_text = positions_text(np.array(sorted({*pairs[0], *later_microbatches})))
     text = f"in step {step} microbatches {numbers_text} have the same tokens"
     details = (("microbatches", later_microbatches), ("ranks", tuple(ranks)))
@@ -243,13 +248,13 @@ def _repeated(trial: Trial, step: int) -> Cause | None:
         text = (
             f"the model runs outside training passes: {text}, no loss of {positions_text(np.array(later_microbatches))}"
         )
-        return Cause("odd traces", text, on_ranks(trial, ranks).strip(), details=details)
-    return Cause("microbatches repeated", text, on_ranks(trial, ranks).strip(), details=details)
+        return Cause("odd traces", text, on_ranks_text(trial, ranks).strip(), details=details)
+    return Cause("microbatches repeated", text, on_ranks_text(trial, ranks).strip(), details=details)
 
 
 def _repeated_microbatches(trial: Trial, rank: int, step: int) -> list[tuple[int, int]]:
     """Return pairs (number of an earlier microbatch of a rank, number of a later one with the same samples), from 1."""
-    tokens_of_parts = (part.tokens for part in parts_of(trial, rank, step))
+    tokens_of_parts = (part.tokens for part in microbatches_of(trial, rank, step))
     rows_of_parts = []
     for tokens in tokens_of_parts:
         if tokens is not None:
@@ -261,14 +266,14 @@ def _repeated_microbatches(trial: Trial, rank: int, step: int) -> list[tuple[int
 # ---- samples of other steps, of the data set, or of nothing known
 
 
-def _foreign(trial: Trial, step: int) -> Cause | None:
+def _samples_of_other_steps(trial: Trial, step: int) -> Cause | None:
     """Return the cause if ranks receive samples that are not the step's, or if no rank receives some of the step's.
 
     None if all ranks together receive the step's samples.
     """
-    shares = shares_of_samples(trial, step)
+    shares = sample_ids_by_share(trial, step)
     wanted = {*trial.reference.samples[step - 1]}
-    when = _when(trial, step)
+    when = _step_text(trial, step)
     wrong_ranks = tuple(rank for rank, ids in shares.items() if {*ids} - wanted)
     if not wrong_ranks:
         missing = wanted.difference(*shares.values())
@@ -276,19 +281,19 @@ def _foreign(trial: Trial, step: int) -> Cause | None:
             return None
         text = f"{len(missing)} of {len(wanted)} samples of step {step} are received by no rank in this step"
         return Cause("samples lost", text, details=(("samples", tuple(sorted(missing))),))
-    steps = tuple(step_received(trial, shares[rank]) for rank in wrong_ranks)
-    where = on_ranks(trial, wrong_ranks).strip()
+    steps = tuple(step_of_samples(trial, shares[rank]) for rank in wrong_ranks)
+    where = on_ranks_text(trial, wrong_ranks).strip()
     if None not in steps and len({*steps}) == 1:
         text = f"step {step} receives the samples of step {steps[0]}"
         if trial.case.resume:
             text += when
-        hint = how_far(trial, step, steps[0] or step)
+        hint = step_distance_text(trial, step, steps[0] or step)
         return Cause("data position", text, where, hint=hint, details=(("of_step", steps[0]), ("ranks", wrong_ranks)))
     unknown = any(None in shares[rank] for rank in wrong_ranks)
-    if unknown and validated_rows(trial, step, wrong_ranks):
-        text = f"rows received{when}{on_ranks(trial, wrong_ranks)} are those that are validated on"
+    if unknown and are_validated_rows(trial, step, wrong_ranks):
+        text = f"rows received{when}{on_ranks_text(trial, wrong_ranks)} are those that are validated on"
         return Cause("samples of no step", text, details=(("ranks", wrong_ranks), ("validated", True)))
-    if dealing := _dealt(trial, step, wrong_ranks):
+    if dealing := _observed_dealing(trial, step, wrong_ranks):
         order_text, begin, is_usual = dealing
         if is_usual:
             own = (step - 1) * len(wanted) // len(shares)
@@ -296,11 +301,11 @@ def _foreign(trial: Trial, step: int) -> Cause | None:
             return Cause("data position", text, where, details=(("begins", begin), ("ranks", wrong_ranks)))
         kind = "samples of no step" if unknown else "samples dealt otherwise"
         return Cause(kind, order_text, when.strip(), details=(("ranks", wrong_ranks), ("order", order_text)))
-    if unknown and share_rows(trial):
+    if unknown and have_shared_rows(trial):
         text = f"dp ranks draw overlapping samples{when}: some rows are received by two of them in these steps"
         return Cause("samples overlap", text, details=(("ranks", wrong_ranks),))
     if unknown:
-        return _of_no_step(trial, step, wrong_ranks)
+        return _unknown_samples(trial, step, wrong_ranks)
     received_ids = itertools.chain.from_iterable(shares[rank] for rank in wrong_ranks)
     foreign_ids = [id_ for id_ in received_ids if id_ not in wanted]
     others = tuple(number for number, ids in enumerate(trial.reference.samples, 1) if {*ids} & {*foreign_ids})
@@ -313,13 +318,13 @@ def _foreign(trial: Trial, step: int) -> Cause | None:
     return Cause("data position", text, where, hint=hint, details=(("of_step", others), ("ranks", wrong_ranks)))
 
 
-def _of_no_step(trial: Trial, step: int, wrong_ranks: tuple[int, ...]) -> Cause:
+def _unknown_samples(trial: Trial, step: int, wrong_ranks: tuple[int, ...]) -> Cause:
     """Return the cause if some rows of these ranks are no samples of the recipe's."""
-    first_token = parts_of_samples(trial, step, wrong_ranks)
-    received_text = f"rows received{_when(trial, step)}{on_ranks(trial, wrong_ranks)} are"
+    first_token = first_token_of_rows(trial, step, wrong_ranks)
+    received_text = f"rows received{_step_text(trial, step)}{on_ranks_text(trial, wrong_ranks)} are"
     ids: list[int | None] = []
     for rank in wrong_ranks:
-        ids += shares_of_samples(trial, step)[rank]
+        ids += sample_ids_by_share(trial, step)[rank]
     count_text = f"{ids.count(None)} of {len(ids)} " if any(id_ is not None for id_ in ids) else ""
     text = f"{count_text}{received_text} none of the recipe's {len(trial.reference.samples)} steps"
     if first_token:
@@ -327,7 +332,7 @@ def _of_no_step(trial: Trial, step: int, wrong_ranks: tuple[int, ...]) -> Cause:
     return Cause("samples of no step", text, details=(("ranks", wrong_ranks), ("from_token", first_token)))
 
 
-def _data_of(trial: Trial) -> Dataset | None:
+def _load_data_set(trial: Trial) -> Dataset | None:
     """Return the data set of the recipe's samples. None if it cannot be read, has other samples, or is too large."""
     from harness.reference.data import build_dataset
 
@@ -337,17 +342,19 @@ def _data_of(trial: Trial) -> Dataset | None:
         return None
     ids = trial.reference.sample_ids
     tokens = trial.reference.tokens
-    is_same = len(data) <= MOST and all(np.array_equal(data[id_][0], tokens[row]) for row, id_ in enumerate(ids))
+    is_same = len(data) <= MOST_SAMPLES and all(
+        np.array_equal(data[id_][0], tokens[row]) for row, id_ in enumerate(ids)
+    )
     return data if is_same else None
 
 
-def _dealt(trial: Trial, step: int, ranks: tuple[int, ...]) -> tuple[str, int, bool] | None:
+def _observed_dealing(trial: Trial, step: int, ranks: tuple[int, ...]) -> tuple[str, int, bool] | None:
     """Return (how samples were dealt to these dp ranks, in words; sample of a share at which they read on; is it usual).
 
     None if no order that is tried fits, or the data set cannot be read.
     """
-    rows = {rank: of_share(trial, rank, step) for rank in ranks}
-    if None in rows.values() or (data := _data_of(trial)) is None:
+    rows = {rank: rows_of_dp_share(trial, rank, step) for rank in ranks}
+    if None in rows.values() or (data := _load_data_set(trial)) is None:
         return None
     length = trial.case.seq_len(step)
     index = {data[sample_id][0][:length].numpy().tobytes(): sample_id for sample_id in range(len(data))}
@@ -355,11 +362,11 @@ def _dealt(trial: Trial, step: int, ranks: tuple[int, ...]) -> tuple[str, int, b
     for rank, rows_of_share in rows.items():
         if rows_of_share:
             sample_ids[rank] = [index.get(row.tobytes()) for row in rows_of_share.tokens]
-    samples_per_step = trial.case.training.global_batch // len(one_rank_per_share(trial))
-    for text, is_usual, share_of in _deals(trial, len(data)):
+    samples_per_step = trial.case.training.global_batch // len(representative_of_shares(trial))
+    for text, is_usual, share_of in _possible_dealings(trial, len(data)):
         begins = set()
         for rank, ids in sample_ids.items():
-            share = share_of(one_rank_per_share(trial).index(rank))
+            share = share_of(representative_of_shares(trial).index(rank))
             starts = (start for start in range(len(share)) if share[start : start + len(ids)] == ids)
             begins.add(next(starts, None))
         begin = begins.pop()
@@ -368,12 +375,12 @@ def _dealt(trial: Trial, step: int, ranks: tuple[int, ...]) -> tuple[str, int, b
     return None
 
 
-def _deals(trial: Trial, size: int) -> Iterator[tuple[str, bool, Callable[[int], list[int]]]]:
+def _possible_dealings(trial: Trial, size: int) -> Iterator[tuple[str, bool, Callable[[int], list[int]]]]:
     """Yield (order of samples in words, is it the usual one, share number -> sample ids of this share in an epoch)."""
     from harness.reference.data import sample_order
 
     training = trial.case.training
-    count = len(one_rank_per_share(trial))
+    count = len(representative_of_shares(trial))
     usual = sample_order(training, size, 0)
     block = size // count
     seed = training.seed
@@ -387,22 +394,22 @@ def _deals(trial: Trial, size: int) -> Iterator[tuple[str, bool, Callable[[int],
     for stride in sorted(products - {1, count}):
         text = f"each dp rank reads one of {stride} shuffled samples, requested one of {count}"
         yield text, False, lambda share, stride=stride: usual[share::stride]  # type: ignore[misc]
-    for other in (*range(seed + 1, seed + ORDERS), *range(seed - ORDERS, seed), 0):
+    for other in (*range(seed + 1, seed + OTHER_SEEDS), *range(seed - OTHER_SEEDS, seed), 0):
         order = sample_order(training, size, other - seed)
         yield f"samples come in the order of seed {other}", False, lambda share, order=order: order[share::count]  # type: ignore[misc]
 
 
-def _microbatches(trial: Trial, step: int) -> Cause | None:
+def _wrong_microbatches(trial: Trial, step: int) -> Cause | None:
     """Return the cause if ranks run microbatches of other sizes than requested. None if all sizes are right."""
     ranks_by_sizes: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-    for rank in received_samples(trial, step):
-        sizes = tuple(len(part.tokens) for part in parts_of(trial, rank, step) if part.tokens is not None)
-        if sizes != (wanted := tuple(sizes_wanted(trial, rank, step))):
+    for rank in received_sample_ids(trial, step):
+        sizes = tuple(len(part.tokens) for part in microbatches_of(trial, rank, step) if part.tokens is not None)
+        if sizes != (wanted := tuple(expected_microbatch_sizes(trial, rank, step))):
             ranks_by_sizes.setdefault((sizes, wanted), []).append(rank)
     if not ranks_by_sizes:
         return None
     texts = [
-        f"{rank_words(ranks)} ran microbatches of {[*sizes]} samples" for (sizes, _), ranks in ranks_by_sizes.items()
+        f"{rank_text(ranks)} ran microbatches of {[*sizes]} samples" for (sizes, _), ranks in ranks_by_sizes.items()
     ]
     expected = " or ".join(dict.fromkeys(f"{[*wanted]}" for _, wanted in ranks_by_sizes))
     ranks = sorted(itertools.chain(*ranks_by_sizes.values()))
@@ -415,17 +422,17 @@ def _microbatches(trial: Trial, step: int) -> Cause | None:
 # ---- labels
 
 
-def _labels(trial: Trial, step: int) -> Cause | None:
+def _wrong_labels_cause(trial: Trial, step: int) -> Cause | None:
     """Return the cause if labels are not those of the samples received. None if all are.
 
     They may be shifted, wrongly masked, of other samples, too few or too many.
     """
     wrong = {rank: labels for rank, labels in wrong_labels(trial, step).items() if labels}
-    misshapen = misshapen_labels(trial, step)
+    misshapen = label_count_findings(trial, step)
     if not wrong and not misshapen:
         return None
-    rows = received(trial, step)
-    if rows is not None and (shift := shifted(trial, step, rows)):
+    rows = rows_of_step(trial, step)
+    if rows is not None and (shift := label_shift(trial, step, rows)):
         text = f"labels are shifted by {shift + 1} tokens, not by 1"
         return Cause("labels shifted", text, details=(("by", shift),))
     if not wrong:
@@ -435,18 +442,20 @@ def _labels(trial: Trial, step: int) -> Cause | None:
         first_peer = trial.plan.peers(rank, "tp")[0]
         if first_peer not in wrong or first_peer == rank:  # the labels of a tp group are the same ones
             labels += wrong[rank]
-    hint = _labels_words(trial, step, wrong, rows)
-    text = f"{len(labels)} labels{on_ranks(trial, wrong)} in step {step} are not those of the tokens"
+    hint = _wrong_labels_text(trial, step, wrong, rows)
+    text = f"{len(labels)} labels{on_ranks_text(trial, wrong)} in step {step} are not those of the tokens"
     return Cause("wrong labels", text, hint=hint, details=(("ranks", tuple(wrong)), ("labels", hint)))
 
 
-def _labels_words(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, int, int]]], rows: Rows | None) -> str:
+def _wrong_labels_text(
+    trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, int, int]]], rows: Rows | None
+) -> str:
     """Return in words what wrong labels have in common; empty if nothing is known. wrong: rank -> (position, label, right)."""
     labels = [*itertools.chain.from_iterable(wrong.values())]
     all_masked = all(label < 0 for _, label, _ in labels)
-    if at_the_ends(trial, step, wrong):
+    if are_at_ends(trial, step, wrong):
         return "each is the last of a cp rank's part" + (", and masked" if all_masked else "")
-    if untrained := _untrained(trial, step, tuple(wrong)):
+    if untrained := _untrained_numbers(trial, step, tuple(wrong)):
         noun = "microbatches" if len(untrained) > 1 else "microbatch"
         return f"none of {noun} {positions_text(np.array(untrained))} is trained on"
     if all_masked:
@@ -456,23 +465,23 @@ def _labels_words(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, i
         return "masked, but should be trained on"
     if all(right < 0 for _, _, right in labels):
         return "trained on, but should be masked"
-    if rows is not None and rows.whole:
-        return of_other_positions(trial, step, rows) or whose_labels(trial, rows)
+    if rows is not None and rows.is_one_label_a_token:
+        return label_positions_text(trial, step, rows) or label_owner_text(trial, rows)
     return ""
 
 
-def _untrained(trial: Trial, step: int, ranks: tuple[int, ...]) -> list[int]:
+def _untrained_numbers(trial: Trial, step: int, ranks: tuple[int, ...]) -> list[int]:
     """Return the numbers, from 1, of these ranks' microbatches that should have labels that count and have none.
 
     Empty if labels of other microbatches are wrong too.
     """
     untrained_microbatches: set[int] = set()
     for rank in ranks:
-        parts_of_feeder = parts_of(trial, feeder_of(trial, rank), step)
+        parts_of_feeder = microbatches_of(trial, first_stage_peer(trial, rank), step)
         tokens_of_parts = [part.tokens for part in parts_of_feeder if part.tokens is not None]
-        labels_of_parts = [part.labels for part in parts_of(trial, rank, step) if part.labels is not None]
+        labels_of_parts = [part.labels for part in microbatches_of(trial, rank, step) if part.labels is not None]
         for number, (tokens, labels) in enumerate(zip(tokens_of_parts, labels_of_parts, strict=False), 1):
-            own = own_labels(trial, tokens) if trial.case.dims.cp == 1 else np.empty(0)
+            own = right_labels(trial, tokens) if trial.case.dims.cp == 1 else np.empty(0)
             if own.size != labels.size:
                 return []
             if (own >= 0).any() and not (labels >= 0).any():

@@ -9,30 +9,30 @@ from functools import partial
 
 import numpy as np
 
-from harness.core.causes.contributions import Assume, Reading
-from harness.core.causes.pieces import Fit, assuming
+from harness.core.causes.contributions import AssumeInSteps, Interpretation
+from harness.core.causes.pieces import FittedWeights, assuming
 from harness.core.causes.words import groups_text
 from harness.core.judge.result import Cause
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate
-from harness.hypotheses.backward import groups_of_no_axis, silent_axes
+from harness.core.plan.grid import coordinate_of_rank
+from harness.hypotheses.backward import silent_axes, unplanned_groups
 
 Groups = tuple[tuple[int, ...], ...]
 
 
-def summed_over_others(fit: Fit) -> Iterator[Reading]:
+def summed_over_others(fit: FittedWeights) -> Iterator[Interpretation]:
     """Read sums over groups of no axis: of what the ranks of a group received, as a mean over the group or over the axis."""
     trial = fit.trial
     pieces = fit.pieces
     zeros = np.zeros(len(fit.pieces.all))
     for axis, op in silent_axes(trial, fit.step).items():
-        groups = _within(trial, axis, tuple(sorted(groups_of_no_axis(trial, op))))
+        groups = _groups_within_axis(trial, axis, tuple(sorted(unplanned_groups(trial, op))))
         if not groups or axis not in ("dp_replicate", "dp_shard"):
             continue
-        coordinates = pieces.places((axis,))[:, 0]
+        coordinates = pieces.mesh_coordinates((axis,))[:, 0]
         counted_pieces = dict[int, np.ndarray]()
         for group in groups:
-            members = [coordinate(trial.case.dims, rank)[axis] for rank in group]
+            members = [coordinate_of_rank(trial.case.dims, rank)[axis] for rank in group]
             counted_pieces |= dict.fromkeys(group, np.isin(coordinates, members).astype(float))
         usual_factors = sorted({1.0} | {len(trial.plan.group_of(group[0], axis)) / len(group) for group in groups})
         without = lambda step, rank: zeros  # noqa: E731
@@ -45,17 +45,19 @@ def summed_over_others(fit: Fit) -> Iterator[Reading]:
         cause = Cause("gradients not reduced", text, expected=groups_text(trial.plan.groups[axis]), details=details)
         weights = lambda step, rank, counted_pieces=counted_pieces, factor=factor: factor * counted_pieces[rank]  # noqa: E731
         assume_weights = partial(assuming, pieces=pieces, fqns=fit.fqns, weights=weights)
-        yield Reading(cause, fit.fqns, _assume(assume_weights, axis, groups), least=1 + (factor not in usual_factors))
+        yield Interpretation(
+            cause, fit.fqns, _assume_groups(assume_weights, axis, groups), least_steps=1 + (factor not in usual_factors)
+        )
 
 
-def _within(trial: Trial, axis: str, groups: Groups) -> Groups:
+def _groups_within_axis(trial: Trial, axis: str, groups: Groups) -> Groups:
     """Return the groups if they are a partition of all ranks, each within one group of the axis. Empty if they are not."""
     ranks = sorted(itertools.chain.from_iterable(groups))
     are_inside = all({*group} <= {*trial.plan.group_of(group[0], axis)} for group in groups)
     return groups if are_inside and ranks == sorted(trial.ranks) else ()
 
 
-def _assume(assume_weights: Callable[..., Trial], axis: str, groups: Groups) -> Assume:
+def _assume_groups(assume_weights: Callable[..., Trial], axis: str, groups: Groups) -> AssumeInSteps:
     """Return how to assume in addition that these were the groups of the axis: of the plan, and of what is to move."""
 
     def assume_both(trial: Trial, steps: Sequence[int]) -> Trial:

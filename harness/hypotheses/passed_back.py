@@ -10,18 +10,24 @@ from functools import partial
 
 import numpy as np
 
-from harness.core.causes.assume import another_reference
-from harness.core.causes.contributions import KIND, TIED, scaled_alike
-from harness.core.causes.differences import expected_gradient, first_wrong_step, seen_gradients, spans, wrong_pairs
+from harness.core.causes.assume import assume_reference
+from harness.core.causes.contributions import SCALED_KIND, TIED_FQN, gradients_are_scaled
+from harness.core.causes.differences import (
+    expected_gradient,
+    first_wrong_step,
+    observed_gradients,
+    pairs_with_wrong_gradient,
+    step_choices,
+)
 from harness.core.causes.factors import factor_text, times_text
 from harness.core.causes.hypothesis import Broken, Hypothesis
-from harness.core.causes.words import some
+from harness.core.causes.words import shorten_names
 from harness.core.judge.result import Cause
 from harness.core.judge.trial import Trial
-from harness.hypotheses.backward import depth
+from harness.hypotheses.backward import forward_order
 from harness.reference.distance import best_fit
 
-ALIKE = 1e-9
+MULTIPLE_BOUND = 1e-9
 """Relative, in float64: a gradient that is another's multiple is off by no more."""
 
 
@@ -30,54 +36,58 @@ def multiples_passed_back(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     step = first_wrong_step(trial) if "gradients" in broken and trial.case.exact else None
     if step is None:
         return
-    wrong = {fqn for _, fqn in wrong_pairs(trial, step)}
-    tied = wrong == {TIED} and trial.case.model.tied_embeddings
-    last_fqns = [fqn for fqn in trial.plan.shapes if fqn in wrong and depth(fqn) == max(map(depth, wrong))]
-    factor = 0.0 if tied else _factor(trial, step, last_fqns)
-    if factor is None or (scaled_alike(trial, step) and not tied):
+    wrong = {fqn for _, fqn in pairs_with_wrong_gradient(trial, step)}
+    tied = wrong == {TIED_FQN} and trial.case.model.tied_embeddings
+    last_fqns = [
+        fqn for fqn in trial.plan.shapes if fqn in wrong and forward_order(fqn) == max(map(forward_order, wrong))
+    ]
+    factor = 0.0 if tied else _common_factor(trial, step, last_fqns)
+    if factor is None or (gradients_are_scaled(trial, step) and not tied):
         return
     name_endings = {fqn.partition(".")[2].partition(".")[2] for fqn in last_fqns} - {""}
     same_modules = [fqn for fqn in trial.plan.shapes if fqn.partition(".")[2].partition(".")[2] in name_endings]
     for fqns in dict.fromkeys((tuple(last_fqns), tuple(same_modules or last_fqns))):
         modules = [fqn.removesuffix(".weight") for fqn in fqns]
-        for when, steps, extra_choices in spans(trial, step):
+        for when, steps, extra_choices in step_choices(trial, step):
             if factor and len(steps) < 2:
                 continue  # a second step is the test of a factor that was fitted to the first
-            cause = _cause(trial, modules, factor, when, steps)
-            yield Hypothesis(cause, partial(_assuming, modules=modules, factor=factor, steps=steps), 2 + extra_choices)
+            cause = _passed_back_cause(trial, modules, factor, when, steps)
+            yield Hypothesis(
+                cause, partial(_assume_passed_back, modules=modules, factor=factor, steps=steps), 2 + extra_choices
+            )
 
 
-def _factor(trial: Trial, step: int, fqns: Collection[str]) -> float | None:
+def _common_factor(trial: Trial, step: int, fqns: Collection[str]) -> float | None:
     """Return the factor by which these parameters' gradients differ from the right ones on all holders.
 
     None if gradients are no multiple of the right ones, or factors differ.
     """
     factors = []
-    for rank, fqn in (pair for pair in wrong_pairs(trial, step) if pair[1] in fqns):
-        gradient = seen_gradients(trial, rank, step)[fqn]
+    for rank, fqn in (pair for pair in pairs_with_wrong_gradient(trial, step) if pair[1] in fqns):
+        gradient = observed_gradients(trial, rank, step)[fqn]
         expected = expected_gradient(trial, rank, fqn, step)
         if expected is None or expected.shape != gradient.shape or not np.any(expected):
             return None
         factors.append(best_fit(gradient, expected))
-        if not np.linalg.norm(gradient - factors[-1] * expected) <= ALIKE * np.linalg.norm(expected):
+        if not np.linalg.norm(gradient - factors[-1] * expected) <= MULTIPLE_BOUND * np.linalg.norm(expected):
             return None
     are_same = factors and np.allclose(factors, factors[0], rtol=1e-7, atol=1e-12)
     return float(np.median(factors)) if are_same else None
 
 
-def _cause(trial: Trial, modules: Sequence[str], factor: float, when: str, steps: Sequence[int]) -> Cause:
-    outputs_text = f"the outputs of {some(modules, 4)}{when}"
+def _passed_back_cause(trial: Trial, modules: Sequence[str], factor: float, when: str, steps: Sequence[int]) -> Cause:
+    outputs_text = f"the outputs of {shorten_names(modules, 4)}{when}"
     details = (("modules", tuple(modules)), ("factor", factor), ("steps", tuple(steps)))
-    if abs(factor) < ALIKE:
+    if abs(factor) < MULTIPLE_BOUND:
         lost_text = f"no gradient comes back to {outputs_text}"
-        if {f"{module}.weight" for module in modules} == {TIED} and trial.case.model.tied_embeddings:
+        if {f"{module}.weight" for module in modules} == {TIED_FQN} and trial.case.model.tied_embeddings:
             lost_text = f"the embeddings' part of the tied weight's gradient is missing{when}"  # behind them or in them
         return Cause("lost in backward", lost_text, details=details)
     text = f"gradients that come back to {outputs_text} are {times_text(factor)} what they should be"
-    return Cause(KIND, text, hint=factor_text(trial, factor, False).removeprefix(": "), details=details)
+    return Cause(SCALED_KIND, text, hint=factor_text(trial, factor, False).removeprefix(": "), details=details)
 
 
-def _assuming(trial: Trial, modules: Sequence[str], factor: float, steps: Sequence[int]) -> Trial:
-    from harness.reference.spellings import passing_back
+def _assume_passed_back(trial: Trial, modules: Sequence[str], factor: float, steps: Sequence[int]) -> Trial:
+    from harness.reference.spellings import scale_output_gradients
 
-    return another_reference(trial, altered=passing_back(modules, factor, steps))
+    return assume_reference(trial, altered=scale_output_gradients(modules, factor, steps))

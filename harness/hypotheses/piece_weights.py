@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from harness.core.causes import assume
-from harness.core.causes.assume import clipping_apart, summed, train_apart
-from harness.core.causes.contributions import Number, Reading, norm_of_all, scaled_alike
-from harness.core.causes.differences import first_wrong_step, seen_gradients, wrong_pairs
+from harness.core.causes.assume import assume_separate_clipping, assume_separate_replicas, sum_over_replicas
+from harness.core.causes.contributions import Interpretation, LossReport, gradients_are_scaled, norm_of_gradients
+from harness.core.causes.differences import first_wrong_step, observed_gradients, pairs_with_wrong_gradient
 from harness.core.causes.factors import factor_text, times_text
 from harness.core.causes.hypothesis import Broken, Hypothesis, verdict_of
-from harness.core.causes.pieces import Fit, Pieces, Weights, assuming, chunks_of_the_loss, fit_of
+from harness.core.causes.pieces import FittedWeights, Pieces, WeightsOfPieces, assuming, count_loss_chunks, fit_weights
 from harness.core.causes.words import Arrays, Pair, where_text
 from harness.core.evidence.text import number_text
 from harness.core.judge.assumed import AssumedOptimizer
-from harness.core.judge.contents import take
-from harness.core.judge.losses import losses
+from harness.core.judge.contents import view_of_slice
+from harness.core.judge.losses import losses_of_rank
 from harness.core.judge.norms import norm_of
 from harness.core.judge.result import Cause, Verdict
 from harness.core.judge.tolerance import clip_coefficient, relative_difference
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate
-from harness.hypotheses.backward import silent_axes, silent_text
+from harness.core.plan.grid import coordinate_of_rank
+from harness.hypotheses.backward import silent_axes, silent_axes_texts
 from harness.hypotheses.other_groups import summed_over_others
 from harness.reference.distance import best_fit
 
@@ -43,70 +43,80 @@ if TYPE_CHECKING:
 def sums_of_pieces(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Suppose that gradients are sums of what ranks received with other weights than 1, by all rules that fit."""
     step = first_wrong_step(trial) if "gradients" in broken and not trial.assumption.references else None
-    if step is None or scaled_alike(trial, step) or not (pieces := Pieces(trial)).known:
+    if step is None or gradients_are_scaled(trial, step) or not (pieces := Pieces(trial)).all_received_once:
         return
     gradients = pieces.gradients(step)
-    fit = fit_of(trial, pieces, gradients, step) or _fit_of_chunks(trial, step)
+    fit = fit_weights(trial, pieces, gradients, step) or _fit_of_chunks(trial, step)
     if fit is None:
-        yield from _exchanged(trial, pieces, gradients, step)
+        yield from _exchanged_gradients(trial, pieces, gradients, step)
         return
-    tables = (_of_microbatches, _averaged_locally, _not_reduced, summed_over_others)
+    tables = (_microbatch_readings, _local_mean_readings, _unreduced_readings, summed_over_others)
     readings = [*itertools.chain.from_iterable(read(fit) for read in tables)]
-    for reading in readings or _of_no_rule(fit):
+    for reading in readings or _readings_without_rule(fit):
         yield from reading.hypotheses(trial, step)
-    yield from _clipped_while_adding_up(fit)
+    yield from _repeated_clippings(fit)
 
 
-def _fit_of_chunks(trial: Trial, step: int) -> Fit | None:
+def _fit_of_chunks(trial: Trial, step: int) -> FittedWeights | None:
     """Return the fit to pieces that are cut as the loss was. None if the loss was not cut, or nothing fits."""
-    if (chunks := chunks_of_the_loss(trial, step)) == 1:
+    if (chunks := count_loss_chunks(trial, step)) == 1:
         return None
     pieces = Pieces(trial, chunks)
-    return fit_of(trial, pieces, pieces.gradients(step), step)
+    return fit_weights(trial, pieces, pieces.gradients(step), step)
 
 
-def _reading(
-    fit: Fit, cause: Cause, weights: Weights, fitted: int = 1, number: Number | None = None, *, free: bool = False
-) -> Reading:
+def _make_reading(
+    fit: FittedWeights,
+    cause: Cause,
+    weights: WeightsOfPieces,
+    fitted: int = 1,
+    number: LossReport | None = None,
+    *,
+    free: bool = False,
+) -> Interpretation:
     """Return the reading of these weights. free: whether some weight may be any number."""
     assume_weights = partial(assuming, pieces=fit.pieces, fqns=fit.fqns, weights=weights)
-    return Reading(cause, fit.fqns, lambda steps: partial(assume_weights, steps=steps), fitted, number, least=1 + free)
+    return Interpretation(
+        cause, fit.fqns, lambda steps: partial(assume_weights, steps=steps), fitted, number, least_steps=1 + free
+    )
 
 
 # ---- the same on all ranks
 
 
-def _of_microbatches(fit: Fit) -> Iterator[Reading]:
+def _microbatch_readings(fit: FittedWeights) -> Iterator[Interpretation]:
     """Read one weight a microbatch: all pieces of the n-th microbatches of all ranks count alike.
 
     A microbatch that is not in the first step's gradient may come with the next step's.
     """
-    fitted_weights = fit.alike
+    fitted_weights = fit.common_weights
     numbers = fit.pieces.microbatch
     passes = fit.trial.case.passes
-    counted = fit.counted
+    counted = fit.has_tokens
     if fitted_weights is None or passes == 1 or len({*numbers[counted].tolist()}) < passes:
         return
     weights = np.array([np.mean(fitted_weights[counted & (numbers == number)]) for number in range(passes)])
-    if not fit.same(fitted_weights[counted], weights[numbers][counted]):
+    if not fit.is_same_weight(fitted_weights[counted], weights[numbers][counted]):
         return
-    weights = np.where(np.abs(weights - weights.round()) <= fit.close, weights.round() + 0.0, weights)
+    weights = np.where(np.abs(weights - weights.round()) <= fit.tolerance, weights.round() + 0.0, weights)
     lost_microbatches = tuple((np.flatnonzero(weights == 0) + 1).tolist())
-    text = f"{_some(fit, lost_microbatches)} not contribute to the gradient" if lost_microbatches else ""
+    text = (
+        f"{_microbatches_with_verb(fit, lost_microbatches)} not contribute to the gradient" if lost_microbatches else ""
+    )
     hint = "weights " + ", ".join(number_text(weight, 4) for weight in weights)
     cause = Cause("unequal contributions", text or "microbatches contribute unequally to the gradient", hint=hint)
     cause = replace(cause, details=(("microbatches", lost_microbatches), ("weights", tuple(weights.tolist()))))
     free = len({*weights.tolist()} - {0.0, 1.0})
-    yield _reading(fit, cause, lambda step, rank: weights[numbers], free + 1, free=free > 0)
+    yield _make_reading(fit, cause, lambda step, rank: weights[numbers], free + 1, free=free > 0)
     is_first = fit.step == fit.trial.first_step and len(fit.fqns) == len(fit.trial.plan.shapes)
     if is_first and 0 < len(lost_microbatches) < passes:
         is_late = np.isin(numbers + 1, lost_microbatches)
-        text = f"{_some(fit, lost_microbatches)} not count until the next step's gradient"
+        text = f"{_microbatches_with_verb(fit, lost_microbatches)} not count until the next step's gradient"
         cause = Cause("unequal contributions", text, details=(("microbatches", lost_microbatches), ("steps late", 1)))
-        yield _reading(fit, cause, lambda step, rank: np.stack([~is_late, is_late]).astype(float), 2)
+        yield _make_reading(fit, cause, lambda step, rank: np.stack([~is_late, is_late]).astype(float), 2)
 
 
-def _some(fit: Fit, numbers: Sequence[int]) -> str:
+def _microbatches_with_verb(fit: FittedWeights, numbers: Sequence[int]) -> str:
     """Return these microbatches with a verb, as in "microbatches 1, 3 of 4 do"."""
     numbers_text = f"{', '.join(map(str, numbers))} of {fit.trial.case.passes}"
     if len(numbers) == 1:
@@ -114,18 +124,18 @@ def _some(fit: Fit, numbers: Sequence[int]) -> str:
     return f"microbatches {numbers_text} do"
 
 
-def _of_no_rule(fit: Fit) -> Iterator[Reading]:
+def _readings_without_rule(fit: FittedWeights) -> Iterator[Interpretation]:
     """Read any weights, in exact cases only, where no noise can have made them."""
     if fit.trial.case.exact:
-        fitted_weights = np.stack([*fit.weights.values()]).round(9)[:, fit.counted] + 0.0
+        fitted_weights = np.stack([*fit.weights.values()]).round(9)[:, fit.has_tokens] + 0.0
         smallest = float(fitted_weights.min())
         largest = float(fitted_weights.max())
-        ones = np.ones(len(fit.counted))
+        ones = np.ones(len(fit.has_tokens))
         hint = f"weights {number_text(smallest, 4)} to {number_text(largest, 4)}"
         details = (("least weight", smallest), ("largest weight", largest))
         cause = Cause("unequal contributions", "samples count unequally in the gradient", hint=hint, details=details)
         weights = lambda step, rank: fit.weights.get(rank, ones)  # noqa: E731
-        yield _reading(fit, cause, weights, len(np.unique(fitted_weights.round(6))), free=True)
+        yield _make_reading(fit, cause, weights, len(np.unique(fitted_weights.round(6))), free=True)
 
 
 # ---- means that are taken in the wrong place
@@ -147,8 +157,8 @@ def _units(trial: Trial, chunks: int) -> Iterator[Unit]:
     """Yield all units by which a loss may be averaged. chunks: how many chunks the loss is computed in."""
     passes = trial.case.passes
     size = trial.case.local_batch
-    axes = _axes(trial)
-    for chosen_axes in _choices(axes):
+    axes = _data_axes(trial)
+    for chosen_axes in _nonempty_choices(axes):
         yield Unit(f"{' and '.join(chosen_axes)} rank", chosen_axes, size * passes)
     if passes > 1:
         yield Unit("microbatch", (), size)
@@ -159,18 +169,18 @@ def _units(trial: Trial, chunks: int) -> Iterator[Unit]:
         yield Unit("chunk of each microbatch", axes, size, chunk=True)
 
 
-def _axes(trial: Trial) -> tuple[str, ...]:
+def _data_axes(trial: Trial) -> tuple[str, ...]:
     """Return the axes along which ranks receive other tokens."""
     return tuple(axis for axis in ("dp_shard", "dp_replicate", "cp") if getattr(trial.case.dims, axis) > 1)
 
 
-def _numbers(pieces: Pieces, unit: Unit) -> np.ndarray:
+def _unit_of_each_piece(pieces: Pieces, unit: Unit) -> np.ndarray:
     """Return the number of each piece's unit."""
-    rows = np.column_stack([pieces.places(unit.axes), pieces.row // unit.samples, pieces.chunk * unit.chunk])
+    rows = np.column_stack([pieces.mesh_coordinates(unit.axes), pieces.row // unit.samples, pieces.chunk * unit.chunk])
     return np.unique(rows, axis=0, return_inverse=True)[1].ravel()
 
 
-def _averaged_locally(fit: Fit) -> Iterator[Reading]:
+def _local_mean_readings(fit: FittedWeights) -> Iterator[Interpretation]:
     """Read means per unit: each unit divides by its own number of valid tokens, and these means are averaged, or summed.
 
     The mean is over all units, or over those of a microbatch, which then counts by its tokens.
@@ -181,22 +191,22 @@ def _averaged_locally(fit: Fit) -> Iterator[Reading]:
     one_group = np.zeros(len(pieces.all), dtype=int)
     size = trial.case.local_batch
     for unit in _units(trial, pieces.chunks):
-        unit_numbers = _numbers(pieces, unit)
+        unit_numbers = _unit_of_each_piece(pieces, unit)
         groupings = [one_group]
         if unit.chunk:
-            groupings.append(_numbers(pieces, Unit("", _axes(trial), size)))
+            groupings.append(_unit_of_each_piece(pieces, Unit("", _data_axes(trial), size)))
         for group_numbers in groupings:
             table = np.stack(
-                [_if_averaged(pieces, unit_numbers, group_numbers, 1, step, 0) for step in trial.case.steps]
+                [_weights_if_averaged(pieces, unit_numbers, group_numbers, 1, step, 0) for step in trial.case.steps]
             )
-            if not fit.same(table, 1.0):  # else it changes nothing
+            if not fit.is_same_weight(table, 1.0):  # else it changes nothing
                 units_by_weights.setdefault(table.tobytes(), ([], unit_numbers, group_numbers))[0].append(unit)
     for units, unit_numbers, group_numbers in units_by_weights.values():
         names = tuple(unit.name for unit in units)
         axes = units[0].axes
         group_count = len({*group_numbers.tolist()})
-        without = partial(_if_averaged, pieces, unit_numbers, group_numbers, 0)
-        averaged = partial(_if_averaged, pieces, unit_numbers, group_numbers, 1)
+        without = partial(_weights_if_averaged, pieces, unit_numbers, group_numbers, 0)
+        averaged = partial(_weights_if_averaged, pieces, unit_numbers, group_numbers, 1)
         unit_count = len({*unit_numbers.tolist()}) // group_count
         if (factor := fit.factor(without, averaged, (1, unit_count))) is None:
             continue
@@ -212,19 +222,21 @@ def _averaged_locally(fit: Fit) -> Iterator[Reading]:
         details = (("units", names), ("axes", axes), ("factor", factor))
         cause = Cause("averaged locally", text, hint=hint, details=details)
         is_rank = units[0].samples == trial.case.local_batch * trial.case.passes and not units[0].chunk
-        number = partial(_divided_by_own, trial, axes, 1 if factor == unit_count else unit_count) if is_rank else None
-        weights = partial(_if_averaged, pieces, unit_numbers, group_numbers, factor)
-        yield _reading(fit, cause, weights, 1 + free, number, free=free)
+        number = (
+            partial(_loss_divided_by_own, trial, axes, 1 if factor == unit_count else unit_count) if is_rank else None
+        )
+        weights = partial(_weights_if_averaged, pieces, unit_numbers, group_numbers, factor)
+        yield _make_reading(fit, cause, weights, 1 + free, number, free=free)
 
 
-def _if_averaged(
+def _weights_if_averaged(
     pieces: Pieces, units: np.ndarray, groups: np.ndarray, factor: float, step: int, rank: int
 ) -> np.ndarray:
     """Return how often each piece counts if each unit is averaged by itself. float64 [pieces]
 
     units, groups: by piece, the number of its unit, and the number of the group over whose units means are averaged.
     """
-    tokens = pieces.tokens(step)
+    tokens = pieces.valid_tokens(step)
     unit_tokens = np.bincount(units, tokens)
     group_tokens = np.bincount(groups, tokens)
     units_of_groups = [{*units[groups == group].tolist()} for group in range(len(group_tokens))]
@@ -232,65 +244,65 @@ def _if_averaged(
     return np.asarray(factor * (group_tokens / units_per_group)[groups] / np.maximum(unit_tokens, 1)[units])
 
 
-def _divided_by_own(trial: Trial, axes: Sequence[str], units: int, rank: int, step: int, right: float) -> float:
+def _loss_divided_by_own(trial: Trial, axes: Sequence[str], units: int, rank: int, step: int, right: float) -> float:
     """Return the sum of all losses divided by `units` times the valid tokens of ranks with this rank's coordinates."""
-    peers = [peer for peer in trial.ranks if coordinate(trial.case.dims, peer)["tp"] == 0]
-    losses_by_rank = {peer: losses(trial, peer, step) for peer in peers}
-    coordinates = _place(trial, rank, axes)
-    own_peers = [peer for peer in peers if _place(trial, peer, axes) == coordinates]
+    peers = [peer for peer in trial.ranks if coordinate_of_rank(trial.case.dims, peer)["tp"] == 0]
+    losses_by_rank = {peer: losses_of_rank(trial, peer, step) for peer in peers}
+    coordinates = _coordinates_along(trial, rank, axes)
+    own_peers = [peer for peer in peers if _coordinates_along(trial, peer, axes) == coordinates]
     own_losses = itertools.chain.from_iterable(losses_by_rank[peer] for peer in own_peers)
     own_tokens = sum(tokens for _, tokens in own_losses)
     all_losses = itertools.chain.from_iterable(losses_by_rank.values())
     return sum(loss for loss, _ in all_losses) / max(units * own_tokens, 1)
 
 
-def _place(trial: Trial, rank: int, axes: Sequence[str]) -> list[int]:
+def _coordinates_along(trial: Trial, rank: int, axes: Sequence[str]) -> list[int]:
     """Return the coordinates of a rank along these axes."""
-    return [coordinate(trial.case.dims, rank)[axis] for axis in axes]
+    return [coordinate_of_rank(trial.case.dims, rank)[axis] for axis in axes]
 
 
 # ---- not the same on all ranks
 
 
-def _not_reduced(fit: Fit) -> Iterator[Reading]:
+def _unreduced_readings(fit: FittedWeights) -> Iterator[Interpretation]:
     """Read shares that are not added: only those that ranks with the same coordinates along some axes received.
 
     This may be so in all microbatches, or in some.
     """
     trial = fit.trial
     pieces = fit.pieces
-    choices = [*_choices(range(1, trial.case.passes + 1))] if fit.alike is None else []
-    for missing, microbatch_numbers in itertools.product(_choices(_axes(trial)), choices):
+    choices = [*_nonempty_choices(range(1, trial.case.passes + 1))] if fit.common_weights is None else []
+    for missing, microbatch_numbers in itertools.product(_nonempty_choices(_data_axes(trial)), choices):
         is_other = ~np.isin(pieces.microbatch + 1, microbatch_numbers)
-        coordinates = pieces.places(missing)
+        coordinates = pieces.mesh_coordinates(missing)
         own_pieces = {}
         for rank in trial.ranks:
-            own_pieces[rank] = (coordinates == _place(trial, rank, missing)).all(axis=1) & ~is_other
+            own_pieces[rank] = (coordinates == _coordinates_along(trial, rank, missing)).all(axis=1) & ~is_other
         usual_factors = (1, math.prod(getattr(trial.case.dims, axis) for axis in missing))  # not divided either
-        without_own = partial(_counting, is_other, own_pieces, 0)
-        own_alone = partial(_counting, np.zeros_like(is_other), own_pieces, 1)
+        without_own = partial(_weights_with_own, is_other, own_pieces, 0)
+        own_alone = partial(_weights_with_own, np.zeros_like(is_other), own_pieces, 1)
         factor = fit.factor(without_own, own_alone, usual_factors)
         if factor is not None:
-            cause, silent = _cause(fit, missing, microbatch_numbers, factor, usual_factors)
-            weights = partial(_counting, is_other, own_pieces, factor)
-            reading = _reading(fit, cause, weights, free=factor not in usual_factors)
-            yield replace(reading, assume=partial(_not_moved, reading, silent))
+            cause, silent = _unreduced_cause(fit, missing, microbatch_numbers, factor, usual_factors)
+            weights = partial(_weights_with_own, is_other, own_pieces, factor)
+            reading = _make_reading(fit, cause, weights, free=factor not in usual_factors)
+            yield replace(reading, assume=partial(_assume_nothing_moved, reading, silent))
 
 
-def _counting(
+def _weights_with_own(
     is_other: np.ndarray, own_pieces: Mapping[int, np.ndarray], factor: float, step: int, rank: int
 ) -> np.ndarray:
     """Return how often each piece counts on a rank: others once, its own `factor` times. float64 [pieces]"""
     return np.asarray(is_other + factor * own_pieces[rank])
 
 
-def _choices(options: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+def _nonempty_choices(options: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
     """Yield every choice of one or more of these, the smallest first."""
     return itertools.chain.from_iterable(itertools.combinations(options, count + 1) for count in range(len(options)))
 
 
-def _cause(
-    fit: Fit,
+def _unreduced_cause(
+    fit: FittedWeights,
     missing: tuple[str, ...],
     microbatch_numbers: tuple[int, ...],
     factor: float,
@@ -301,19 +313,21 @@ def _cause(
     microbatches = microbatch_numbers if len(microbatch_numbers) < fit.trial.case.passes else ()
     silent_ops = {axis: op for axis, op in silent_axes(trial, fit.step).items() if axis.removesuffix("_cp") in missing}
     has_traffic = verdict_of(trial, "traffic") is Verdict.PASS
-    hints = silent_text(trial, fit.step, silent_ops)
-    owner = "rank" if {*missing} == {*_axes(trial)} else f"place along {' and '.join(missing)}"
+    hints = silent_axes_texts(trial, fit.step, silent_ops)
+    owner = "rank" if {*missing} == {*_data_axes(trial)} else f"place along {' and '.join(missing)}"
     if not hints:
         hints = [f"each {owner} adds only its own" + (", though collectives ran" if has_traffic else "")]
     if factor not in usual_factors:
         hints = [*hints, f"its own counts {times_text(factor)}{factor_text(trial, factor, False)}"]
-    microbatches_text = f" of {_some(fit, microbatches).rpartition(' ')[0]}" if microbatches else ""
+    microbatches_text = f" of {_microbatches_with_verb(fit, microbatches).rpartition(' ')[0]}" if microbatches else ""
     text = f"gradients{microbatches_text} are not reduced over {' and '.join(missing)}"
     details = (("axes", missing), ("microbatches", microbatches), ("factor", factor))
     return Cause("gradients not reduced", text, hint=", ".join(hints), details=details), [*silent_ops]
 
 
-def _not_moved(reading: Reading, axes: Sequence[str], steps: Sequence[int]) -> Callable[[Trial], Trial]:
+def _assume_nothing_moved(
+    reading: Interpretation, axes: Sequence[str], steps: Sequence[int]
+) -> Callable[[Trial], Trial]:
     """Return how to assume in addition that nothing is to move over these axes."""
     left_out = frozenset(itertools.product(axes, steps))
 
@@ -327,14 +341,14 @@ def _not_moved(reading: Reading, axes: Sequence[str], steps: Sequence[int]) -> C
 # ---- clipped more than once a step
 
 
-def _clipped_while_adding_up(fit: Fit) -> Iterator[Hypothesis]:
+def _repeated_clippings(fit: FittedWeights) -> Iterator[Hypothesis]:
     """Suppose that the accumulated gradient is clipped after every microbatch: of all ranks, or on each rank its own."""
     trial = fit.trial
     pieces = fit.pieces
     passes = fit.trial.case.passes
-    last = fit.counted & (pieces.microbatch == passes - 1)
+    last = fit.has_tokens & (pieces.microbatch == passes - 1)
     is_clipped_once = passes == 1 or trial.case.training.max_norm is None
-    if is_clipped_once or fit.alike is None or not fit.same(fit.alike[last], 1.0):
+    if is_clipped_once or fit.common_weights is None or not fit.is_same_weight(fit.common_weights[last], 1.0):
         return
     pieces_of_chains = defaultdict[tuple[int, int], list[int]](list)
     for number, (rank, _, cp_rank, _) in enumerate(pieces.all):
@@ -347,10 +361,10 @@ def _clipped_while_adding_up(fit: Fit) -> Iterator[Hypothesis]:
         details = (("each rank", bool(hint)), ("once more", twice))
         text = f"accumulated gradients are clipped {text_of_times}"
         cause = Cause("clipped in every microbatch", text, "", "once a step", hint, details=details)
-        yield Hypothesis(cause, partial(_clipping, pieces, chains, twice))
+        yield Hypothesis(cause, partial(_assume_clipping, pieces, chains, twice))
 
 
-def _clipping(pieces: Pieces, chains: Sequence[Sequence[int]], twice: bool, trial: Trial) -> Trial:
+def _assume_clipping(pieces: Pieces, chains: Sequence[Sequence[int]], twice: bool, trial: Trial) -> Trial:
     """Assume that each chain adds up its own pieces, which are as much larger as they are averaged over chains.
 
     twice: the sum is clipped, and the result is clipped again. The norm of the clipped sum is reported.
@@ -364,7 +378,7 @@ def _clipping(pieces: Pieces, chains: Sequence[Sequence[int]], twice: bool, tria
     def shares(step: int, batch: Batch) -> list[np.ndarray]:
         masks = []
         for pieces_of_share in pieces_of_shares:
-            masks.append(np.asarray(sum(pieces.mask(piece, step) for piece in pieces_of_share)))
+            masks.append(np.asarray(sum(pieces.token_mask(piece, step) for piece in pieces_of_share)))
         return masks
 
     def reduce(step: int, gradients: list[Arrays]) -> list[Arrays]:
@@ -372,12 +386,12 @@ def _clipping(pieces: Pieces, chains: Sequence[Sequence[int]], twice: bool, tria
         for first in range(0, len(gradients), passes):
             accumulated = gradients[first]
             for gradient in gradients[first + 1 : first + passes]:
-                coefficient = clip_coefficient(len(chains) * norm_of_all(accumulated), limit)
+                coefficient = clip_coefficient(len(chains) * norm_of_gradients(accumulated), limit)
                 accumulated = {
                     fqn: gradient[fqn] + value.dtype.type(coefficient) * value for fqn, value in accumulated.items()
                 }
             sums.append(accumulated)
-        return summed(sums)[:1]
+        return sum_over_replicas(sums)[:1]
 
     def clipped_norm(norm: float) -> float:
         return norm * clip_coefficient(norm, limit)
@@ -391,27 +405,29 @@ def _clipping(pieces: Pieces, chains: Sequence[Sequence[int]], twice: bool, tria
     norms = {step: norm_of(trial, step) for step in trial.case.steps}
     changes = [{"given": clip_twice} if twice else {}]
     owners = [0] * len(pieces_of_shares)
-    assumed_trial = assume.apart(trial, {}, changes, owners=owners, shares=shares, reduce=reduce)
+    assumed_trial = assume.assume_separate_copies(trial, {}, changes, owners=owners, shares=shares, reduce=reduce)
     if not twice:
         return assumed_trial
     assumed = AssumedOptimizer(given=lambda rank, step, fqn, gradient: coefficient_of_both(norms[step]) * gradient)
-    return assumed_trial.assuming(assumed, reports={"grad_norm": lambda rank, step: clipped_norm(norms[step])})
+    return assumed_trial.with_assumption(assumed, reports={"grad_norm": lambda rank, step: clipped_norm(norms[step])})
 
 
 # ---- another parameter of the partner
 
 
-def _exchanged(trial: Trial, pieces: Pieces, gradients: list[Arrays], step: int) -> Iterator[Hypothesis]:
+def _exchanged_gradients(trial: Trial, pieces: Pieces, gradients: list[Arrays], step: int) -> Iterator[Hypothesis]:
     """Suppose that a rank of two replicas adds another parameter's gradient of its partner, in place of the right one."""
-    wrong = wrong_pairs(trial, step)
+    wrong = pairs_with_wrong_gradient(trial, step)
     if trial.case.dims.dp_replicate != 2 or not trial.case.exact or {rank for rank, _ in wrong} == {*trial.ranks}:
         return
-    replicas = pieces.places(("dp_replicate",))[:, 0]
+    replicas = pieces.mesh_coordinates(("dp_replicate",))[:, 0]
     gradients_of_replicas = []
     for replica in (0, 1):
         gradients_of_pieces = [gradients[piece] for piece in np.flatnonzero(replicas == replica)]
-        gradients_of_replicas.append(summed(gradients_of_pieces)[0])
-    added_gradients = {pair: added for pair in wrong if (added := _added(trial, *pair, step, gradients_of_replicas))}
+        gradients_of_replicas.append(sum_over_replicas(gradients_of_pieces)[0])
+    added_gradients = {
+        pair: added for pair in wrong if (added := _added_partner_gradient(trial, *pair, step, gradients_of_replicas))
+    }
     if len(added_gradients) == len(wrong):
         (rank, fqn), (other, factor) = next(iter(added_gradients.items()))
         hint = f"rank {rank} adds {times_text(factor)} its partner's {other} to its {fqn}"
@@ -419,19 +435,19 @@ def _exchanged(trial: Trial, pieces: Pieces, gradients: list[Arrays], step: int)
         text = "tensors are swapped in the reduction over dp_replicate"
         cause = Cause("reductions exchanged", text, where_text(trial, wrong), hint=hint, details=details)
         factors = {factor for _, factor in added_gradients.values()}
-        yield Hypothesis(cause, partial(_adding_another, added_gradients, step), 1 + len(factors))
+        yield Hypothesis(cause, partial(_assume_added_gradients, added_gradients, step), 1 + len(factors))
 
 
-def _added(
+def _added_partner_gradient(
     trial: Trial, rank: int, fqn: str, step: int, gradients_of_replicas: list[Arrays]
 ) -> tuple[str, float] | None:
     """Return (the partner's parameter that is added, its factor). None if there is none.
 
     gradients_of_replicas: by replica, the gradients that its samples give.
     """
-    seen = seen_gradients(trial, rank, step)[fqn]
+    seen = observed_gradients(trial, rank, step)[fqn]
     for other in trial.plan.shapes:
-        own_gradient, partner_gradient = _two(trial, rank, fqn, other, gradients_of_replicas)
+        own_gradient, partner_gradient = _own_and_partner_gradient(trial, rank, fqn, other, gradients_of_replicas)
         if np.any(partner_gradient):
             factor = best_fit(seen - own_gradient, partner_gradient)
             if relative_difference(seen - own_gradient, factor * partner_gradient) < 1e-9:
@@ -439,18 +455,20 @@ def _added(
     return None
 
 
-def _two(trial: Trial, rank: int, fqn: str, other: str, gradients: list[Arrays]) -> tuple[np.ndarray, np.ndarray]:
+def _own_and_partner_gradient(
+    trial: Trial, rank: int, fqn: str, other: str, gradients: list[Arrays]
+) -> tuple[np.ndarray, np.ndarray]:
     """Return (a rank's slice of a gradient, its partner's slice of another parameter's gradient in the same shape).
 
     The second is zeros if the sizes differ. gradients: by replica.
     """
     peers = trial.plan.peers(rank, "dp_replicate")
-    replicas = {peer: coordinate(trial.case.dims, peer)["dp_replicate"] for peer in peers}
+    replicas = {peer: coordinate_of_rank(trial.case.dims, peer)["dp_replicate"] for peer in peers}
     partner = next(peer for peer in replicas if peer != rank)
 
     def gradient_of(holder: int, name: str) -> np.ndarray:
         slice_ = trial.slice_of(holder, name)
-        return np.zeros(0) if slice_ is None else take(gradients[replicas[holder]][name], slice_)
+        return np.zeros(0) if slice_ is None else view_of_slice(gradients[replicas[holder]][name], slice_)
 
     own_gradient = gradient_of(rank, fqn)
     partner_gradient = gradient_of(partner, other)
@@ -459,19 +477,19 @@ def _two(trial: Trial, rank: int, fqn: str, other: str, gradients: list[Arrays])
     return own_gradient, partner_gradient.reshape(own_gradient.shape)
 
 
-def _adding_another(added_gradients: Mapping[Pair, tuple[str, float]], since: int, trial: Trial) -> Trial:
+def _assume_added_gradients(added_gradients: Mapping[Pair, tuple[str, float]], since: int, trial: Trial) -> Trial:
     """Assume that ranks add these gradients of their partner from step `since` on."""
 
     def reduce(step: int, gradients: list[Arrays]) -> list[Arrays]:
         total = []
-        for gradients_of_share in summed(gradients):
+        for gradients_of_share in sum_over_replicas(gradients):
             total.append({fqn: value.copy() for fqn, value in gradients_of_share.items()})
         if step < since:
             return total
         for (rank, fqn), (other, factor) in added_gradients.items():
-            own_gradient, partner_gradient = _two(trial, rank, fqn, other, gradients)
-            target, _ = _two(trial, rank, fqn, other, total)
+            own_gradient, partner_gradient = _own_and_partner_gradient(trial, rank, fqn, other, gradients)
+            target, _ = _own_and_partner_gradient(trial, rank, fqn, other, total)
             target[...] = own_gradient + factor * partner_gradient
         return total
 
-    return clipping_apart(train_apart(trial, "dp_replicate", reduce))
+    return assume_separate_clipping(assume_separate_replicas(trial, "dp_replicate", reduce))

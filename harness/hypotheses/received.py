@@ -11,22 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from harness.core.causes.assume import another_reference
+from harness.core.causes.assume import assume_reference
 from harness.core.causes.hypothesis import Broken, Hypothesis
-from harness.core.causes.words import on_ranks
-from harness.core.checks.positions import nearest_row, right_rows, wrong_rows
-from harness.core.checks.samples import parts_of
+from harness.core.causes.words import on_ranks_text
+from harness.core.checks.positions import expected_position_rows, nearest_row, wrong_position_rows
+from harness.core.checks.samples import microbatches_of
 from harness.core.evidence.step import Microbatch
 from harness.core.evidence.text import positions_text
-from harness.core.judge.labels import IGNORED, laid_out
-from harness.core.judge.numbers import NotOnRecord, validated_on
-from harness.core.judge.places import feeder_of, last_stage_ranks, one_rank_per_share
-from harness.core.judge.received_samples import positions_received, received_samples, rows_received
+from harness.core.judge.labels import IGNORED, arrange_labels
+from harness.core.judge.numbers import NotOnRecord, validation_batches
+from harness.core.judge.places import first_stage_peer, last_stage_ranks, representative_of_shares
+from harness.core.judge.received_samples import received_positions_of, received_sample_ids, received_token_rows
 from harness.core.judge.result import Cause, Lines
 from harness.core.judge.trial import Trial
 from harness.core.plan.stages import layers_of_stage, positions
 
-FARTHEST = 4
+LARGEST_SHIFT = 4
 """Places by which labels may be shifted."""
 
 
@@ -38,28 +38,28 @@ class Rows:
     """int64 [rows, positions]"""
     labels: np.ndarray
     """int64 [rows, positions]"""
-    whole: bool = True
+    is_one_label_a_token: bool = True
     """False if the loss had labels that are not one a token."""
 
 
-def received(trial: Trial, step: int) -> Rows | None:
+def rows_of_step(trial: Trial, step: int) -> Rows | None:
     """Return the rows of all data-parallel shares, each put together from its cp ranks. None if they do not make up rows."""
-    rows_of_shares = [of_share(trial, rank, step) for rank in one_rank_per_share(trial)]
+    rows_of_shares = [rows_of_dp_share(trial, rank, step) for rank in representative_of_shares(trial)]
     known = [rows for rows in rows_of_shares if rows is not None]
     if not known or len(known) < len(rows_of_shares):
         return None
     tokens = np.vstack([rows.tokens for rows in known])
     labels = np.vstack([rows.labels for rows in known])
-    return Rows(tokens, labels, all(rows.whole for rows in known))
+    return Rows(tokens, labels, all(rows.is_one_label_a_token for rows in known))
 
 
-def of_share(trial: Trial, rank: int, step: int) -> Rows | None:
+def rows_of_dp_share(trial: Trial, rank: int, step: int) -> Rows | None:
     """Return the rows of one data-parallel share, put together from its cp ranks. None if they do not make up rows."""
     length = trial.case.seq_len(step)
     rows_by_peer = {}
     for peer in trial.plan.peers(rank, "cp"):
-        rows = rows_received(trial, step).get(peer)
-        received_positions = positions_received(trial, peer, step)
+        rows = received_token_rows(trial, step).get(peer)
+        received_positions = received_positions_of(trial, peer, step)
         columns = positions(trial.case, peer, length) if received_positions is None else received_positions
         if not rows or any(len(row) != len(columns) for row in rows):
             return None
@@ -70,16 +70,16 @@ def of_share(trial: Trial, rank: int, step: int) -> Rows | None:
     tokens = np.empty((len(rows_by_peer[rank][1]), length), np.int64)
     for columns, rows_of_peer in rows_by_peer.values():
         tokens[:, columns] = rows_of_peer
-    labels = own_labels(trial, tokens)
+    labels = right_labels(trial, tokens)
     whole = True
     for peer, (columns, _) in rows_by_peer.items():
-        labels_of_peer, fits = _labels_seen(trial, peer, step, labels[:, columns])
+        labels_of_peer, fits = _observed_labels(trial, peer, step, labels[:, columns])
         labels[:, columns] = labels_of_peer
         whole = whole and fits
     return Rows(tokens, labels, whole)
 
 
-def own_labels(trial: Trial, tokens: np.ndarray) -> np.ndarray:
+def right_labels(trial: Trial, tokens: np.ndarray) -> np.ndarray:
     """Return the right labels of these tokens, int64 [rows, positions]. Rows that are no sample's have their next tokens."""
     samples = enumerate(trial.reference.tokens)
     labels_by_tokens = {row[: tokens.shape[1]].tobytes(): trial.reference.labels[index] for index, row in samples}
@@ -90,34 +90,34 @@ def own_labels(trial: Trial, tokens: np.ndarray) -> np.ndarray:
     return np.stack(labels)
 
 
-def _labels_seen(trial: Trial, feeder: int, step: int, own: np.ndarray) -> tuple[np.ndarray, bool]:
+def _observed_labels(trial: Trial, feeder: int, step: int, own: np.ndarray) -> tuple[np.ndarray, bool]:
     """Return (labels that the loss of this rank's samples was computed from, laid as its tokens lie; are they one a token).
 
     Right labels stand for those that were not seen. own: the right labels, int64 [rows, positions].
     """
-    ranks = (rank for rank in last_stage_ranks(trial) if feeder_of(trial, rank) == feeder)
-    all_parts = itertools.chain.from_iterable(parts_of(trial, rank, step) for rank in ranks)
+    ranks = (rank for rank in last_stage_ranks(trial) if first_stage_peer(trial, rank) == feeder)
+    all_parts = itertools.chain.from_iterable(microbatches_of(trial, rank, step) for rank in ranks)
     parts = [part for part in all_parts if part.labels is not None]
     if not parts or len(own) % len(parts):
         return own, True
     labels_of_parts = []
     for part, own_of_part in zip(parts, np.split(own, len(parts)), strict=True):
-        labels = seen_labels(part, own_of_part)
+        labels = labels_of_part(part, own_of_part)
         labels_of_parts.append(own_of_part if labels is None else labels)
     fits = all(part.labels is not None and part.labels.size * len(parts) == own.size for part in parts)
     return np.vstack(labels_of_parts), fits
 
 
-def seen_labels(part: Microbatch, own: np.ndarray) -> np.ndarray | None:
+def labels_of_part(part: Microbatch, own: np.ndarray) -> np.ndarray | None:
     """Return the labels of a microbatch, [samples, positions], IGNORED where there is none. None if their layout is unknown.
 
     Wrong labels may be right ones of other positions, of fewer if need be. So may labels that lack positions that do not count.
     """
-    laid = laid_out(part, own)
+    laid = arrange_labels(part, own)
     size = 0 if part.labels is None else part.labels.size
     if laid is not None and np.array_equal(laid, own) and size in (own.size, (own != IGNORED).sum()):
         return laid
-    for columns in _columns(part, len(own)):
+    for columns in _label_layouts(part, len(own)):
         if columns.shape[1] <= own.shape[1] and shift_of(columns, own) is not None:
             padded = np.full_like(own, IGNORED)
             padded[:, : columns.shape[1]] = columns
@@ -125,7 +125,7 @@ def seen_labels(part: Microbatch, own: np.ndarray) -> np.ndarray | None:
     return laid
 
 
-def _columns(part: Microbatch, samples: int) -> Iterator[np.ndarray]:
+def _label_layouts(part: Microbatch, samples: int) -> Iterator[np.ndarray]:
     """Yield a microbatch's labels in rows of any length: as they lie, and put together from chunks along the sequence."""
     assert part.labels is not None
     flat = part.labels.ravel()
@@ -139,7 +139,7 @@ def _columns(part: Microbatch, samples: int) -> Iterator[np.ndarray]:
 def shift_of(labels: np.ndarray, own: np.ndarray) -> int | None:
     """Return by how many positions labels are shifted to later tokens, 0 for right ones. None if by no shift that is tried."""
     width = own.shape[1]
-    for shift in sorted(range(-FARTHEST, FARTHEST + 1), key=abs):
+    for shift in sorted(range(-LARGEST_SHIFT, LARGEST_SHIFT + 1), key=abs):
         first = max(0, -shift)
         last = min(labels.shape[1], width - shift)
         if last - first >= width // 2 and np.array_equal(labels[:, first:last], own[:, first + shift : last + shift]):
@@ -147,7 +147,7 @@ def shift_of(labels: np.ndarray, own: np.ndarray) -> int | None:
     return None
 
 
-def at_the_ends(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, int, int]]]) -> bool:
+def are_at_ends(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, int, int]]]) -> bool:
     """Return whether all wrong labels are at ends of a cp rank's parts of the sequence.
 
     A label is the next token, which at such an end is another rank's. wrong: rank -> (position, label, right label).
@@ -161,7 +161,7 @@ def at_the_ends(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, int
     return True
 
 
-def parts_of_samples(trial: Trial, step: int, ranks: tuple[int, ...]) -> int:
+def first_token_of_rows(trial: Trial, step: int, ranks: tuple[int, ...]) -> int:
     """Return how many tokens into the step's samples all rows begin; 0 if they do not.
 
     At least half of a row must be in the sample.
@@ -169,7 +169,7 @@ def parts_of_samples(trial: Trial, step: int, ranks: tuple[int, ...]) -> int:
     ids = trial.reference.samples[step - 1]
     length = trial.case.seq_len(step)
     samples = [trial.reference.tokens[trial.reference.sample_ids.index(id_)] for id_ in ids]
-    rows = [*itertools.chain.from_iterable(rows_received(trial, step)[rank] for rank in ranks)]
+    rows = [*itertools.chain.from_iterable(received_token_rows(trial, step)[rank] for rank in ranks)]
     for first_token in range(1, len(samples[0]) - length // 2):
         known = {sample[first_token : first_token + length].tobytes() for sample in samples}
         if all(row[: len(samples[0]) - first_token].tobytes() in known for row in rows):
@@ -177,31 +177,31 @@ def parts_of_samples(trial: Trial, step: int, ranks: tuple[int, ...]) -> int:
     return 0
 
 
-def share_rows(trial: Trial) -> bool:
+def have_shared_rows(trial: Trial) -> bool:
     """Return whether two dp ranks ever receive the same row of tokens, although the recipe has each sample once."""
     planned = [*itertools.chain.from_iterable(trial.reference.samples)]
-    rows_by_rank: dict[int, set[bytes]] = {rank: set() for rank in one_rank_per_share(trial)}
+    rows_by_rank: dict[int, set[bytes]] = {rank: set() for rank in representative_of_shares(trial)}
     for rank, step in itertools.product(rows_by_rank, trial.case.steps):
-        rows_by_rank[rank] |= {row.tobytes() for row in rows_received(trial, step).get(rank, [])}
+        rows_by_rank[rank] |= {row.tobytes() for row in received_token_rows(trial, step).get(rank, [])}
     overlap = any(first & second for first, second in itertools.combinations(rows_by_rank.values(), 2))
     return len(set(planned)) == len(planned) and overlap
 
 
-def validated_rows(trial: Trial, step: int, ranks: tuple[int, ...]) -> bool:
+def are_validated_rows(trial: Trial, step: int, ranks: tuple[int, ...]) -> bool:
     """Return whether all rows that these ranks received in a step are among those that ranks validated on."""
-    shares = [of_share(trial, rank, step) for rank in ranks]
+    shares = [rows_of_dp_share(trial, rank, step) for rank in ranks]
     validated = set[bytes]()
     for number in trial.case.steps:
         with suppress(NotOnRecord):
-            batches = itertools.chain(*validated_on(trial, number).values())
+            batches = itertools.chain(*validation_batches(trial, number).values())
             rows = itertools.chain(*(tokens for tokens, _ in batches))
             validated |= {np.asarray(row, np.int64)[: trial.case.seq_len(step)].tobytes() for row in rows}
     return all(own is not None and {row.tobytes() for row in own.tokens} <= validated for own in shares)
 
 
-def whose_labels(trial: Trial, rows: Rows) -> str:
+def label_owner_text(trial: Trial, rows: Rows) -> str:
     """Return in words of which samples the wrong labels are: of other rows, or of one other step. Empty if of neither."""
-    own = own_labels(trial, rows.tokens)
+    own = right_labels(trial, rows.tokens)
     if sorted(row.tobytes() for row in own) == sorted(row.tobytes() for row in rows.labels):
         return "they are those of other rows"
     labels = dict(zip(trial.reference.sample_ids, trial.reference.labels[:, : own.shape[1]], strict=True))
@@ -214,13 +214,15 @@ def whose_labels(trial: Trial, rows: Rows) -> str:
     return f"they are those of step {steps.pop()}" if len(steps) == 1 and None not in steps else ""
 
 
-def of_other_positions(trial: Trial, step: int, rows: Rows) -> str:
+def label_positions_text(trial: Trial, step: int, rows: Rows) -> str:
     """Return in words at which positions of the same samples the labels of a cp rank stand. Empty if nowhere in them."""
     length = trial.case.seq_len(step)
-    own = own_labels(trial, rows.tokens)
-    cp_ranks = trial.plan.peers(one_rank_per_share(trial)[0], "cp")
+    own = right_labels(trial, rows.tokens)
+    cp_ranks = trial.plan.peers(representative_of_shares(trial)[0], "cp")
     expected_columns = {rank: positions(trial.case, rank, length) for rank in cp_ranks}
-    columns_by_rank = {rank: _columns_of(rows.labels[:, columns], own) for rank, columns in expected_columns.items()}
+    columns_by_rank = {
+        rank: _matching_columns(rows.labels[:, columns], own) for rank, columns in expected_columns.items()
+    }
     located = {rank: columns for rank, columns in columns_by_rank.items() if columns is not None}
     wrong_ranks = [rank for rank, columns in located.items() if not np.array_equal(columns, expected_columns[rank])]
     if not wrong_ranks or len(located) < len(columns_by_rank):
@@ -235,7 +237,7 @@ def of_other_positions(trial: Trial, step: int, rows: Rows) -> str:
     return text
 
 
-def _columns_of(labels: np.ndarray, own: np.ndarray) -> np.ndarray | None:
+def _matching_columns(labels: np.ndarray, own: np.ndarray) -> np.ndarray | None:
     """Return the column of `own` that each column of labels is equal to, each another one. None if some is equal to none.
 
     Of several equal columns it is the one after the last column, else the first.
@@ -249,19 +251,19 @@ def _columns_of(labels: np.ndarray, own: np.ndarray) -> np.ndarray | None:
     return np.array(chosen)
 
 
-def shifted(trial: Trial, step: int, rows: Rows) -> int:
+def label_shift(trial: Trial, step: int, rows: Rows) -> int:
     """Return by how many positions labels that count are shifted to later tokens; 0 if they are not.
 
     They may be shifted in whole rows, or in each cp rank's part.
     """
     length = trial.case.seq_len(step)
-    own = own_labels(trial, rows.tokens)
+    own = right_labels(trial, rows.tokens)
     nexts = np.where(own >= 0, own, np.append(rows.tokens[:, 1:], own[:, -1:], axis=1))
     ranks_of_parts = [cp_rank * trial.case.dims.tp for cp_rank in range(trial.case.dims.cp)]
     positions_of_parts = [positions(trial.case, rank, length) for rank in ranks_of_parts]
     for columns_of_parts in ([np.arange(length)], positions_of_parts):
         pieces = [(rows.labels[:, columns], nexts[:, columns]) for columns in columns_of_parts]
-        for shift in sorted(range(-FARTHEST, FARTHEST + 1), key=abs):
+        for shift in sorted(range(-LARGEST_SHIFT, LARGEST_SHIFT + 1), key=abs):
             if _are_shifted(pieces, shift):
                 return shift
     return 0
@@ -285,7 +287,7 @@ def _are_shifted(pieces: Sequence[tuple[np.ndarray, np.ndarray]], shift: int) ->
     return bool(matches.all()) and 0 < counted <= 2 * len(matches)
 
 
-def trained_on(trial: Trial, by_step: dict[int, Rows], counted: dict[int, float] | None = None) -> Trial:
+def assume_trained_on(trial: Trial, by_step: dict[int, Rows], counted: dict[int, float] | None = None) -> Trial:
     """Assume that these rows were the samples of these steps.
 
     counted: by step, how often the loss of each token counts in gradients.
@@ -318,12 +320,12 @@ def trained_on(trial: Trial, by_step: dict[int, Rows], counted: dict[int, float]
     changed = replace(reference, samples=tuple(samples), sample_ids=tuple(ids))
     trial = replace(trial, reference=replace(changed, tokens=np.stack(tokens), labels=np.stack(labels)))
     if counted is None:
-        return another_reference(trial)
+        return assume_reference(trial)
 
     def batch(step: int, own: Any) -> Any:
         return replace(own, counts=np.full(own.labels.shape, counted.get(step, 1.0)))
 
-    return another_reference(trial, batch=batch)
+    return assume_reference(trial, batch=batch)
 
 
 # ---- positions
@@ -335,24 +337,24 @@ def other_positions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         return
     by_step = {step: _positions_by_layer(trial, step) for step in trial.case.steps}
     lines: Lines = (("positions", broken["positions"].findings[0]),)
-    yield Hypothesis(cause, partial(_turned_by, by_step), 1, lines, ("positions",))
+    yield Hypothesis(cause, partial(_assume_positions, by_step), 1, lines, ("positions",))
 
 
 def wrong_positions(trial: Trial) -> Cause | None:
     """Return the cause if rotary positions are not those of the tokens received. None if all are right."""
     wrong: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
     for rank, step, _ in trial.steps():
-        received_positions = positions_received(trial, rank, step.step)
+        received_positions = received_positions_of(trial, rank, step.step)
         wanted = received_positions
         if wanted is None:
             wanted = positions(trial.case, rank, trial.case.seq_len(step.step))
-        right = right_rows(trial, wanted, step.step)
-        for row in wrong_rows(step.positions, right):
+        right = expected_position_rows(trial, wanted, step.step)
+        for row in wrong_position_rows(step.positions, right):
             wrong.setdefault(rank, (row, right))
     if not wrong:
         return None
     rank, (row, right) = next(iter(wrong.items()))
-    text = f"rotary positions are not those of the tokens{on_ranks(trial, wrong)}"
+    text = f"rotary positions are not those of the tokens{on_ranks_text(trial, wrong)}"
     nearest = nearest_row(row, right)
     nearest_text = positions_text(nearest)
     requested_text = f"for its tokens at {nearest_text}"
@@ -371,11 +373,11 @@ def _positions_by_layer(trial: Trial, step: int) -> dict[int, np.ndarray]:
     positions_by_layer: dict[int, np.ndarray] = {}
     length = trial.case.seq_len(step)
     ids = trial.reference.samples[step - 1]
-    samples_by_rank = received_samples(trial, step)
+    samples_by_rank = received_sample_ids(trial, step)
     for rank in sorted(trial.ranks, reverse=True):
         rank_positions = positions(trial.case, rank, length)
-        rows = _rows_of_positions(trial, rank, step, len(rank_positions))
-        sample_ids = samples_by_rank.get(feeder_of(trial, rank), [])
+        rows = _recorded_positions(trial, rank, step, len(rank_positions))
+        sample_ids = samples_by_rank.get(first_stage_peer(trial, rank), [])
         layers = itertools.chain.from_iterable(layers_of_stage(trial.case, stage) for stage in trial.plan.stages[rank])
         for layer in layers:
             layer_positions = positions_by_layer.setdefault(layer, np.tile(np.arange(length), (len(ids), 1)))
@@ -385,7 +387,7 @@ def _positions_by_layer(trial: Trial, step: int) -> dict[int, np.ndarray]:
     return positions_by_layer
 
 
-def _rows_of_positions(trial: Trial, rank: int, step: int, width: int) -> list[np.ndarray]:
+def _recorded_positions(trial: Trial, rank: int, step: int, width: int) -> list[np.ndarray]:
     """Return the rows of positions that a rank's model parts received: one for all its samples, or one for each.
 
     Positions of several passes that are alike are recorded once.
@@ -395,8 +397,8 @@ def _rows_of_positions(trial: Trial, rank: int, step: int, width: int) -> list[n
     return [*itertools.chain.from_iterable(rows.reshape(-1, width) for rows in positions_of_width)]
 
 
-def _turned_by(by_step: dict[int, dict[int, np.ndarray]], trial: Trial) -> Trial:
+def _assume_positions(by_step: dict[int, dict[int, np.ndarray]], trial: Trial) -> Trial:
     """Assume that queries and keys were turned by these positions. by_step: step -> layer -> positions."""
-    from harness.reference.spellings import turned_by
+    from harness.reference.spellings import turn_by_positions
 
-    return another_reference(trial, altered=turned_by(by_step))
+    return assume_reference(trial, altered=turn_by_positions(by_step))

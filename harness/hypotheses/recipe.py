@@ -20,44 +20,52 @@ from typing import Any
 import numpy as np
 
 from harness.core.causes import assume
-from harness.core.causes.assume import replicas_differ, train_apart
+from harness.core.causes.assume import assume_separate_replicas, replicas_differ
 from harness.core.causes.differences import replicas_agree
 from harness.core.causes.hypothesis import Broken, Hypothesis
-from harness.core.causes.reported import READ, unplanned_gradients
-from harness.core.causes.words import Arrays, in_parameters, on_ranks, steps_words, where_text
+from harness.core.causes.reported import READERS, unplanned_gradients
+from harness.core.causes.words import Arrays, in_parameters_text, on_ranks_text, steps_text, where_text
 from harness.core.checks import update
 from harness.core.evidence.records import RankEvidence
 from harness.core.evidence.text import number_text
 from harness.core.judge.assumed import AssumedOptimizer
-from harness.core.judge.contents import take
-from harness.core.judge.held_values import stepped_part
+from harness.core.judge.contents import view_of_slice
+from harness.core.judge.held_values import optimizer_slice
 from harness.core.judge.result import Cause
 from harness.core.judge.tolerance import clip_coefficient, update_bound
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate
+from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.slices import parameter_shapes
 from harness.hypotheses.ways import (
-    By,
-    Way,
-    algorithms,
-    amsgrad,
-    before_each,
-    by_other_gradients,
-    clippings,
-    other_rates,
-    plainest,
-    slices_apart,
+    Multiplier,
+    OptimizerVariant,
+    algorithm_variants,
+    amsgrad_variants,
+    clipping_variants,
+    other_gradient_variants,
+    parameters_before_steps,
+    rate_variants,
+    round_if_close,
+    slice_variants,
 )
-from harness.reference.config import CHOICES, TrainingConfig, unused
+from harness.reference.config import CHOICES, TrainingConfig, unused_fields
 from harness.reference.config import rule_of as stepped_by
 from harness.reference.distance import best_fit
 
 LARGEST_DECAY = 0.2  # of a weight in a step; what takes more of it is no weight decay
-HALF = 2  # so many choices more is what explains the first step alone
-FEWER = 5  # values of a field that are tried together with those of another
-FIXED = {"seed", "dtype", "global_batch", "seq_len", "data", "compute_dtype", "quantize", "tf32", "variable_length"} | {
-    *("document_mask", "masked_samples", "all_valid", "last_batch", "optimizer")
-}
+FIRST_STEP_CHOICES = 2  # so many choices more is what explains the first step alone
+FEWER_VALUES = 5  # values of a field that are tried together with those of another
+EXCLUDED_FIELDS = {
+    "seed",
+    "dtype",
+    "global_batch",
+    "seq_len",
+    "data",
+    "compute_dtype",
+    "quantize",
+    "tf32",
+    "variable_length",
+} | {*("document_mask", "masked_samples", "all_valid", "last_batch", "optimizer")}
 """Fields that change more than what optimizers make of gradients."""
 COMMON: dict[str, tuple[float, ...]] = {
     "beta1": (0.9, 0.95, 0.8, 0.0, 0.5, 0.85, 0.98, 0.99),
@@ -69,16 +77,16 @@ COMMON: dict[str, tuple[float, ...]] = {
     "final_lr_fraction": (1.0, 0.0, 0.01, 0.5),
     "max_norm": (0.1, 0.5, 2.0, 5.0, 10.0),
 }
-SCHEDULE = {"lr", "warmup_steps", "final_lr_fraction", "steps", "rates"}
-KINDS = dict.fromkeys(SCHEDULE, "learning rate") | dict.fromkeys(("weight_decay", "decay"), "weight decay")
+SCHEDULE_FIELDS = {"lr", "warmup_steps", "final_lr_fraction", "steps", "rates"}
+KINDS = dict.fromkeys(SCHEDULE_FIELDS, "learning rate") | dict.fromkeys(("weight_decay", "decay"), "weight decay")
 
 
 class Agreement(Enum):
     """Steps in which the check `update` agrees with a variant of the optimizer."""
 
-    IN_ALL_STEPS = "in all steps"
-    IN_THE_FIRST = "in the first step alone: it may be one of two mistakes"
-    NONE = "refuted"
+    ALL_STEPS = "in all steps"
+    FIRST_STEP = "in the first step alone: it may be one of two mistakes"
+    REFUTED = "refuted"
 
 
 def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
@@ -88,67 +96,78 @@ def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """
     if "update" not in broken:
         return
-    wrong = _wrong(trial)
-    norms = update.clipped_norms(trial)
-    observed_ways = [*_shown_rates(trial), *_not_stepped(trial), *_only_decayed(trial), *amsgrad(trial)]
+    wrong = _first_wrong_steps(trial)
+    norms = update.norms_for_clipping(trial)
+    observed_ways = [
+        *_reported_rate_variants(trial),
+        *_unstepped_variants(trial),
+        *_only_decayed_variants(trial),
+        *amsgrad_variants(trial),
+    ]
     for way in observed_ways:
-        yield Hypothesis(way.cause, partial(_assuming, way), way.fitted)
-    agreement = partial(_agreement, _wrong_first(trial, wrong), norms, trial.first_step in wrong.values())
+        yield Hypothesis(way.cause, partial(_assume_variant, way), way.fitted)
+    agreement = partial(
+        _replay_agreement, _with_wrong_parameters_first(trial, wrong), norms, trial.first_step in wrong.values()
+    )
     is_undecidable = not replicas_agree(trial, trial.first_step) or unplanned_gradients(trial)
-    if not wrong or is_undecidable or any(agreement(way) is Agreement.IN_ALL_STEPS for way in observed_ways):
+    if not wrong or is_undecidable or any(agreement(way) is Agreement.ALL_STEPS for way in observed_ways):
         return
     is_explained = False
-    fields = partial(_fields, trial, wrong, norms)
+    fields = partial(_variants_by_fields, trial, wrong, norms)
     others = (
-        algorithms(trial, norms, wrong),
-        slices_apart(trial),
-        other_rates(trial, norms, wrong),
-        clippings(trial, norms),
+        algorithm_variants(trial, norms, wrong),
+        slice_variants(trial),
+        rate_variants(trial, norms, wrong),
+        clipping_variants(trial, norms),
     )
-    for way in itertools.chain(fields(1), *others, by_other_gradients(trial, norms, wrong)):
+    for way in itertools.chain(fields(1), *others, other_gradient_variants(trial, norms, wrong)):
         agreed = agreement(way)
-        if agreed is Agreement.IN_ALL_STEPS:
+        if agreed is Agreement.ALL_STEPS:
             is_explained = True
-            yield Hypothesis(way.cause, partial(_assuming, way), way.fitted)
-        elif agreed is Agreement.IN_THE_FIRST:
-            first_step_alone = _at_first(trial, way, norms)
-            yield Hypothesis(first_step_alone.cause, partial(_assuming, way), way.fitted + HALF)
-            if agreement(first_step_alone) is Agreement.IN_ALL_STEPS:
-                yield Hypothesis(first_step_alone.cause, partial(_assuming, first_step_alone), way.fitted + 1)
+            yield Hypothesis(way.cause, partial(_assume_variant, way), way.fitted)
+        elif agreed is Agreement.FIRST_STEP:
+            first_step_alone = _in_first_step_only(trial, way, norms)
+            yield Hypothesis(first_step_alone.cause, partial(_assume_variant, way), way.fitted + FIRST_STEP_CHOICES)
+            if agreement(first_step_alone) is Agreement.ALL_STEPS:
+                yield Hypothesis(first_step_alone.cause, partial(_assume_variant, first_step_alone), way.fitted + 1)
     if is_explained:
         return
     for way in fields(2):
-        if agreement(way) is Agreement.IN_ALL_STEPS:
-            yield Hypothesis(way.cause, partial(_assuming, way), way.fitted)
+        if agreement(way) is Agreement.ALL_STEPS:
+            yield Hypothesis(way.cause, partial(_assume_variant, way), way.fitted)
 
 
-def _assuming(way: Way, trial: Trial) -> Trial:
+def _assume_variant(way: OptimizerVariant, trial: Trial) -> Trial:
     """Assume that optimizers did so.
 
     The check `update` judges whether they did, from observed weights to observed weights. The reference is trained from
     the observed weights, and shows what follows from them.
     """
-    replicas = {rank: coordinate(trial.case.dims, rank)["dp_replicate"] for rank in sorted(trial.ranks)}
-    if way.by and replicas_differ(trial, partial(_of_all_steps, trial, way.by)):
+    replicas = {rank: coordinate_of_rank(trial.case.dims, rank)["dp_replicate"] for rank in sorted(trial.ranks)}
+    if way.multiplier and replicas_differ(trial, partial(_bytes_of_all_steps, trial, way.multiplier)):
         changes_of_copies = []
         for copy in range(trial.case.dims.dp_replicate):
             ranks_of_copy = [rank for rank, replica in replicas.items() if replica == copy]
-            changes_of_copies.append({"left": partial(_left, trial, ranks_of_copy)})
-        assumed_trial = train_apart(trial, "dp_replicate", otherwise=changes_of_copies).assuming(way.assumed)
+            changes_of_copies.append({"left": partial(_with_observed_weights, trial, ranks_of_copy)})
+        assumed_trial = assume_separate_replicas(trial, "dp_replicate", otherwise=changes_of_copies).with_assumption(
+            way.assumed
+        )
     else:
-        assumed_trial = assume.another_optimizer(trial, way.assumed, left=partial(_left, trial, [*replicas]))
+        assumed_trial = assume.assume_optimizer(
+            trial, way.assumed, left=partial(_with_observed_weights, trial, [*replicas])
+        )
     for check, number in way.reports:
-        pairs = [(READ[check](step), number(rank, step.step) or 0.0) for rank, step, _ in trial.steps()]
+        pairs = [(READERS[check](step), number(rank, step.step) or 0.0) for rank, step, _ in trial.steps()]
         if all(reported is None or math.isclose(reported, assumed, rel_tol=1e-6) for reported, assumed in pairs):
-            return assumed_trial.assuming(reports={check: number})
+            return assumed_trial.with_assumption(reports={check: number})
     return assumed_trial
 
 
-def _of_all_steps(trial: Trial, scale: By, rank: int, fqn: str) -> list[bytes]:
+def _bytes_of_all_steps(trial: Trial, scale: Multiplier, rank: int, fqn: str) -> list[bytes]:
     return [np.asarray(scale(rank, step, fqn)).tobytes() for step in trial.case.steps]
 
 
-def _left(trial: Trial, ranks: Sequence[int], step: int, parameters: Arrays) -> Arrays:
+def _with_observed_weights(trial: Trial, ranks: Sequence[int], step: int, parameters: Arrays) -> Arrays:
     """Return whole parameters with the weights that these ranks' optimizers left in a step."""
     whole = {fqn: value.copy() for fqn, value in parameters.items()}
     for rank in ranks:
@@ -157,7 +176,7 @@ def _left(trial: Trial, ranks: Sequence[int], step: int, parameters: Arrays) -> 
                 continue
             for fqn, values in record.parameters.items():
                 if fqn in whole and (part := trial.slice_of(rank, fqn)):
-                    target = take(whole[fqn].reshape(trial.plan.shapes[fqn]), part)
+                    target = view_of_slice(whole[fqn].reshape(trial.plan.shapes[fqn]), part)
                     if target.size == values.size:
                         target[...] = values.reshape(target.shape)
     return whole
@@ -166,16 +185,18 @@ def _left(trial: Trial, ranks: Sequence[int], step: int, parameters: Arrays) -> 
 # ---- the optimizer, replayed
 
 
-def _wrong(trial: Trial) -> dict[str, int]:
+def _first_wrong_steps(trial: Trial) -> dict[str, int]:
     """Return the parameters that are wrong on some rank: fqn -> first wrong step."""
     mistakes = [
-        mistake for mistake in update.mistakes(trial, update.clipped_norms(trial)) if mistake.kind == "parameter"
+        mistake
+        for mistake in update.update_findings(trial, update.norms_for_clipping(trial))
+        if mistake.kind == "parameter"
     ]
     latest_first = sorted(mistakes, key=lambda mistake: -(mistake.step or 0))
     return {str(mistake.name): mistake.step or 0 for mistake in latest_first}
 
 
-def _wrong_first(trial: Trial, wrong: Mapping[str, int]) -> Trial:
+def _with_wrong_parameters_first(trial: Trial, wrong: Mapping[str, int]) -> Trial:
     """Return the trial with parameters that are wrong early, and small ones, before all others.
 
     Most variants are refuted by these, so the replay ends sooner.
@@ -193,25 +214,25 @@ def _wrong_first(trial: Trial, wrong: Mapping[str, int]) -> Trial:
     return replace(trial, run=replace(trial.run, ranks=ranks))
 
 
-def _agreement(trial: Trial, norms: dict[int, float], halves: bool, way: Way) -> Agreement:
+def _replay_agreement(trial: Trial, norms: dict[int, float], halves: bool, way: OptimizerVariant) -> Agreement:
     """Return in which steps a replay by this variant has what ranks have.
 
     halves: whether the first step alone may be explained.
     """
-    assumed_trial = trial.assuming(way.assumed)
-    vars(assumed_trial)["holdings"] = trial.holdings  # the same evidence: they need not be looked for again
-    mistakes = update.mistakes(assumed_trial, norms)
+    assumed_trial = trial.with_assumption(way.assumed)
+    vars(assumed_trial)["local_slices"] = trial.local_slices  # the same evidence: they need not be looked for again
+    mistakes = update.update_findings(assumed_trial, norms)
     first = next(mistakes, None)
-    if first is None and update.all_seen(assumed_trial):
-        return Agreement.IN_ALL_STEPS
+    if first is None and update.is_every_step_observed(assumed_trial):
+        return Agreement.ALL_STEPS
     if not halves or (first is not None and first.step == assumed_trial.first_step):
-        return Agreement.NONE
+        return Agreement.REFUTED
     if any(mistake.step == assumed_trial.first_step for mistake in mistakes):
-        return Agreement.NONE
-    return Agreement.IN_THE_FIRST
+        return Agreement.REFUTED
+    return Agreement.FIRST_STEP
 
 
-def _at_first(trial: Trial, way: Way, norms: Mapping[int, float]) -> Way:
+def _in_first_step_only(trial: Trial, way: OptimizerVariant, norms: Mapping[int, float]) -> OptimizerVariant:
     """Return this variant in the first step alone."""
     first = trial.first_step
     assumed = way.assumed
@@ -221,7 +242,7 @@ def _at_first(trial: Trial, way: Way, norms: Mapping[int, float]) -> Way:
     given = assumed.given
     planned = {step.step: step.lr for step in trial.reference.steps}
     first_step_only = AssumedOptimizer(
-        recipe=recipe and (lambda s, f: recipe(s, f) if s == first else update.recipe_of(trial, f)),
+        recipe=recipe and (lambda s, f: recipe(s, f) if s == first else update.recipe_of_parameter(trial, f)),
         rate=rate and (lambda r, s, f: rate(r, s, f) if s == first else planned[s]),
         given=given and (lambda r, s, f, g: given(r, s, f, g) if s == first else clip_coefficient(norms[s], limit) * g),
     )
@@ -234,40 +255,46 @@ def _at_first(trial: Trial, way: Way, norms: Mapping[int, float]) -> Way:
 # ---- fields of the recipe
 
 
-def _fields(trial: Trial, wrong: Mapping[str, int], norms: dict[int, float], count: int) -> Iterator[Way]:
+def _variants_by_fields(
+    trial: Trial, wrong: Mapping[str, int], norms: dict[int, float], count: int
+) -> Iterator[OptimizerVariant]:
     """Yield changed fields of all parameters, and of those that are wrong."""
     requested = trial.case.training
     every_fqn = frozenset(trial.plan.shapes)
-    fitted = _fitted(trial, wrong, norms)
-    usual_recipes = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
+    fitted = _fitted_values(trial, wrong, norms)
+    usual_recipes = {fqn: update.recipe_of_parameter(trial, fqn) for fqn in trial.plan.shapes}
     for fqns in dict.fromkeys((every_fqn, every_fqn & {*wrong})):
-        for changes, changed in _changes(requested, count, fitted):
+        for changes, changed in _changed_recipes(requested, count, fitted):
             if changed.max_norm != requested.max_norm and clip_coefficient(max(norms.values()), changed.max_norm) == 1:
                 continue  # the same as no clipping, which is a separate way
-            text = " and ".join(f"{name} {_text(value)}" for name, value in changes.items())
-            requested_text = " and ".join(_text(getattr(requested, name)) for name in changes)
+            text = " and ".join(f"{name} {_value_text(value)}" for name, value in changes.items())
+            requested_text = " and ".join(_value_text(getattr(requested, name)) for name in changes)
             is_swapped = count > 1 and [*changes.values()] == [getattr(requested, name) for name in [*changes][::-1]]
-            where = in_parameters(trial, fqns) if fqns != every_fqn else ""
+            where = in_parameters_text(trial, fqns) if fqns != every_fqn else ""
             kind = next(KINDS.get(name, name) for name in changes)
             hint = "the two are swapped" if is_swapped else ""
             details = tuple(changes.items())
             cause = Cause(kind, f"updates are as with {text}", where, requested_text, hint, details=details)
-            recipes = usual_recipes | _recipes(trial, changed, fqns)
-            rates = _rates(trial, changed) if SCHEDULE & {*changes} else None
-            yield Way(cause, _by_recipe(trial, changed, fqns, norms, recipes, rates), 1 + count + (fqns != every_fqn))
+            recipes = usual_recipes | _recipe_by_parameter(trial, changed, fqns)
+            rates = _changed_learning_rates(trial, changed) if SCHEDULE_FIELDS & {*changes} else None
+            yield OptimizerVariant(
+                cause,
+                _optimizer_of_recipe(trial, changed, fqns, norms, recipes, rates),
+                1 + count + (fqns != every_fqn),
+            )
 
 
-def _text(value: object) -> str:
+def _value_text(value: object) -> str:
     """Return a field's value as text."""
     return number_text(value) if isinstance(value, float) else str(value)
 
 
-def _changes(
+def _changed_recipes(
     requested: TrainingConfig, count: int, fitted: Mapping[str, float]
 ) -> Iterator[tuple[dict[str, Any], TrainingConfig]]:
     """Yield (changed fields with their values, the recipe with them). Recipes that TrainingConfig refuses are left out."""
-    values = _values(requested, fitted)
-    value_limit = FEWER if count > 1 else None
+    values = _possible_values(requested, fitted)
+    value_limit = FEWER_VALUES if count > 1 else None
     for names in itertools.combinations(values, count):
         choices = [*itertools.product(*(values[name][:value_limit] for name in names))]
         if count > 1:
@@ -278,9 +305,9 @@ def _changes(
                 yield changes, replace(requested, **changes)
 
 
-def _values(requested: TrainingConfig, fitted: Mapping[str, float]) -> dict[str, list[Any]]:
+def _possible_values(requested: TrainingConfig, fitted: Mapping[str, float]) -> dict[str, list[Any]]:
     """Return, by field, the values that it may have by mistake."""
-    left_out = FIXED | unused(requested)
+    left_out = EXCLUDED_FIELDS | unused_fields(requested)
     fields = [field for field in dataclasses.fields(requested) if field.name not in left_out]
     requested_values = {field.name: getattr(requested, field.name) for field in fields}
     floats = [value for value in requested_values.values() if isinstance(value, float)]
@@ -301,7 +328,7 @@ def _values(requested: TrainingConfig, fitted: Mapping[str, float]) -> dict[str,
     return values_by_field
 
 
-def _fitted(trial: Trial, wrong: Mapping[str, int], norms: Mapping[int, float]) -> dict[str, float]:
+def _fitted_values(trial: Trial, wrong: Mapping[str, int], norms: Mapping[int, float]) -> dict[str, float]:
     """Return the learning rate and the weight decay that fit the first step of the largest wrong parameter, by field.
 
     Each is fitted as if it alone were wrong. Empty if no parameter is wrong in the first step.
@@ -317,24 +344,26 @@ def _fitted(trial: Trial, wrong: Mapping[str, int], norms: Mapping[int, float]) 
         return {}
     rank, tensor = max(holders, key=lambda holder: holder[1].value.size)
     after = trial.ranks[rank].steps[0].parameters.get(tensor.fqn)
-    start = trial.start_of(rank).get(tensor.fqn)
+    start = trial.initial_parameters(rank).get(tensor.fqn)
     if after is None or start is None or after.shape != start.shape:
         return {}
-    observed = stepped_part(trial, rank, tensor.fqn, after)
-    before = stepped_part(trial, rank, tensor.fqn, start)
+    observed = optimizer_slice(trial, rank, tensor.fqn, after)
+    before = optimizer_slice(trial, rank, tensor.fqn, start)
     clip = clip_coefficient(norms[trial.first_step], training.max_norm)
-    usual_recipe = update.recipe_of(trial, tensor.fqn)
-    undecayed_trial = trial.assuming(AssumedOptimizer(recipe=lambda step, fqn: replace(usual_recipe, weight_decay=0.0)))
+    usual_recipe = update.recipe_of_parameter(trial, tensor.fqn)
+    undecayed_trial = trial.with_assumption(
+        AssumedOptimizer(recipe=lambda step, fqn: replace(usual_recipe, weight_decay=0.0))
+    )
     moved = update.expected_after_first_step(trial, trial.ranks[rank], tensor, clip=clip)[0]
     undecayed = update.expected_after_first_step(undecayed_trial, trial.ranks[rank], tensor, clip=clip)[0]
     fitted = {"lr": training.lr * best_fit(observed - before, moved - before)}
     decayed_share = best_fit(undecayed - observed, before)
     if decayed_share < LARGEST_DECAY:
         fitted["weight_decay"] = decayed_share / rate
-    return {name: plainest(number) for name, number in fitted.items()}
+    return {name: round_if_close(number) for name, number in fitted.items()}
 
 
-def _recipes(trial: Trial, changed: TrainingConfig, fqns: Collection[str]) -> dict[str, TrainingConfig]:
+def _recipe_by_parameter(trial: Trial, changed: TrainingConfig, fqns: Collection[str]) -> dict[str, TrainingConfig]:
     """Return, by parameter, the recipe as it is for that parameter: vectors have no weight decay if only matrices decay."""
     if changed.decay != "matrices":
         return dict.fromkeys(fqns, changed)
@@ -343,11 +372,11 @@ def _recipes(trial: Trial, changed: TrainingConfig, fqns: Collection[str]) -> di
     return {fqn: undecayed if len(shapes.get(fqn, ())) == 1 else changed for fqn in fqns}
 
 
-def _rates(trial: Trial, changed: TrainingConfig) -> dict[int, float] | None:
+def _changed_learning_rates(trial: Trial, changed: TrainingConfig) -> dict[int, float] | None:
     """Return, by step, the learning rate of another recipe, changed as the reference's was. None if all are the requested."""
     planned = {step.step: step.lr for step in trial.reference.steps}
-    usual_rates = {step: _rate(step, trial.case.training) for step in planned}
-    changed_rates = {step: _rate(step, changed) for step in planned}
+    usual_rates = {step: _scheduled_rate(step, trial.case.training) for step in planned}
+    changed_rates = {step: _scheduled_rate(step, changed) for step in planned}
     if usual_rates == changed_rates:
         return None
     rates = {}
@@ -357,7 +386,7 @@ def _rates(trial: Trial, changed: TrainingConfig) -> dict[int, float] | None:
     return rates
 
 
-def _by_recipe(
+def _optimizer_of_recipe(
     trial: Trial,
     changed: TrainingConfig,
     fqns: Collection[str],
@@ -369,17 +398,17 @@ def _by_recipe(
     requested = trial.case.training
     planned = {step.step: step.lr for step in trial.reference.steps}
 
-    def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
+    def clip_by_recipe(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
         return clip_coefficient(norms[step], (changed if fqn in fqns else requested).max_norm) * gradient
 
     return AssumedOptimizer(
         recipe=lambda step, fqn: recipes[fqn],
         rate=(lambda rank, step, fqn: (rates if fqn in fqns else planned)[step]) if rates else None,
-        given=given if changed.max_norm != requested.max_norm else None,
+        given=clip_by_recipe if changed.max_norm != requested.max_norm else None,
     )
 
 
-def _rate(step: int, training: TrainingConfig) -> float:
+def _scheduled_rate(step: int, training: TrainingConfig) -> float:
     """Return the learning rate of a step by the schedule of this recipe. Imports torch, which judging does not need."""
     from harness.reference.train import learning_rate
 
@@ -389,7 +418,7 @@ def _rate(step: int, training: TrainingConfig) -> float:
 # ---- what is seen
 
 
-def _shown_rates(trial: Trial) -> Iterator[Way]:
+def _reported_rate_variants(trial: Trial) -> Iterator[OptimizerVariant]:
     """Yield rates that ranks report, for all parameters, then for those alone that were stepped by them."""
     scheduled = {step.step: step.lr for step in trial.reference.steps}
     shown = {(rank, step.step): step.lr for rank, step, _ in trial.steps() if step.lr is not None}
@@ -403,28 +432,28 @@ def _shown_rates(trial: Trial) -> Iterator[Way]:
     ranks = [rank for rank, step in wrong if step == first]
     rate = wrong[ranks[0], first]
     shown_by_step = {(step, lr) for (rank, step), lr in shown.items() if rank in reporting_ranks}
-    hint = rule_of(trial, {step for _, step in wrong}, shown_by_step)
+    hint = schedules_text(trial, {step for _, step in wrong}, shown_by_step)
     same_steps = " or ".join(str(step) for step, lr in scheduled.items() if math.isclose(lr, rate, rel_tol=1e-12))
     if not hint and same_steps:
         hint = f"the schedule's of step {same_steps}"
-    text = f"learning rate of step {first}{on_ranks(trial, ranks)} is {number_text(rate)}"
+    text = f"learning rate of step {first}{on_ranks_text(trial, ranks)} is {number_text(rate)}"
     details = (("step", first), ("rate", rate), ("ranks", tuple(ranks)), ("rule", hint))
     stepped_usually = frozenset[str]()
     for _ in range(2):
-        rate_of = partial(_rate_shown, scheduled, shown, stepped_usually)
-        where = in_parameters(trial, {*trial.plan.shapes} - stepped_usually) if stepped_usually else ""
+        rate_of = partial(_reported_or_scheduled_rate, scheduled, shown, stepped_usually)
+        where = in_parameters_text(trial, {*trial.plan.shapes} - stepped_usually) if stepped_usually else ""
         cause = Cause("learning rate", text, where, number_text(scheduled[first]), hint, details=details)
         reports = (
             ("reported_rate", lambda rank, step: scheduled[step]),
             ("reported_rate", lambda rank, step: shown.get((rank, step), scheduled[step])),
         )
-        yield Way(cause, AssumedOptimizer(rate=rate_of), 1 + bool(stepped_usually), rate_of, reports)
-        stepped_usually = frozenset(_wrong(trial.assuming(AssumedOptimizer(rate=rate_of))))
+        yield OptimizerVariant(cause, AssumedOptimizer(rate=rate_of), 1 + bool(stepped_usually), rate_of, reports)
+        stepped_usually = frozenset(_first_wrong_steps(trial.with_assumption(AssumedOptimizer(rate=rate_of))))
         if not stepped_usually or stepped_usually >= {*trial.plan.shapes}:
             return
 
 
-def _rate_shown(
+def _reported_or_scheduled_rate(
     scheduled: Mapping[int, float],
     shown: Mapping[tuple[int, int], float],
     stepped_usually: Collection[str],
@@ -436,7 +465,7 @@ def _rate_shown(
     return scheduled[step] if fqn in stepped_usually else shown.get((rank, step), scheduled[step])
 
 
-def rule_of(trial: Trial, wrong: Collection[int], shown: Collection[tuple[int, float]]) -> str:
+def schedules_text(trial: Trial, wrong: Collection[int], shown: Collection[tuple[int, float]]) -> str:
     """Return, in words, the schedules that give all these rates of steps; empty if there is none.
 
     A single wrong step needs right steps before and behind it. shown: (step, learning rate).
@@ -444,7 +473,7 @@ def rule_of(trial: Trial, wrong: Collection[int], shown: Collection[tuple[int, f
     if len(wrong) == 1 and not min(shown)[0] < min(wrong) < max(shown)[0]:
         return ""
     training = trial.case.training
-    for schedules in (_shifted(training), _schedules(training, 1), _schedules(training, 2)):
+    for schedules in (_shifted_schedules(training), _changed_schedules(training, 1), _changed_schedules(training, 2)):
         matching = []
         for text, rate in schedules:
             if all(math.isclose(rate(step), lr) for step, lr in shown):
@@ -454,7 +483,7 @@ def rule_of(trial: Trial, wrong: Collection[int], shown: Collection[tuple[int, f
     return ""
 
 
-def _shifted(training: TrainingConfig) -> Iterator[tuple[str, Callable[[int], float]]]:
+def _shifted_schedules(training: TrainingConfig) -> Iterator[tuple[str, Callable[[int], float]]]:
     """Yield (rule in words, step -> learning rate) of schedules in which each step has the rate of another."""
     one_late = "every step takes the rate of the step before"
     advances = "each step advances the schedule by"
@@ -467,21 +496,21 @@ def _shifted(training: TrainingConfig) -> Iterator[tuple[str, Callable[[int], fl
 
 
 def _rate_of_other_step(scheduled_step: Callable[[int], int], training: TrainingConfig, step: int) -> float:
-    return _rate(scheduled_step(step), training)
+    return _scheduled_rate(scheduled_step(step), training)
 
 
-def _schedules(training: TrainingConfig, count: int) -> Iterator[tuple[str, Callable[[int], float]]]:
+def _changed_schedules(training: TrainingConfig, count: int) -> Iterator[tuple[str, Callable[[int], float]]]:
     """Yield (rule in words, step -> learning rate) of recipes with so many changed fields, all of the schedule."""
-    for changes, changed in _changes(training, count, {}):
-        if {*changes} <= SCHEDULE:
-            text = " and ".join(f"{name} {_text(value)}" for name, value in changes.items())
-            yield f"as with {text}", partial(_rate, training=changed)
+    for changes, changed in _changed_recipes(training, count, {}):
+        if {*changes} <= SCHEDULE_FIELDS:
+            text = " and ".join(f"{name} {_value_text(value)}" for name, value in changes.items())
+            yield f"as with {text}", partial(_scheduled_rate, training=changed)
 
 
-def _not_stepped(trial: Trial) -> Iterator[Way]:
+def _unstepped_variants(trial: Trial) -> Iterator[OptimizerVariant]:
     """Yield that the optimizer does not move parameters: from a step on, or in one step alone."""
-    before = before_each(trial)
-    norms = update.clipped_norms(trial)
+    before = parameters_before_steps(trial)
+    norms = update.norms_for_clipping(trial)
     limit = trial.case.training.max_norm
     stays_unchanged = {}
     for rank, step, expected in trial.steps():
@@ -493,20 +522,24 @@ def _not_stepped(trial: Trial) -> Iterator[Way]:
     steps = sorted({number for (_, number, _), is_unchanged in stays_unchanged.items() if is_unchanged})
     pairs = {(rank, fqn) for (rank, _, fqn), is_unchanged in stays_unchanged.items() if is_unchanged}
 
-    def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray | None:
+    def clip_if_changed(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray | None:
         return None if stays_unchanged.get((rank, step, fqn)) else clip_coefficient(norms[step], limit) * gradient
 
-    cause = Cause("not stepped", f"the optimizer has no effect in {steps_words(steps)}", where_text(trial, pairs))
+    cause = Cause("not stepped", f"the optimizer has no effect in {steps_text(steps)}", where_text(trial, pairs))
     details = (("step", steps[0]), ("steps", tuple(steps)))
-    yield Way(replace(cause, details=details), AssumedOptimizer(given), by=lambda *at: stays_unchanged.get(at, False))
+    yield OptimizerVariant(
+        replace(cause, details=details),
+        AssumedOptimizer(clip_if_changed),
+        multiplier=lambda *at: stays_unchanged.get(at, False),
+    )
 
 
-def _only_decayed(trial: Trial) -> Iterator[Way]:
+def _only_decayed_variants(trial: Trial) -> Iterator[OptimizerVariant]:
     """Yield that matrices of Muon only decay: their update reached no rank that holds them."""
-    before = before_each(trial)
+    before = parameters_before_steps(trial)
 
     def only_decays(rank: int, step: int, fqn: str, after: np.ndarray) -> bool:
-        recipe = update.recipe_of(trial, fqn, step)
+        recipe = update.recipe_of_parameter(trial, fqn, step)
         values = before[rank, step].get(fqn)
         if stepped_by(recipe, fqn) != "muon" or values is None or not after.size:
             return False
@@ -521,7 +554,9 @@ def _only_decayed(trial: Trial) -> Iterator[Way]:
     if lost_updates:
         steps = sorted({number for _, number, _ in lost_updates})
         pairs = {(rank, fqn) for rank, _, fqn in lost_updates}
-        text = f"Muon's update has no effect in {steps_words(steps)}: the matrices only decay"
+        text = f"Muon's update has no effect in {steps_text(steps)}: the matrices only decay"
         details = (("step", steps[0]), ("steps", tuple(steps)))
         cause = Cause("not stepped", text, where_text(trial, pairs), details=details)
-        yield Way(cause, AssumedOptimizer(lost=lambda *at: at in lost_updates), by=lambda *at: at in lost_updates)
+        yield OptimizerVariant(
+            cause, AssumedOptimizer(lost=lambda *at: at in lost_updates), multiplier=lambda *at: at in lost_updates
+        )

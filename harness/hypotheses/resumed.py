@@ -13,53 +13,57 @@ from typing import Any
 
 import numpy as np
 
-from harness.core.causes.assume import another_optimizer
+from harness.core.causes.assume import assume_optimizer
 from harness.core.causes.hypothesis import Broken, Hypothesis
-from harness.core.causes.words import Arrays, finding_line, in_order, where_text
+from harness.core.causes.words import Arrays, finding_line, sort_fqns, where_text
 from harness.core.checks import update
 from harness.core.checks.resume import (
     PARAMETER,
-    Key,
-    held_state,
-    kept_state,
-    put_together,
-    same,
+    TensorKey,
+    assemble_state,
+    expected_slice,
+    has_same_bytes,
+    leftover_state_keys,
+    resumed_state,
     saved_state,
     state_after,
-    taken_over,
-    wanted_part,
+    state_to_resume,
     wrong_keys,
 )
 from harness.core.evidence.text import number_text
 from harness.core.judge.assumed import AssumedOptimizer
-from harness.core.judge.contents import locate
+from harness.core.judge.contents import find_slice
 from harness.core.judge.result import Cause
 from harness.core.judge.trial import Trial
 from harness.core.plan.slices import slice_text
-from harness.hypotheses.started import common, value_words
+from harness.hypotheses.started import common_text, value_text
 from harness.hypotheses.whose import is_count
 
-State = dict[Key, np.ndarray]
+State = dict[TensorKey, np.ndarray]
 
 
 def resumed_otherwise(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Suppose that training goes on from other parameters, with another optimizer state, or at other rates.
+    """Yield hypotheses that training goes on from other parameters, with another optimizer state, or at other rates.
 
-    Each may be all that is wrong. What a rank held once it had resumed is compared bit for bit, so the first one is observed.
+    Nothing unless `resume` is broken. Each may be all that is wrong; the first one names the others. If ranks resumed
+    elsewhere, that is the only one. What a rank held once it had resumed is compared bit for bit, so wrong parameters are
+    observed.
     """
     if "resume" not in broken:
         return
-    wanted = taken_over(trial)
-    wrong = {rank: [*wrong_keys(trial, rank, wanted), *kept_state(trial, rank)] for rank in sorted(trial.ranks)}
+    wanted = state_to_resume(trial)
+    wrong = {
+        rank: [*wrong_keys(trial, rank, wanted), *leftover_state_keys(trial, rank)] for rank in sorted(trial.ranks)
+    }
     places = set()
     for rank, keys in wrong.items():
         places |= {(rank, key) for key in keys}
     weights = {(rank, key) for rank, key in places if key[0] == PARAMETER}
-    judge_state = _optimizer if trial.case.model_of is None else _kept
+    judge_state = _wrong_state_cause if trial.case.model_of is None else _retained_state_cause
     proposals = [
-        (_parameters(trial, weights), ("left", "state") if _elsewhere(trial, weights) else ("left",)),
+        (_wrong_parameters_cause(trial, weights), ("left", "state") if _common_moment(trial, weights) else ("left",)),
         (judge_state(trial, places - weights), ("state",)),
-        (_schedule(trial), ("rate",)),
+        (_restarted_schedule_cause(trial), ("rate",)),
     ]
     known_proposals = [(cause, parts) for cause, parts in proposals if cause]
     is_elsewhere = bool(known_proposals) and known_proposals[0][0].kind == "resumed elsewhere"
@@ -68,15 +72,15 @@ def resumed_otherwise(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     for number, (cause, parts) in enumerate(known_proposals):
         line = finding_line(broken["resume"])
         also_lines = tuple(("also", other) for other, _ in known_proposals[1:]) if number == 0 else ()
-        checks = ("resume", "completed") if is_elsewhere and _goes_on(trial) else ("resume",)
-        yield Hypothesis(cause, partial(_going_on, parts), 1, (*also_lines, line), () if number else checks)
+        checks = ("resume", "completed") if is_elsewhere and _trains_longer(trial) else ("resume",)
+        yield Hypothesis(cause, partial(_assume_going_on, parts), 1, (*also_lines, line), () if number else checks)
 
 
-Places = set[tuple[int, Key]]
+Places = set[tuple[int, TensorKey]]
 """(rank, parameter or state that it should have got from the checkpoint and has not)."""
 
 
-def _moments(trial: Trial) -> Iterator[tuple[str, State]]:
+def _earlier_moments(trial: Trial) -> Iterator[tuple[str, State]]:
     """Yield (moment in words, all parameters): before training, then after each step of earlier launches, latest first."""
     yield "before training", {(PARAMETER, fqn): full for fqn, full in trial.seed_weights.items()}
     for launch in reversed(trial.saved):
@@ -86,43 +90,43 @@ def _moments(trial: Trial) -> Iterator[tuple[str, State]]:
                 yield f"after step {step}", state
 
 
-def _elsewhere(trial: Trial, places: Places) -> str:
+def _common_moment(trial: Trial, places: Places) -> str:
     """Return the moment from which all parameters of all ranks are. Empty if there is none, or `places` is empty."""
     if not places:
         return ""
-    for moment, state in _moments(trial):
+    for moment, state in _earlier_moments(trial):
         if not any(wrong_keys(trial, rank, state) for rank in trial.ranks):
             return moment
     return ""
 
 
-def _parameters(trial: Trial, places: Places) -> Cause | None:
+def _wrong_parameters_cause(trial: Trial, places: Places) -> Cause | None:
     """Return the cause of wrong parameters after resuming. None if `places` is empty."""
     if not places:
         return None
     requested = f"after step {trial.saved[-1].case.saved_step}"
-    if moment := _elsewhere(trial, places):
+    if moment := _common_moment(trial, places):
         text = f"training goes on from the parameters of another moment: those {moment}"
         return Cause("resumed elsewhere", text, expected=f"those {requested}", details=(("moment", moment),))
     where = where_text(trial, [(rank, fqn) for rank, (_, fqn) in places])
-    first_moment = next((moment for moment, state in _moments(trial) if _holds(trial, places, state)), "")
+    first_moment = next((moment for moment, state in _earlier_moments(trial) if _ranks_hold(trial, places, state)), "")
     if first_moment == "before training":
         text = f"parameters are not loaded from the checkpoint {where}: they are those {first_moment}"
         return Cause("parameters not loaded", text, details=(("moment", first_moment),))
-    if pair := _exchanged(trial, places):
+    if pair := _exchanged_pair(trial, places):
         text = f"after resuming, {pair[0]} has the values of {pair[1]}"
         return Cause("parameters exchanged", text, where, details=(("parameter", pair[0]), ("of", pair[1])))
-    if not first_moment and (slices_text := _other_slices(trial, places)):
+    if not first_moment and (slices_text := _exchanged_slices_text(trial, places)):
         text = "parameters after resuming are other slices of what was saved"
         return Cause("slices mixed", text, where, hint=slices_text, details=(("moment", requested),))
-    became_text = f"those {first_moment}" if first_moment else _became(trial, places)
+    became_text = f"those {first_moment}" if first_moment else _change_text(trial, places)
     text = f"parameters after resuming are not those {requested}"
     if became_text:
         text += f", they are {became_text}"
     return Cause("parameters changed over the checkpoint", text, where, details=(("are", became_text),))
 
 
-def _other_slices(trial: Trial, places: Places) -> str:
+def _exchanged_slices_text(trial: Trial, places: Places) -> str:
     """Return in words what the first rank has, if each has another slice of what was saved in place of its own.
 
     Empty if some rank has no slice of it.
@@ -130,10 +134,10 @@ def _other_slices(trial: Trial, places: Places) -> str:
     saved = saved_state(trial.saved[-1])
     first_text = ""
     for rank, key in sorted(places):
-        values = held_state(trial, rank)[key]
+        values = resumed_state(trial, rank)[key]
         own_slice = trial.slice_of(rank, key[1])
         full = saved[key].reshape(trial.plan.shapes[key[1]])
-        held_slice = None if own_slice is None or is_count(values) else locate(values, full)
+        held_slice = None if own_slice is None or is_count(values) else find_slice(values, full)
         if held_slice is None or own_slice is None:
             return ""
         if not first_text:
@@ -144,7 +148,7 @@ def _other_slices(trial: Trial, places: Places) -> str:
     return first_text
 
 
-def _optimizer(trial: Trial, places: Places) -> Cause | None:
+def _wrong_state_cause(trial: Trial, places: Places) -> Cause | None:
     """Return the cause of a wrong optimizer state after resuming. None if `places` is empty."""
     if not places:
         return None
@@ -152,32 +156,34 @@ def _optimizer(trial: Trial, places: Places) -> Cause | None:
     moments = {(rank, key) for rank, key in places if saved[key].ndim}
     places = moments or places  # counters that are lost as well are in the check's findings
     names = sorted({key[0] for _, key in places})
-    held_values = [held_state(trial, rank).get(key) for rank, key in sorted(places)]
-    pair = _exchanged(trial, places)
+    held_values = [resumed_state(trial, rank).get(key) for rank, key in sorted(places)]
+    pair = _exchanged_pair(trial, places)
     if all(value is None for value in held_values):
         became_text = "missing"
     elif not any(value is None or value.any() for value in held_values):
         became_text = "zero"
     else:
-        became_text = f"that of {pair[1]} for {pair[0]}" if pair else _became(trial, places)
+        became_text = f"that of {pair[1]} for {pair[0]}" if pair else _change_text(trial, places)
     text = f"the optimizer resumes with another {' and '.join(names)}"
     if became_text:
         text += f": {became_text}"
     where = where_text(trial, [(rank, fqn) for rank, (_, fqn) in places])
     may_be_slices = bool(moments) and not became_text and not any(value is None for value in held_values)
-    slices_text = _other_slices(trial, places) if may_be_slices else ""
+    slices_text = _exchanged_slices_text(trial, places) if may_be_slices else ""
     details = (("state", tuple(names)), ("are", became_text))
     return Cause("optimizer state lost", text, where, hint=slices_text, details=details)
 
 
-def _kept(trial: Trial, places: Places) -> Cause | None:
+def _retained_state_cause(trial: Trial, places: Places) -> Cause | None:
     """Return the cause if an optimizer that should be new has a state. None if `places` is empty."""
     if not places:
         return None
     saved = saved_state(trial.saved[-1])
-    places = {(rank, key) for rank, key in places if held_state(trial, rank)[key].ndim} or places
+    places = {(rank, key) for rank, key in places if resumed_state(trial, rank)[key].ndim} or places
     names = sorted({key[0] for _, key in places})
-    is_saved_state = {(rank, key) for rank, key in places if key in saved} == places and _holds(trial, places, saved)
+    is_saved_state = {(rank, key) for rank, key in places if key in saved} == places and _ranks_hold(
+        trial, places, saved
+    )
     became_text = f"saved after step {trial.case.model_of}" if is_saved_state else ""
     text = f"the optimizer is not new, it begins with {' and '.join(names)}"
     if became_text:
@@ -186,38 +192,39 @@ def _kept(trial: Trial, places: Places) -> Cause | None:
     return Cause("optimizer state kept", text, where, details=(("state", tuple(names)), ("are", became_text)))
 
 
-def _became(trial: Trial, places: Places) -> str:
+def _change_text(trial: Trial, places: Places) -> str:
     """Return in words what has become of the saved values, in writing or in reading. Empty if nothing that is known."""
-    resumed_state = _held_together(trial)
+    resumed_state = _resumed_whole_state(trial)
     saved = saved_state(trial.saved[-1])
     keys = {key for _, key in places if key in resumed_state}
-    return common([value_words(resumed_state[key], saved[key]) for key in keys if saved[key].ndim])
+    return common_text([value_text(resumed_state[key], saved[key]) for key in keys if saved[key].ndim])
 
 
-def _held_together(trial: Trial) -> State:
+def _resumed_whole_state(trial: Trial) -> State:
     """Return the whole state that all ranks held once they had resumed."""
-    return put_together(trial, {rank: evidence.resumed for rank, evidence in trial.ranks.items()})
+    return assemble_state(trial, {rank: evidence.resumed for rank, evidence in trial.ranks.items()})
 
 
-def _holds(trial: Trial, places: Places, instead: State) -> bool:
+def _ranks_hold(trial: Trial, places: Places, instead: State) -> bool:
     """Return whether all these ranks hold their slices of the state `instead`."""
     if any(key not in instead for _, key in places):
         return False
     return all(
-        same(held_state(trial, rank).get(key), wanted_part(trial, rank, key, instead[key])) for rank, key in places
+        has_same_bytes(resumed_state(trial, rank).get(key), expected_slice(trial, rank, key, instead[key]))
+        for rank, key in places
     )
 
 
-def _exchanged(trial: Trial, places: Places) -> tuple[str, str] | None:
+def _exchanged_pair(trial: Trial, places: Places) -> tuple[str, str] | None:
     """Return (first parameter whose wrong values are all those saved for another one, that other one). None if there is none.
 
     If the averages of a parameter are one another's, the names of two averages are returned instead.
     """
     saved = saved_state(trial.saved[-1])
-    for fqn in in_order(trial, (key[1] for _, key in places)):
+    for fqn in sort_fqns(trial, (key[1] for _, key in places)):
         own_places = {(rank, key) for rank, key in places if key[1] == fqn}
         names = sorted({name for _, (name, _) in own_places})
-        exchanges: list[tuple[tuple[str, str], dict[str, Key]]] = []
+        exchanges: list[tuple[tuple[str, str], dict[str, TensorKey]]] = []
         for other_fqn in trial.plan.shapes:
             if other_fqn != fqn:
                 exchanges.append(((fqn, other_fqn), {name: (name, other_fqn) for name in names}))
@@ -233,23 +240,23 @@ def _exchanged(trial: Trial, places: Places) -> tuple[str, str] | None:
             shapes_agree = all(
                 full.shape == saved[key].shape and not is_count(full) for key, full in substituted.items()
             )
-            if substituted and shapes_agree and _holds(trial, own_places, substituted):
+            if substituted and shapes_agree and _ranks_hold(trial, own_places, substituted):
                 return pair
     return None
 
 
-def _schedule(trial: Trial) -> Cause | None:
+def _restarted_schedule_cause(trial: Trial) -> Cause | None:
     """Return the cause if the schedule restarts after resuming. None if it does not.
 
     From some step on each rate is then that of as many steps after the beginning. If the launch starts from weights alone, the
     mistake is the other way round: the schedule goes on.
     """
     if trial.case.model_of is not None:
-        return _schedule_goes_on(trial, trial.case.model_of)
+        return _continued_schedule_cause(trial, trial.case.model_of)
     rates = {step.step: step.lr for step in trial.reference.steps}
     saved = trial.case.steps.start - 1
     reported_rates = [(step.step, step.lr) for _, step, _ in trial.steps() if step.lr is not None]
-    step = _first_odd_rate(trial)
+    step = _first_deviating_step(trial)
     if step is None:
         return None
     later_rates = [(number, lr) for number, lr in reported_rates if number >= step]
@@ -268,24 +275,24 @@ def copies_not_loaded(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """
     if not trial.saved or "update" not in broken or any(evidence.resumed is None for evidence in trial.ranks.values()):
         return
-    for moment, state in _moments(trial):
-        if all(_nearer(trial, rank, state) for rank in trial.ranks):
+    for moment, state in _earlier_moments(trial):
+        if all(_is_nearer(trial, rank, state) for rank in trial.ranks):
             text = f"the first step after loading is made from other parameters than were loaded: from those {moment}"
             cause = Cause("copies not loaded", text, details=(("moment", moment),))
-            yield Hypothesis(cause, partial(_stepped_from, state), 1, (finding_line(broken["update"]),))
+            yield Hypothesis(cause, partial(_assume_stepped_from, state), 1, (finding_line(broken["update"]),))
             return
 
 
-def _nearer(trial: Trial, rank: int, state: State) -> bool:
+def _is_nearer(trial: Trial, rank: int, state: State) -> bool:
     """Return whether a rank's parameters after its first step are all nearer to `state` than to those it resumed with."""
     steps = trial.ranks[rank].steps
-    resumed_values = held_state(trial, rank)
+    resumed_values = resumed_state(trial, rank)
     first_parameters = steps[0].parameters if steps else {}
     for fqn, after_step in first_parameters.items():
         key = (PARAMETER, fqn)
         if key not in state or key not in resumed_values or not after_step.size:
             continue
-        other = wanted_part(trial, rank, key, state[key])
+        other = expected_slice(trial, rank, key, state[key])
         if other.shape != after_step.shape or resumed_values[key].shape != after_step.shape:
             return False
         if not np.linalg.norm(after_step - other) < np.linalg.norm(after_step - resumed_values[key]):
@@ -293,32 +300,32 @@ def _nearer(trial: Trial, rank: int, state: State) -> bool:
     return bool(first_parameters)
 
 
-def _stepped_from(state: State, trial: Trial) -> Trial:
+def _assume_stepped_from(state: State, trial: Trial) -> Trial:
     """Assume that the first step was made from `state`.
 
     Apart from decay, an optimizer adds what does not depend on the value.
     """
     first = trial.case.steps.start
-    loaded = _held_together(trial)
+    loaded = _resumed_whole_state(trial)
 
-    def left(step: int, parameters: Arrays) -> Arrays:
+    def add_difference(step: int, parameters: Arrays) -> Arrays:
         if step != first:
             return parameters
         return {fqn: value + difference(fqn) for fqn, value in parameters.items()}
 
     def difference(fqn: str) -> np.ndarray:
-        decay = trial.reference_step(first).lr * update.recipe_of(trial, fqn, first).weight_decay
+        decay = trial.reference_step(first).lr * update.recipe_of_parameter(trial, fqn, first).weight_decay
         return (state[PARAMETER, fqn] - loaded[PARAMETER, fqn]) * (1 - decay)
 
     def begun(rank: int, fqn: str) -> np.ndarray:
-        return wanted_part(trial, rank, (PARAMETER, fqn), state[PARAMETER, fqn])
+        return expected_slice(trial, rank, (PARAMETER, fqn), state[PARAMETER, fqn])
 
-    return another_optimizer(trial, AssumedOptimizer(begun=begun), left=left)
+    return assume_optimizer(trial, AssumedOptimizer(begun=begun), left=add_difference)
 
 
-def _schedule_goes_on(trial: Trial, after: int) -> Cause | None:
+def _continued_schedule_cause(trial: Trial, after: int) -> Cause | None:
     """Return the cause if the schedule goes on from the checkpoint of step `after`. None if it does not."""
-    step = _first_odd_rate(trial)
+    step = _first_deviating_step(trial)
     reported_rates = [(record.step, record.lr) for _, record, _ in trial.steps() if record.lr is not None]
     if step is None:
         return None
@@ -340,33 +347,34 @@ def _later_rate(trial: Trial, step: int) -> float:
     return steps[min(step + (trial.case.model_of or 0), len(steps)) - 1].lr
 
 
-def _first_odd_rate(trial: Trial) -> int | None:
+def _first_deviating_step(trial: Trial) -> int | None:
     """Return the first step whose reported learning rate is not the schedule's. None if all are."""
     rates = ((step.step, step.lr, expected.lr) for _, step, expected in trial.steps() if step.lr is not None)
     return min((step for step, lr, wanted in rates if not math.isclose(lr, wanted, rel_tol=1e-12)), default=None)
 
 
-def _goes_on(trial: Trial) -> bool:
+def _trains_longer(trial: Trial) -> bool:
     """Return whether all ranks train to the same later last step, because more steps are left from an earlier moment."""
     last_steps = {evidence.steps[-1].step for evidence in trial.ranks.values()}
     return len(last_steps) == 1 and max(last_steps) > trial.case.steps[-1]
 
 
-def _going_on(parts: tuple[str, ...], trial: Trial) -> Trial:
-    """Assume that training went on from what ranks held.
+def _assume_going_on(parts: tuple[str, ...], trial: Trial) -> Trial:
+    """Return the trial under the assumption that training went on from what ranks held once they had resumed.
 
-    parts: left (parameters), state (of the optimizer), rate (the schedule), in the words of reference.counterfactual.
+    parts: what of it is assumed: left (parameters), state (of the optimizer), rate (the schedule), in the words of
+    reference.counterfactual.
     """
     weights = Arrays()
     state = dict[str, Arrays]()
     first = trial.case.steps.start
-    for (name, fqn), value in _held_together(trial).items():
+    for (name, fqn), value in _resumed_whole_state(trial).items():
         if name == PARAMETER:
             weights[fqn] = value
         else:
             state.setdefault(fqn, {})[name] = value
     rates = {step.step: step.lr for step in trial.reference.steps}
-    first_odd = _first_odd_rate(trial)
+    first_odd = _first_deviating_step(trial)
     model_of = trial.case.model_of
 
     def rate(step: int) -> float:
@@ -380,11 +388,11 @@ def _going_on(parts: tuple[str, ...], trial: Trial) -> Trial:
     }
     if model_of is not None:
         parts = tuple("weights" if part == "left" else part for part in parts)
-    assumed = _counting_on(trial, state) if "state" in parts else AssumedOptimizer()
-    return another_optimizer(trial, assumed, **{part: changes[part] for part in parts})
+    assumed = _optimizer_with_counters(trial, state) if "state" in parts else AssumedOptimizer()
+    return assume_optimizer(trial, assumed, **{part: changes[part] for part in parts})
 
 
-def _counting_on(trial: Trial, state: dict[str, Arrays]) -> AssumedOptimizer:
+def _optimizer_with_counters(trial: Trial, state: dict[str, Arrays]) -> AssumedOptimizer:
     """Return the optimizer that counts on from the resumed step counters, from 0 where none arrived.
 
     An optimizer may keep no counters at all; then nothing is assumed.

@@ -10,37 +10,37 @@ from functools import partial
 
 import numpy as np
 
-from harness.core.causes.assume import another_reference
-from harness.core.causes.differences import OF_GRADIENTS
-from harness.core.causes.hypothesis import Broken, Hypothesis, no_reference
-from harness.core.causes.words import Arrays, Pair, finding_line, rank_words, some, where_text
+from harness.core.causes.assume import assume_reference
+from harness.core.causes.differences import GRADIENT_CHECKS
+from harness.core.causes.hypothesis import Broken, Hypothesis, not_tested_line
+from harness.core.causes.words import Arrays, Pair, finding_line, rank_text, shorten_names, where_text
 from harness.core.checks import update
-from harness.core.checks.resume import same
+from harness.core.checks.resume import has_same_bytes
 from harness.core.evidence.text import number_text
-from harness.core.judge.contents import take
+from harness.core.judge.contents import view_of_slice
 from harness.core.judge.result import Cause
 from harness.core.judge.trial import Trial
-from harness.hypotheses.whose import Source, is_constant, relation_of
+from harness.hypotheses.whose import MatchSource, find_match, is_constant
 
 
-def value_words(value: np.ndarray, right: np.ndarray, pool: Iterable[tuple[Source, np.ndarray]] = ()) -> str:
+def value_text(value: np.ndarray, right: np.ndarray, pool: Iterable[tuple[MatchSource, np.ndarray]] = ()) -> str:
     """Return in words whose values these are. Empty if no other tensor has them."""
     if value.size > 1 and is_constant(value):
         return f"all {number_text(value.flat[0])}"
-    relation = relation_of(value, right, pool)
+    relation = find_match(value, right, pool)
     if relation is None:
         return ""
     if relation.source is None:
-        return relation.words("", ())
+        return relation.match_text("", ())
     return f"those of {relation.source.fqn}"
 
 
-def common(texts: Collection[str]) -> str:
+def common_text(texts: Collection[str]) -> str:
     """Return the text that all have, or the first of several different ones. Empty if some are empty."""
     different = [*dict.fromkeys(texts)]
     if "" in different:
         return ""
-    return different[0] if len(different) == 1 else some(different)
+    return different[0] if len(different) == 1 else shorten_names(different)
 
 
 # ---- initial weights
@@ -51,17 +51,17 @@ def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
     If ranks that hold the same slice hold other values of it, no reference shows what follows.
     """
-    if "initial_weights" not in broken or not (strange_pairs := _strange(trial)):
+    if "initial_weights" not in broken or not (strange_pairs := _unexplained_tensors(trial)):
         return
-    twins = {pair: _twin(trial, pair) for pair in strange_pairs}
-    is_another_draw = trial.repeat is not None and not any(_again(trial, pair) for pair in strange_pairs)
+    twins = {pair: _rank_with_same_value(trial, pair) for pair in strange_pairs}
+    is_another_draw = trial.repeat is not None and not any(_is_same_in_repeat(trial, pair) for pair in strange_pairs)
     if all(twin is not None for twin in twins.values()):
         (rank, _), twin = next(iter(twins.items()))
         ranks = sorted({rank for rank, _ in twins} | {twin for twin in twins.values() if twin is not None})
-        text = f"ranks start from the same shard: {rank_words(ranks)} hold values of one another"
+        text = f"ranks start from the same shard: {rank_text(ranks)} hold values of one another"
         cause = Cause("same shard", text, where_text(trial, strange_pairs), details=(("rank", rank), ("of", twin)))
     else:
-        are_text = common([_seedvalue_words(trial, pair) for pair in strange_pairs])
+        are_text = common_text([_seed_value_text(trial, pair) for pair in strange_pairs])
         hint = ""
         if are_text:
             hint = f"they are {are_text}"
@@ -75,78 +75,85 @@ def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if is_another_draw:
         seen += ("determinism",)
     if weights is None:
-        line = no_reference("the slices that ranks start from do not fit together, and no reference shows what follows")
-        yield Hypothesis(cause, None, lines=(line,), seen=(*seen, *OF_GRADIENTS))
+        line = not_tested_line(
+            "the slices that ranks start from do not fit together, and no reference shows what follows"
+        )
+        yield Hypothesis(cause, None, lines=(line,), seen_by=(*seen, *GRADIENT_CHECKS))
     else:
-        yield Hypothesis(cause, partial(another_reference, weights=weights), seen=seen)
+        yield Hypothesis(cause, partial(assume_reference, weights=weights), seen_by=seen)
 
 
-def _strange(trial: Trial) -> list[Pair]:
+def _unexplained_tensors(trial: Trial) -> list[Pair]:
     """Return (rank, fqn) of tensors that are no slice of the seed weights.
 
     If all are slices, return those that are another rank's without being planned so.
     """
     unplanned = []
-    for rank, slices_of_rank in sorted(trial.holdings.items()):
+    for rank, slices_of_rank in sorted(trial.local_slices.items()):
         unplanned += [(rank, fqn) for fqn, slice_ in slices_of_rank.items() if slice_ is None]
     if unplanned:
         return unplanned
     strange_pairs = []
-    for rank, fqn in _all(trial):
-        if _twin(trial, (rank, fqn)) is None:
+    for rank, fqn in _all_tensors(trial):
+        if _rank_with_same_value(trial, (rank, fqn)) is None:
             continue
         planned_slice = trial.plan.slices[rank].get(fqn)
-        if not planned_slice or not same(_held(trial, (rank, fqn)), take(trial.seed_weights[fqn], planned_slice)):
+        if not planned_slice or not has_same_bytes(
+            _initial_value(trial, (rank, fqn)), view_of_slice(trial.seed_weights[fqn], planned_slice)
+        ):
             strange_pairs.append((rank, fqn))
     return strange_pairs
 
 
-def _all(trial: Trial) -> Iterator[Pair]:
+def _all_tensors(trial: Trial) -> Iterator[Pair]:
     """Yield (rank, fqn) of all tensors that ranks hold before training."""
     for rank, evidence in sorted(trial.ranks.items()):
         for tensor in evidence.parameters:
             yield rank, tensor.fqn
 
 
-def _held(trial: Trial, pair: Pair) -> np.ndarray | None:
+def _initial_value(trial: Trial, pair: Pair) -> np.ndarray | None:
     """Return the values that a rank holds of a parameter before training. None if it holds none."""
     return next((tensor.value for tensor in trial.ranks[pair[0]].parameters if tensor.fqn == pair[1]), None)
 
 
-def _twin(trial: Trial, pair: Pair) -> int | None:
+def _rank_with_same_value(trial: Trial, pair: Pair) -> int | None:
     """Return a rank that should hold another slice and holds these very values. None if there is none.
 
     One of the two ranks is wrong, or both are. Slices of a constant are all alike, so they have no twin.
     """
     rank, fqn = pair
-    value = _held(trial, pair)
+    value = _initial_value(trial, pair)
     part = trial.plan.slices[rank].get(fqn)
     if value is None or is_constant(value) or value.shape == trial.plan.shapes.get(fqn):
         return None
     peers = (peer for peer in trial.ranks if trial.plan.slices[peer].get(fqn, part) != part)
-    return next((peer for peer in peers if same(_held(trial, (peer, fqn)), value)), None)
+    return next((peer for peer in peers if has_same_bytes(_initial_value(trial, (peer, fqn)), value)), None)
 
 
-def _seedvalue_words(trial: Trial, pair: Pair) -> str:
-    """Return in words which seed weights a rank holds in place of the right ones. Empty if none."""
+def _seed_value_text(trial: Trial, pair: Pair) -> str:
+    """Return in words whose seed weights, or which constant, a rank holds in place of the right ones. Empty if none.
+
+    It is empty, too, if the rank holds nothing of the parameter. pair: rank and fqn.
+    """
     rank, fqn = pair
     part = trial.plan.slices[rank][fqn]
     weights = trial.seed_weights
     pool = (
-        (Source("weight", other, part), take(other_values, part))
+        (MatchSource("weight", other, part), view_of_slice(other_values, part))
         for other, other_values in weights.items()
         if other != fqn and other_values.shape == weights[fqn].shape
     )
-    values = _held(trial, pair)
-    return "" if values is None else value_words(values, take(weights[fqn], part), pool)
+    values = _initial_value(trial, pair)
+    return "" if values is None else value_text(values, view_of_slice(weights[fqn], part), pool)
 
 
-def _again(trial: Trial, pair: Pair) -> bool:
+def _is_same_in_repeat(trial: Trial, pair: Pair) -> bool:
     """Return whether the repeat of the run started from the same values."""
     rank, fqn = pair
     assert trial.repeat is not None
     others = trial.repeat.ranks[rank].parameters if rank in trial.repeat.ranks else ()
-    return any(tensor.fqn == fqn and same(_held(trial, pair), tensor.value) for tensor in others)
+    return any(tensor.fqn == fqn and has_same_bytes(_initial_value(trial, pair), tensor.value) for tensor in others)
 
 
 def observed_weights(trial: Trial) -> Arrays | None:
@@ -159,11 +166,11 @@ def observed_weights(trial: Trial) -> Arrays | None:
     for rank, evidence in trial.ranks.items():
         for tensor in evidence.parameters:
             part = trial.plan.slices[rank].get(tensor.fqn)
-            if part is None or take(whole[tensor.fqn], part).shape != tensor.value.shape:
+            if part is None or view_of_slice(whole[tensor.fqn], part).shape != tensor.value.shape:
                 return None
             if bytes_by_slice.setdefault((tensor.fqn, part), tensor.value.tobytes()) != tensor.value.tobytes():
                 return None
-            take(whole[tensor.fqn], part)[...] = tensor.value
+            view_of_slice(whole[tensor.fqn], part)[...] = tensor.value
     return whole
 
 
@@ -175,7 +182,7 @@ def changed_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
     The reference goes on from the changed weights, if they have the shapes of what the optimizer left.
     """
-    changes = update.changed(trial)
+    changes = update.later_changes(trial)
     if "update" not in broken or not changes:
         return
     step, pairs = next(iter(changes.items()))
@@ -191,31 +198,31 @@ def changed_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     became_text = "another shape"
     if have_shapes:
         values = [(after, before) for after, before in values_of_pairs.values() if before is not None]
-        became_text = common([value_words(after.reshape(before.shape), before) for after, before in values])
+        became_text = common_text([value_text(after.reshape(before.shape), before) for after, before in values])
     if not became_text:
-        became_text = _mean_of_steps(trial, step, {pair: after for pair, (after, _) in values_of_pairs.items()})
-    if have_shapes and _decayed(trial, step, values_of_pairs.values()):
+        became_text = _mean_text(trial, step, {pair: after for pair, (after, _) in values_of_pairs.items()})
+    if have_shapes and _is_decayed(trial, step, values_of_pairs.values()):
         became_text += ", as weight decay makes them"
-    text = f"weights are changed outside the optimizer {update.until(trial, step)}"
+    text = f"weights are changed outside the optimizer {update.time_after_step(trial, step)}"
     if became_text:
         text += f", to {became_text}"
     cause = Cause("weights changed", text, where_text(trial, pairs), details=(("step", step), ("are", became_text)))
 
-    def left(number: int, parameters: Arrays) -> Arrays:
+    def apply_changes(number: int, parameters: Arrays) -> Arrays:
         whole = {fqn: value.copy() for fqn, value in parameters.items()}
         for rank, fqn in changes.get(number, ()):
             part = trial.slice_of(rank, fqn)
             changed = (records[rank, number].changed or {})[fqn]
-            target = take(whole[fqn].reshape(trial.plan.shapes[fqn]), part) if part else changed
+            target = view_of_slice(whole[fqn].reshape(trial.plan.shapes[fqn]), part) if part else changed
             if target.size == changed.size:
                 target[...] = changed.reshape(target.shape)
         return whole
 
-    assume = partial(another_reference, left=left) if have_shapes else None
-    yield Hypothesis(cause, assume, lines=(finding_line(broken["update"]),), seen=("update",))
+    assume = partial(assume_reference, left=apply_changes) if have_shapes else None
+    yield Hypothesis(cause, assume, lines=(finding_line(broken["update"]),), seen_by=("update",))
 
 
-def _decayed(trial: Trial, step: int, values_of_pairs: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> bool:
+def _is_decayed(trial: Trial, step: int, values_of_pairs: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> bool:
     """Return whether the changed weights are those that the optimizer left, smaller by this step's weight decay."""
     remaining = 1 - trial.reference_step(step).lr * trial.case.training.weight_decay
     matches = []
@@ -226,14 +233,15 @@ def _decayed(trial: Trial, step: int, values_of_pairs: Iterable[tuple[np.ndarray
     return remaining != 1 and bool(matches) and all(matches)
 
 
-def _mean_of_steps(trial: Trial, step: int, changed_values: Mapping[Pair, np.ndarray]) -> str:
-    """Return in words which mean of the weights after each step so far the changed weights are. Empty if none.
+def _mean_text(trial: Trial, step: int, changed_values: Mapping[Pair, np.ndarray]) -> str:
+    """Return in words which mean of the weights at the start and after each step so far the changed weights are.
 
-    The shares are fitted to the largest tensor, and must fit all.
+    The shares are fitted to the largest tensor, must fit all, and sum to 1. Empty if they do not, or if the mean is just
+    the weights after this step. Empty, too, if values are missing or not finite, or the largest tensor is too small to fit.
     """
     steps = [other for other in trial.case.steps if other <= step]
     largest = max(changed_values, key=lambda pair: changed_values[pair].size)
-    values_by_step = {pair: _after_each(trial, pair, steps) for pair in changed_values}
+    values_by_step = {pair: _values_after_steps(trial, pair, steps) for pair in changed_values}
     if changed_values[largest].size <= 2 * (len(steps) + 1):
         return ""
     for pair, changed in changed_values.items():
@@ -256,12 +264,12 @@ def _mean_of_steps(trial: Trial, step: int, changed_values: Mapping[Pair, np.nda
     return "" if terms == unchanged_terms else " + ".join(terms).removesuffix(" x 1")
 
 
-def _after_each(trial: Trial, pair: Pair, steps: Sequence[int]) -> list[np.ndarray]:
+def _values_after_steps(trial: Trial, pair: Pair, steps: Sequence[int]) -> list[np.ndarray]:
     """Return a rank's own values at the start, and as the optimizer left them after each of these steps. float64 [entries]
 
     They are empty where nothing was recorded.
     """
     rank, fqn = pair
     parameters_by_step = [record.parameters for record in trial.ranks[rank].steps if record.step in steps]
-    known = (parameters.get(fqn, np.empty(0)) for parameters in (trial.start_of(rank), *parameters_by_step))
+    known = (parameters.get(fqn, np.empty(0)) for parameters in (trial.initial_parameters(rank), *parameters_by_step))
     return [value.ravel().astype(np.float64) for value in known]

@@ -14,12 +14,12 @@ from typing import TypeVar
 import numpy as np
 
 from harness.core.causes.assume import retrain
-from harness.core.causes.contributions import TIED
-from harness.core.causes.differences import first_wrong_step, wrong_pairs
+from harness.core.causes.contributions import TIED_FQN
+from harness.core.causes.differences import first_wrong_step, pairs_with_wrong_gradient
 from harness.core.causes.hypothesis import Broken, Hypothesis
 from harness.core.causes.words import Arrays
 from harness.core.judge.assumed import AssumedOptimizer
-from harness.core.judge.held_values import order_of_entries
+from harness.core.judge.held_values import reference_order_arguments
 from harness.core.judge.places import last_stage_ranks
 from harness.core.judge.result import Cause
 from harness.core.judge.tolerance import clip_coefficient
@@ -29,79 +29,95 @@ from harness.reference.record import ReferenceRun, ReferenceStep
 
 T = TypeVar("T")
 OUTPUT = "output.weight"
-COUNTED = {"": (OUTPUT,), "the norm counts the last stage's copy alone": (TIED,), "the norm counts both copies": ()}
+NORM_CHOICES = {
+    "": (OUTPUT,),
+    "the norm counts the last stage's copy alone": (TIED_FQN,),
+    "the norm counts both copies": (),
+}
 """Words for which of the two copies the norm counts -> the parameters that it leaves out."""
 
 
 def copies_trained_apart(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Suppose that nothing adds up the copies' gradients from the first step on, or that only clipped ones are added up."""
+    """Yield hypotheses that nothing adds up the copies' gradients from step 1 on, or that only clipped ones are added up.
+
+    Both are yielded for each of NORM_CHOICES. Nothing unless stages hold copies, gradients are wrong in step 1, and only
+    TIED_FQN's are. Nothing if something else is assumed already.
+    """
     axis = tied_axis(trial.case)
     if not axis or "gradients" not in broken or first_wrong_step(trial) != 1 or trial.assumption.references:
         return
-    if {fqn for _, fqn in wrong_pairs(trial, 1)} != {TIED} or {*trial.assumption.reference}:
+    if {fqn for _, fqn in pairs_with_wrong_gradient(trial, 1)} != {TIED_FQN} or {*trial.assumption.reference}:
         return
-    text = f"the gradients of {TIED} are not summed over first and last stage: each steps its copy by its own gradient"
-    for hint, left_out in COUNTED.items():
-        cause = Cause("gradients not reduced", text, hint=hint, details=(("axes", (axis,)), ("parameters", (TIED,))))
-        yield Hypothesis(cause, partial(_apart, axis=axis, left_out=left_out), fitted=1 + bool(hint))
-        late_text = f"the gradients of {TIED} are summed over first and last stage only after clipping"
+    text = (
+        f"the gradients of {TIED_FQN} are not summed over first and last stage: each steps its copy by its own gradient"
+    )
+    for hint, left_out in NORM_CHOICES.items():
+        cause = Cause(
+            "gradients not reduced", text, hint=hint, details=(("axes", (axis,)), ("parameters", (TIED_FQN,)))
+        )
+        yield Hypothesis(
+            cause, partial(_assume_separate_copies, axis=axis, left_out=left_out), fitted_count=1 + bool(hint)
+        )
+        late_text = f"the gradients of {TIED_FQN} are summed over first and last stage only after clipping"
         summed_late = replace(cause, observed=late_text)
         yield Hypothesis(
-            summed_late, partial(_apart, axis=axis, left_out=left_out, is_late=True), fitted=2 + bool(hint)
+            summed_late,
+            partial(_assume_separate_copies, axis=axis, left_out=left_out, is_late=True),
+            fitted_count=2 + bool(hint),
         )
 
 
-def _apart(trial: Trial, axis: str, left_out: tuple[str, ...], *, is_late: bool = False) -> Trial:
+def _assume_separate_copies(trial: Trial, axis: str, left_out: tuple[str, ...], *, is_late: bool = False) -> Trial:
     """Assume that both copies train separately. left_out: of the norm. is_late: the sum is made of clipped gradients."""
     limit = trial.case.training.max_norm
     model = replace(trial.case.model, tied_embeddings=False)
 
-    def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
-        clip = clip_coefficient(_norm(gradients, left_out), limit)
-        summed = dict.fromkeys((TIED, OUTPUT), gradients[TIED] + gradients[OUTPUT]) if is_late else {}
+    def clip_gradients(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
+        clip = clip_coefficient(_counted_norm(gradients, left_out), limit)
+        summed = dict.fromkeys((TIED_FQN, OUTPUT), gradients[TIED_FQN] + gradients[OUTPUT]) if is_late else {}
         return {fqn: (clip * g).astype(g.dtype) for fqn, g in {**gradients, **summed}.items()}
 
-    separate = replace(trial.reference, weights={**trial.reference.weights, OUTPUT: trial.reference.weights[TIED]})
-    trained = retrain(model, trial.case.training, separate, given=given, **order_of_entries(trial))
-    norms = {step.step: _norm(step.gradients, left_out) for step in trained.steps}
-    first = _one_copy(trial.reference, trained, norms, TIED)
-    last = _one_copy(trial.reference, trained, norms, OUTPUT)
+    separate = replace(trial.reference, weights={**trial.reference.weights, OUTPUT: trial.reference.weights[TIED_FQN]})
+    trained = retrain(model, trial.case.training, separate, given=clip_gradients, **reference_order_arguments(trial))
+    norms = {step.step: _counted_norm(step.gradients, left_out) for step in trained.steps}
+    first = _run_with_copy(trial.reference, trained, norms, TIED_FQN)
+    last = _run_with_copy(trial.reference, trained, norms, OUTPUT)
 
-    def clipped(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
-        others = _of_peers(trial, rank, axis, step) if is_late and fqn == TIED else []
+    def clip_peer_sum(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
+        others = _peer_gradients(trial, rank, axis, step) if is_late and fqn == TIED_FQN else []
         return clip_coefficient(norms[step], limit) * sum(others, gradient)
 
     unreduced = frozenset((axis, step) for step in trial.case.steps if not is_late)
     changed = replace(trial, reference=first, plan=replace(trial.plan, unreduced=trial.plan.unreduced | unreduced))
-    return changed.assuming(
-        AssumedOptimizer(given=clipped), references=dict.fromkeys(last_stage_ranks(trial), last), apart=True
+    return changed.with_assumption(
+        AssumedOptimizer(given=clip_peer_sum), references=dict.fromkeys(last_stage_ranks(trial), last), apart=True
     )
 
 
-def _of_peers(trial: Trial, rank: int, axis: str, step: int) -> list[np.ndarray]:
+def _peer_gradients(trial: Trial, rank: int, axis: str, step: int) -> list[np.ndarray]:
     """Return the observed gradients of the other copies. float64"""
     gradients = []
     for peer in trial.plan.peers(rank, axis):
         if peer == rank or peer not in trial.ranks:
             continue
         for record in trial.ranks[peer].steps:
-            if record.step == step and TIED in record.gradients:
-                gradients.append(record.gradients[TIED].astype(np.float64))
+            if record.step == step and TIED_FQN in record.gradients:
+                gradients.append(record.gradients[TIED_FQN].astype(np.float64))
     return gradients
 
 
-def _norm(gradients: Arrays, left_out: tuple[str, ...]) -> float:
+def _counted_norm(gradients: Arrays, left_out: tuple[str, ...]) -> float:
     """Return the norm of gradients without those of the parameters that are left out."""
     counted = (gradient for fqn, gradient in gradients.items() if fqn not in left_out)
     squares = (float(np.sum(np.square(gradient, dtype=np.float64))) for gradient in counted)
     return float(np.sqrt(sum(squares)))
 
 
-def _one_copy(reference: ReferenceRun, trained: ReferenceRun, norms: dict[int, float], fqn: str) -> ReferenceRun:
+def _run_with_copy(reference: ReferenceRun, trained: ReferenceRun, norms: dict[int, float], fqn: str) -> ReferenceRun:
     """Return the run as seen by a rank that has this copy of the weight, under the embedding's name."""
 
     def with_own_copy(values: dict[str, T]) -> dict[str, T]:
-        return {name: values[fqn if name == TIED else name] for name in reference.weights if name in values}
+        return {name: values[fqn if name == TIED_FQN else name] for name in reference.weights if name in values}
 
     def step_with_own_copy(step: ReferenceStep) -> ReferenceStep:
         return replace(

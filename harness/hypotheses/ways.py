@@ -12,12 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from harness.core.causes.reported import Number, Source, groupings, norm_of, norms, of_other_steps, on_record, phrase
-from harness.core.causes.words import Arrays, in_parameters, on_ranks, where_text
+from harness.core.causes.reported import (
+    NamedNumber,
+    NumberOfStep,
+    details_text,
+    norm_sources,
+    parameter_groupings,
+    recorded_norm,
+    recorded_number,
+    sources_of_other_steps,
+)
+from harness.core.causes.words import Arrays, in_parameters_text, on_ranks_text, where_text
 from harness.core.checks import update
 from harness.core.evidence.text import number_text
 from harness.core.judge.assumed import AssumedOptimizer
-from harness.core.judge.held_values import stepped_part
+from harness.core.judge.held_values import optimizer_slice
 from harness.core.judge.result import Cause
 from harness.core.judge.tolerance import clip_coefficient
 from harness.core.judge.trial import Trial
@@ -26,7 +35,7 @@ from harness.reference.config import TrainingConfig
 
 Norms = Mapping[int, float]
 """Step -> norm."""
-By = Callable[[int, int, str], Any]
+Multiplier = Callable[[int, int, str], Any]
 """(rank, step, parameter) -> what gradients are multiplied by in place of clipping, or a rate."""
 
 
@@ -35,24 +44,24 @@ MOST_RATES = 4
 
 
 @dataclass(frozen=True)
-class Way:
+class OptimizerVariant:
     """A variant of the optimizer that ranks may have used."""
 
     cause: Cause
     assumed: AssumedOptimizer
     fitted: int = 1
     """How many numbers or choices were fitted."""
-    by: By | None = None
+    multiplier: Multiplier | None = None
     """The multiplier or rate, which may differ between replicas."""
-    reports: tuple[tuple[str, Number], ...] = ()
+    reports: tuple[tuple[str, NumberOfStep], ...] = ()
     """(check, number) that ranks may then report. The first that all ranks report is assumed."""
 
 
-def before_each(trial: Trial) -> dict[tuple[int, int], Arrays]:
+def parameters_before_steps(trial: Trial) -> dict[tuple[int, int], Arrays]:
     """Return the parameters of each rank before each step: (rank, step) -> parameters."""
     parameters_before: dict[tuple[int, int], Arrays] = {}
     for rank, evidence in trial.ranks.items():
-        parameters = trial.start_of(rank)
+        parameters = trial.initial_parameters(rank)
         for step in evidence.steps:
             parameters_before[rank, step.step] = parameters
             parameters = step.parameters
@@ -62,7 +71,7 @@ def before_each(trial: Trial) -> dict[tuple[int, int], Arrays]:
 # ---- algorithms
 
 
-def algorithms(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[Way]:
+def algorithm_variants(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[OptimizerVariant]:
     """Yield optimizers with another algorithm: other decay, older gradients, no bias correction, momentum.
 
     In several of them the optimizer is given a sum of clipped gradients, weighted by how many steps ago each was.
@@ -71,12 +80,12 @@ def algorithms(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[W
     sgd = trial.case.training.optimizer == "sgd"
     is_start = not trial.case.resume
     decay = trial.case.training.weight_decay
-    history = partial(_of_history, trial, norms)
+    history = partial(_history_variant, trial, norms)
     if decay:
-        yield from _decays(trial, wrong)
+        yield from _decay_variants(trial, wrong)
     if decay and has_frozen(trial.case):
         cause = Cause("weight decay", "frozen parameters are decayed", details=(("frozen", True),))
-        yield Way(cause, AssumedOptimizer(decays_frozen=True))
+        yield OptimizerVariant(cause, AssumedOptimizer(decays_frozen=True))
     if adamw and decay:
         text = "weight decay is added to the gradients"
         cause = Cause("weight decay in the gradients", text, "", "decoupled (AdamW)")
@@ -86,8 +95,10 @@ def algorithms(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[W
         yield history(Cause("one step late", text), lambda ago: float(ago == 1))
     if adamw and is_start:
         uncorrected = AssumedOptimizer(counter=lambda step, fqn: 10**9 + step)  # when nothing is left to correct
-        yield Way(Cause("bias correction", "bias correction of the averages is missing", "", "Adam's"), uncorrected)
-        yield from _other_counters(trial)
+        yield OptimizerVariant(
+            Cause("bias correction", "bias correction of the averages is missing", "", "Adam's"), uncorrected
+        )
+        yield from _counter_variants(trial)
     if not is_start or not sgd:
         return
     for momentum, nesterov in itertools.product((0.9, 0.95, 0.99, 0.8, 0.5), (0, 1)):
@@ -102,15 +113,15 @@ def _share_by_momentum(momentum: float, nesterov: int, ago: int) -> float:
     return momentum ** (ago + nesterov) + nesterov * (ago == 0)
 
 
-def amsgrad(trial: Trial) -> Iterator[Way]:
+def amsgrad_variants(trial: Trial) -> Iterator[OptimizerVariant]:
     """Yield AMSGrad if some rank's optimizer keeps the state that only AMSGrad has."""
     states_of_ranks = (evidence.steps[-1].optimizer_state.values() for evidence in trial.ranks.values())
     if any("max_exp_avg_sq" in state for state in itertools.chain.from_iterable(states_of_ranks)):
         cause = Cause("amsgrad", "the optimizer divides by max_exp_avg_sq, as AMSGrad does", "", "AdamW without it")
-        yield Way(cause, AssumedOptimizer(amsgrad=True, copies=1))
+        yield OptimizerVariant(cause, AssumedOptimizer(amsgrad=True, copies=1))
 
 
-def _decays(trial: Trial, wrong: Collection[str]) -> Iterator[Way]:
+def _decay_variants(trial: Trial, wrong: Collection[str]) -> Iterator[OptimizerVariant]:
     """Yield other multiples of the recipe's weight decay: of all parameters, then of those that are wrong."""
     training = trial.case.training
     every_fqn = frozenset(trial.plan.shapes)
@@ -124,33 +135,35 @@ def _decays(trial: Trial, wrong: Collection[str]) -> Iterator[Way]:
     }
     fqn_choices = dict.fromkeys((every_fqn, every_fqn & {*wrong}))
     for fqns, (text, multiples) in itertools.product(fqn_choices, multiples_by_text.items()):
-        recipes = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
-        where = in_parameters(trial, fqns) if fqns != every_fqn else ""
-        recipe_of = partial(_decayed_by, recipes, multiples, fqns)
-        yield Way(Cause("weight decay", text, where), AssumedOptimizer(recipe=recipe_of), 1 + (fqns != every_fqn))
+        recipes = {fqn: update.recipe_of_parameter(trial, fqn) for fqn in trial.plan.shapes}
+        where = in_parameters_text(trial, fqns) if fqns != every_fqn else ""
+        recipe_of = partial(_recipe_with_decay, recipes, multiples, fqns)
+        yield OptimizerVariant(
+            Cause("weight decay", text, where), AssumedOptimizer(recipe=recipe_of), 1 + (fqns != every_fqn)
+        )
 
 
-def other_rates(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[Way]:
+def rate_variants(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[OptimizerVariant]:
     """Yield optimizers that step the wrong parameters by other learning rates."""
-    yield from _schedule_anew(trial, wrong)
-    yield from _rates_by_step(trial, norms, wrong)
+    yield from _restarted_schedule_variants(trial, wrong)
+    yield from _fitted_rate_variants(trial, norms, wrong)
 
 
-def _schedule_anew(trial: Trial, wrong: Collection[str]) -> Iterator[Way]:
+def _restarted_schedule_variants(trial: Trial, wrong: Collection[str]) -> Iterator[OptimizerVariant]:
     """Yield that after resuming the wrong parameters have the rates of as many steps after the beginning."""
     if not trial.saved or trial.case.model_of is not None or not wrong:
         return
     scheduled = {step.step: step.lr for step in trial.reference.steps}
     saved_step = trial.case.steps.start - 1
     step = saved_step + 1
-    where = in_parameters(trial, wrong)
+    where = in_parameters_text(trial, wrong)
     text = f"the schedule restarts after resuming {where}: the learning rate of step {step} is that of step 1"
     cause = Cause("schedule starts anew", text, "", f"{scheduled[step]:g}", details=(("step", step), ("of_step", 1)))
     rate_of = lambda rank, number, fqn: scheduled[number - saved_step if fqn in wrong else number]  # noqa: E731
-    yield Way(cause, AssumedOptimizer(rate=rate_of), 2)
+    yield OptimizerVariant(cause, AssumedOptimizer(rate=rate_of), 2)
 
 
-def _rates_by_step(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[Way]:
+def _fitted_rate_variants(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[OptimizerVariant]:
     """Yield that the wrong parameters are stepped by other rates, fitted step by step.
 
     Each rate is read off one entry of a step, and tested on all entries.
@@ -159,30 +172,32 @@ def _rates_by_step(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterat
     factors = dict[int, float]()
     rate_of = lambda rank, step, fqn: scheduled[step] * (factors.get(step, 1.0) if fqn in wrong else 1.0)  # noqa: E731
     while len(factors) < MOST_RATES:
-        mistakes = update.mistakes(trial.assuming(AssumedOptimizer(rate=rate_of)), dict(norms))
+        mistakes = update.update_findings(trial.with_assumption(AssumedOptimizer(rate=rate_of)), dict(norms))
         moves = [
-            mistake for mistake in mistakes if mistake.quantity == update.MOVE and isinstance(mistake.observed, float)
+            mistake
+            for mistake in mistakes
+            if mistake.quantity == update.OPTIMIZER_STEP and isinstance(mistake.observed, float)
         ]
         first = min(moves, key=lambda move: (move.step or 0, -abs(float(move.expected or 0))), default=None)  # type: ignore[arg-type]
         if first is None or not first.expected or first.step in factors:
             break
         ratio = first.observed / first.expected  # type: ignore[operator]
-        factors[first.step or 0] = plainest(ratio, 1e-6)
+        factors[first.step or 0] = round_if_close(ratio, 1e-6)
     if factors:
         times = " and ".join(f"{number_text(factor)} times the rate in step {step}" for step, factor in factors.items())
-        where = in_parameters(trial, wrong) if len(wrong) < len(trial.plan.shapes) else ""
+        where = in_parameters_text(trial, wrong) if len(wrong) < len(trial.plan.shapes) else ""
         details = (("factors", tuple(factors.items())),)
         cause = Cause("learning rate", f"updates are as with {times}", where, details=details)
-        yield Way(cause, AssumedOptimizer(rate=rate_of), 2 + len(factors))
+        yield OptimizerVariant(cause, AssumedOptimizer(rate=rate_of), 2 + len(factors))
 
 
-def plainest(number: float, close: float = 1e-9) -> float:
+def round_if_close(number: float, close: float = 1e-9) -> float:
     """Return the plainest number that a fit cannot distinguish from it. close: relative."""
     plain = 0.0 if abs(number) < 1e-12 else float(f"{number:.6g}")
     return plain if math.isclose(plain, number, rel_tol=close, abs_tol=1e-12) else number
 
 
-def _other_counters(trial: Trial) -> Iterator[Way]:
+def _counter_variants(trial: Trial) -> Iterator[OptimizerVariant]:
     """Yield that AdamW counts steps that it did not make, or the passes of an accumulation."""
     numbers: dict[str, tuple[int, int]] = {f"begins {offset} too high": (1, offset) for offset in (1, 2)}
     if trial.case.passes > 1:
@@ -190,10 +205,11 @@ def _other_counters(trial: Trial) -> Iterator[Way]:
     for description, (factor, added) in numbers.items():
         text = f"AdamW's step counter, by which it corrects its averages, {description}"
         cause = Cause("bias correction", text, "", "1 in the first step", details=(("counter", description),))
-        yield Way(cause, AssumedOptimizer(counter=lambda step, fqn, factor=factor, added=added: factor * step + added))  # type: ignore[misc]
+        assumed = AssumedOptimizer(counter=lambda step, fqn, factor=factor, added=added: factor * step + added)  # type: ignore[misc]
+        yield OptimizerVariant(cause, assumed)
 
 
-def _decayed_by(
+def _recipe_with_decay(
     recipes: Mapping[str, TrainingConfig], multiples: Mapping[int, float], fqns: Collection[str], step: int, fqn: str
 ) -> TrainingConfig:
     """Return the recipe of a parameter in a step, with this step's multiple of its weight decay if it is one of `fqns`."""
@@ -201,48 +217,48 @@ def _decayed_by(
     return replace(recipes[fqn], weight_decay=recipes[fqn].weight_decay * factor)
 
 
-def slices_apart(trial: Trial) -> Iterator[Way]:
+def slice_variants(trial: Trial) -> Iterator[OptimizerVariant]:
     """Yield that Muon orthogonalises a rank's slice of a matrix by itself, or scales the rate by the slice's shape."""
     axes_by_cut: dict[str, tuple[str, ...]] = {}
     if trial.case.dims.tp > 1:
         axes_by_cut["tp"] = ("tp",)
-    if trial.plan.shards > 1:
+    if trial.plan.shard_degree > 1:
         axes_by_cut[trial.plan.shard_axis] = ("dp_shard", "cp", "dp_shard_cp")
     if trial.case.training.optimizer != "muon" or not axes_by_cut:
         return
     cause = Cause("scaled by slices", "Muon's rate is scaled by the shape of a rank's slice", "", "of the whole matrix")
-    yield Way(cause, AssumedOptimizer(scales_slices=True))
+    yield OptimizerVariant(cause, AssumedOptimizer(scales_slices=True))
     for count in range(1, len(axes_by_cut) + 1):
         for axes in itertools.combinations(axes_by_cut, count):
             axes_text = " and ".join(axes)
             alone = tuple(itertools.chain(*(axes_by_cut[axis] for axis in axes)))
             text = f"Muon orthogonalises the slice of each rank along {axes_text} by itself"
             cause = Cause("orthogonalised in parts", text, "", "the whole matrix", details=(("axes", axes),))
-            yield Way(cause, AssumedOptimizer(alone=alone), count)
+            yield OptimizerVariant(cause, AssumedOptimizer(alone=alone), count)
             scaled = replace(cause, observed=f"{text}, and scales the rate by its shape")
-            yield Way(scaled, AssumedOptimizer(alone=alone, scales_slices=True), count + 1)
+            yield OptimizerVariant(scaled, AssumedOptimizer(alone=alone, scales_slices=True), count + 1)
 
 
-def _of_history(
+def _history_variant(
     trial: Trial,
     norms: Norms,
     cause: Cause,
     share_of_step: Callable[[int], float],
     decayed: bool = False,
     copies: int = 0,
-) -> Way:
+) -> OptimizerVariant:
     """Return the optimizer that is given a weighted sum of this step's and earlier clipped gradients.
 
     share_of_step: number of steps ago -> weight. decayed: weights times weight decay are added to the gradients, and to
     nothing else. copies: how many copies of the sum the optimizer keeps.
     """
     limit = trial.case.training.max_norm
-    before = before_each(trial)
+    before = parameters_before_steps(trial)
     gradients_by_step = {(rank, step.step): step.gradients for rank, step, _ in trial.steps()}
-    recipes = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
+    recipes = {fqn: update.recipe_of_parameter(trial, fqn) for fqn in trial.plan.shapes}
     undecayed = {fqn: replace(recipe, weight_decay=0.0) for fqn, recipe in recipes.items()}
 
-    def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray | None:
+    def sum_step_gradients(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray | None:
         total = np.zeros_like(gradient)
         for number in range(trial.first_step, step + 1):
             if fqn not in gradients_by_step[rank, number] or fqn not in before[rank, number]:
@@ -251,35 +267,35 @@ def _of_history(
                 np.float64
             )
             step_gradient += (
-                decayed * recipes[fqn].weight_decay * stepped_part(trial, rank, fqn, before[rank, number][fqn])
+                decayed * recipes[fqn].weight_decay * optimizer_slice(trial, rank, fqn, before[rank, number][fqn])
             )
             total += share_of_step(step - number) * step_gradient
         return total
 
     recipe = (lambda step, fqn: undecayed[fqn]) if decayed else None
-    return Way(cause, AssumedOptimizer(given, recipe=recipe, copies=copies))
+    return OptimizerVariant(cause, AssumedOptimizer(sum_step_gradients, recipe=recipe, copies=copies))
 
 
 # ---- clipping
 
 
-def clippings(trial: Trial, norms: Norms) -> Iterator[Way]:
+def clipping_variants(trial: Trial, norms: Norms) -> Iterator[OptimizerVariant]:
     """Yield optimizers that clip in another way: by another norm, by value, for some parameters only, or not at all."""
     limit = trial.case.training.max_norm
     if limit is None:
         return
-    yield from _by_norms(trial, limit)
-    for name, parts in groupings(trial).items():
+    yield from _norm_variants(trial, limit)
+    for name, parts in parameter_groupings(trial).items():
         norms_by_fqn = {}
         for fqns, step in itertools.product(parts, trial.case.steps):
             for fqn in fqns:
-                norms_by_fqn[fqn, step] = norm_of(trial, 0, step, fqns=fqns)
+                norms_by_fqn[fqn, step] = recorded_norm(trial, 0, step, fqns=fqns)
         text = f"gradients are clipped by a norm of each of the {name}"
         details = (("norms of", name),)
         cause = Cause("clipped by another norm", text, "", "one norm of all", details=details)
         multiplier = lambda rank, step, fqn, own=norms_by_fqn: clip_coefficient(own[fqn, step], limit)  # noqa: E731
-        yield _clipped(cause, multiplier)
-    yield from _left_out(trial, limit, norms)
+        yield _clipped_variant(cause, multiplier)
+    yield from _unclipped_variants(trial, limit, norms)
     if small_step := next((step for step in trial.case.steps if norms[step] < limit), None):
         factor = limit / (norms[small_step] + 1e-6)
         text = f"clipping multiplies by {factor:.4g} in step {small_step}"
@@ -287,14 +303,14 @@ def clippings(trial: Trial, norms: Norms) -> Iterator[Way]:
         cause = Cause(
             "clipping enlarges gradients", text, "", expected, details=(("step", small_step), ("factor", factor))
         )
-        yield _clipped(cause, lambda rank, step, fqn: limit / (norms[step] + 1e-6))
+        yield _clipped_variant(cause, lambda rank, step, fqn: limit / (norms[step] + 1e-6))
     cause = Cause("clipped without 1e-6", "clipping multiplies by max_norm / norm", "", "max_norm / (norm + 1e-6)")
-    yield _clipped(cause, lambda rank, step, fqn: limit / max(norms[step], limit))
+    yield _clipped_variant(cause, lambda rank, step, fqn: limit / max(norms[step], limit))
     gradients_by_step = {(rank, step.step): step.gradients for rank, step in trial.own_steps()}
     for bound in dict.fromkeys((limit, 1.0)):
         text = f"gradients are clipped entry by entry, to {bound:g}"
         cause = Cause("clipped by value", text, details=(("value", bound),))
-        yield _clipped(cause, partial(_multiplier_by_value, gradients_by_step, bound))
+        yield _clipped_variant(cause, partial(_multiplier_by_value, gradients_by_step, bound))
 
 
 def _multiplier_by_value(
@@ -304,25 +320,27 @@ def _multiplier_by_value(
     return bound / np.maximum(np.abs(gradients_by_step[rank, step][fqn]), np.float64(bound))
 
 
-def _clipped(cause: Cause, multiplier: By, fitted: int = 1, norm: Number | None = None) -> Way:
+def _clipped_variant(
+    cause: Cause, multiplier: Multiplier, fitted: int = 1, norm: NumberOfStep | None = None
+) -> OptimizerVariant:
     """Return the optimizer that multiplies gradients by this in place of clipping. norm: what ranks may report."""
     assumed = AssumedOptimizer(lambda rank, step, fqn, gradient: multiplier(rank, step, fqn) * gradient)
-    return Way(cause, assumed, fitted, multiplier, (("grad_norm", norm),) if norm else ())
+    return OptimizerVariant(cause, assumed, fitted, multiplier, (("grad_norm", norm),) if norm else ())
 
 
-def _by_norms(trial: Trial, limit: float) -> Iterator[Way]:
+def _norm_variants(trial: Trial, limit: float) -> Iterator[OptimizerVariant]:
     """Yield clipping by each norm on record that differs from the global norm.
 
     The norm that ranks report is a choice more.
     """
-    expected_norm = functools.cache(partial(on_record, trial, "grad_norm"))
+    expected_norm = functools.cache(partial(recorded_number, trial, "grad_norm"))
     steps_and_ranks = [*itertools.product(trial.case.steps, sorted(trial.ranks))]
     reported_norms = {(rank, step.step): step.grad_norm for rank, step in trial.own_steps()}
     seen_values = set()
     late_details = (("as that of 1 step", "before"), ("in the first step", "its own"))
-    previous: Source = late_details, lambda rank, step: expected_norm(rank, step - 1) or expected_norm(rank, step)
-    reported: Source = (("as", "reported"),), lambda rank, step: reported_norms.get((rank, step))
-    for details, number in (*norms(trial), *of_other_steps(trial, expected_norm), previous, reported):
+    previous: NamedNumber = late_details, lambda rank, step: expected_norm(rank, step - 1) or expected_norm(rank, step)
+    reported: NamedNumber = (("as", "reported"),), lambda rank, step: reported_norms.get((rank, step))
+    for details, number in (*norm_sources(trial), *sources_of_other_steps(trial, expected_norm), previous, reported):
         norm = functools.cache(lambda rank, step, number=number: number(rank, step) or 0.0)
         differing = []
         for step, rank in steps_and_ranks:
@@ -337,32 +355,36 @@ def _by_norms(trial: Trial, limit: float) -> Iterator[Way]:
         for other_step, other_rank in steps_and_ranks:
             if other_step == step and math.isclose(norm(other_rank, step), norm(rank, step)):
                 same_ranks.append(other_rank)
-        observed = f"{norm(rank, step):.6g}{on_ranks(trial, same_ranks)} in step {step}"
-        text = f"gradients are clipped by a norm {phrase(details)}: {observed}"
+        observed = f"{norm(rank, step):.6g}{on_ranks_text(trial, same_ranks)} in step {step}"
+        text = f"gradients are clipped by a norm {details_text(details)}: {observed}"
         expected = f"the global norm, {expected_norm(rank, step):.6g}"
         cause = Cause("clipped by another norm", text, "", expected, details=details)
         multiplier = lambda rank, step, fqn, norm=norm: clip_coefficient(norm(rank, step), limit)  # noqa: E731
-        yield _clipped(cause, multiplier, 1 + (number is reported[1]), norm)
+        yield _clipped_variant(cause, multiplier, 1 + (number is reported[1]), norm)
 
 
-def _left_out(trial: Trial, limit: float, norms: Norms) -> Iterator[Way]:
-    """Yield that clipping is left out for all parameters, or for those whose first step is that of the unclipped gradient."""
+def _unclipped_variants(trial: Trial, limit: float, norms: Norms) -> Iterator[OptimizerVariant]:
+    """Yield variants without clipping for all parameters, or for those whose first step is that of the unclipped gradient.
+
+    If that is every parameter, there is one variant; if it is none, nothing is yielded. Else there are two: the others are
+    clipped by the norm of all, or by their own. limit: of the norm. norms: by step.
+    """
     clip = clip_coefficient(norms[trial.first_step], limit)
     pairs = []
     for rank, evidence in trial.ranks.items():
         for tensor in evidence.parameters:
-            if not tensor.value.size or not update.explained_by_clip(trial, evidence, tensor, clip=1.0):
+            if not tensor.value.size or not update.is_explained_by_clip(trial, evidence, tensor, clip=1.0):
                 continue
-            if not update.explained_by_clip(trial, evidence, tensor, clip=clip):
+            if not update.is_explained_by_clip(trial, evidence, tensor, clip=clip):
                 pairs.append((rank, tensor.fqn))
     where = where_text(trial, pairs)
     others = {*trial.plan.shapes} - {fqn for _, fqn in pairs}
     text = f"gradients are not clipped (coefficient {clip:.4g} in step {trial.first_step})"
     cause = Cause("clipping left out", text, where, details=(("coefficient", clip),))
     if where == "in every parameter":
-        yield _clipped(replace(cause, where=""), lambda rank, step, fqn: 1.0, 0)
+        yield _clipped_variant(replace(cause, where=""), lambda rank, step, fqn: 1.0, 0)
         return
-    norms_of_others = {step: norm_of(trial, 0, step, fqns=others) for step in trial.case.steps}
+    norms_of_others = {step: recorded_norm(trial, 0, step, fqns=others) for step in trial.case.steps}
     if not pairs:
         return
     choices: tuple[tuple[Norms, str], ...] = (
@@ -372,7 +394,7 @@ def _left_out(trial: Trial, limit: float, norms: Norms) -> Iterator[Way]:
     for norms_used, hint in choices:
         multiplier = partial(_multiplier_of_others, pairs, norms_used, limit)
         norm = lambda rank, step, norms_used=norms_used: norms_used[step]  # noqa: E731
-        yield _clipped(replace(cause, hint=hint), multiplier, norm=norm)
+        yield _clipped_variant(replace(cause, hint=hint), multiplier, norm=norm)
 
 
 def _multiplier_of_others(
@@ -385,7 +407,7 @@ def _multiplier_of_others(
 # ---- whose gradient an update is of
 
 
-def by_other_gradients(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[Way]:
+def other_gradient_variants(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[OptimizerVariant]:
     """Yield that each wrong parameter is moved by the gradient of one other parameter of its shape."""
     sources: dict[str, str] = {}
     for fqn in wrong:
@@ -402,27 +424,31 @@ def by_other_gradients(trial: Trial, norms: Norms, wrong: Collection[str]) -> It
     if len(sources) > 1:
         text += f", and {len(sources) - 1} more by others'"
     details = (("parameters", tuple(sources)), ("sources", tuple(sources.values())))
-    yield Way(Cause("another tensor", text, details=details), _moved(trial, sources, norms), 2)
+    yield OptimizerVariant(
+        Cause("another tensor", text, details=details), _optimizer_by_sources(trial, sources, norms), 2
+    )
 
 
 def _is_moved(trial: Trial, fqn: str, source: str, norms: Norms) -> bool:
     """Return whether the check `update` agrees that a parameter is moved by the gradient of `source`."""
-    return update.holds(_only(trial, fqn).assuming(_moved(trial, {fqn: source}, norms)), {**norms})
+    return update.passes(
+        _with_parameter_only(trial, fqn).with_assumption(_optimizer_by_sources(trial, {fqn: source}, norms)), {**norms}
+    )
 
 
-def _moved(trial: Trial, sources: Mapping[str, str], norms: Norms) -> AssumedOptimizer:
+def _optimizer_by_sources(trial: Trial, sources: Mapping[str, str], norms: Norms) -> AssumedOptimizer:
     """Return the optimizer that moves parameters by the gradients of others. sources: parameter -> whose gradient."""
     gradients_by_step = {(rank, step.step): step.gradients for rank, step in trial.own_steps()}
 
-    def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
+    def clip_source_gradient(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
         source_gradient = gradients_by_step[rank, step].get(sources.get(fqn, fqn), gradient)
         source_gradient = source_gradient if source_gradient.shape == gradient.shape else gradient
         return clip_coefficient(norms[step], trial.case.training.max_norm) * source_gradient.astype(np.float64)
 
-    return AssumedOptimizer(given=given)
+    return AssumedOptimizer(given=clip_source_gradient)
 
 
-def _only(trial: Trial, fqn: str) -> Trial:
+def _with_parameter_only(trial: Trial, fqn: str) -> Trial:
     """Return the trial with the evidence of this parameter alone."""
     ranks = {}
     for rank, evidence in trial.ranks.items():

@@ -17,48 +17,58 @@ from functools import partial
 
 import numpy as np
 
-from harness.core.causes.assume import another_reference, clipping_apart, summed, train_apart
-from harness.core.causes.differences import first_wrong_step, seen_gradients, spans, wrong_pairs
+from harness.core.causes.assume import (
+    assume_reference,
+    assume_separate_clipping,
+    assume_separate_replicas,
+    sum_over_replicas,
+)
+from harness.core.causes.differences import (
+    first_wrong_step,
+    observed_gradients,
+    pairs_with_wrong_gradient,
+    step_choices,
+)
 from harness.core.causes.hypothesis import Broken, Hypothesis
-from harness.core.causes.words import Arrays, Pair, from_step, in_order, where_text
+from harness.core.causes.words import Arrays, Pair, from_step_text, sort_fqns, where_text
 from harness.core.evidence.text import number_text, positions_text
-from harness.core.judge.contents import ROUNDED, take
+from harness.core.judge.contents import ROUNDED, view_of_slice
 from harness.core.judge.result import Cause
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate
+from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.slices import Slice
 from harness.reference.distance import best_fit
 
 Apply = Callable[[np.ndarray], np.ndarray]
-CLOSE = 1e-9
+EQUAL_BOUND = 1e-9
 """How far values that are the same may differ in float64, relative to the largest."""
-DIGITS = 30
+LEAST_DIGITS = 30
 """Digits that all entries of a tensor match together: fewer may match by chance."""
-SURE = 1e-6
+ROW_BOUND = 1e-6
 """How close rows must be matched to say in which order they are."""
 
 
 @dataclass(frozen=True)
-class Source:
+class MatchSource:
     """A tensor on record that a wrong one may be equal to."""
 
-    what: str
+    kind: str
     """gradient, or weight: the parameter as the step begins with it."""
     fqn: str
     """Name of the parameter."""
-    part: Slice
+    slice_: Slice
     """Slice of that parameter."""
-    back: int = 0
+    steps_before: int = 0
     """How many steps before the wrong step the tensor was recorded."""
 
 
 @dataclass(frozen=True)
-class Relation:
+class TensorMatch:
     """How a wrong tensor follows from a source or from the right values: changed, times a factor, perhaps added to these."""
 
     change: str = ""
     """transposed, rounded to bfloat16, rows moved by 1, ...; empty if unchanged."""
-    source: Source | None = None
+    source: MatchSource | None = None
     """None: the right values."""
     factor: float = 1.0
     """By what the changed source is multiplied."""
@@ -67,12 +77,12 @@ class Relation:
     apply: Apply = lambda value: value
     """The function that makes the change."""
 
-    def value(self, right: np.ndarray, source: np.ndarray | None) -> np.ndarray:
+    def matched_value(self, right: np.ndarray, source: np.ndarray | None) -> np.ndarray:
         """Return the wrong tensor's values, from the right ones and from the source's."""
         own = self.apply(right if source is None else source)
         return np.asarray((right if self.added else 0) + self.factor * own)
 
-    def words(self, fqn: str, part: Slice) -> str:
+    def match_text(self, fqn: str, part: Slice) -> str:
         """Return in words whose values this slice of a parameter has."""
         if self.factor == 0:
             return "zero"
@@ -84,85 +94,87 @@ class Relation:
         return f"{right}{times}{_source_words(self.source, fqn, part)}{change}"
 
 
-def _source_words(source: Source, fqn: str, part: Slice) -> str:
+def _source_words(source: MatchSource, fqn: str, part: Slice) -> str:
     """Return a source in words, as seen from this slice of a parameter."""
     own = "the same parameter" if source.fqn == fqn else source.fqn
-    if source.fqn == fqn and source.part != part:
+    if source.fqn == fqn and source.slice_ != part:
         own += " as another rank holds it"
-    when = {0: "", 1: " of the step before"}.get(source.back, f" of {source.back} steps before")
-    return f"{'those' if source.what == 'gradient' else f'the {source.what}'} of {own}{when}"
+    when = {0: "", 1: " of the step before"}.get(source.steps_before, f" of {source.steps_before} steps before")
+    return f"{'those' if source.kind == 'gradient' else f'the {source.kind}'} of {own}{when}"
 
 
 # ---- one tensor
 
 
-def relation_of(
-    value: np.ndarray, right: np.ndarray, pool: Iterable[tuple[Source, np.ndarray]], close: float = CLOSE
-) -> Relation | None:
+def find_match(
+    value: np.ndarray, right: np.ndarray, pool: Iterable[tuple[MatchSource, np.ndarray]], close: float = EQUAL_BOUND
+) -> TensorMatch | None:
     """Return how a wrong tensor follows from one on record. None if from none, or from more than one.
 
     pool: other tensors on record.
     """
-    has_few_digits = value.size * -math.log10(min(close, 1)) < DIGITS
-    if has_few_digits or is_count(value) or not np.isfinite(value).all() or alike(value, right, close):
+    has_few_digits = value.size * -math.log10(min(close, 1)) < LEAST_DIGITS
+    if has_few_digits or is_count(value) or not np.isfinite(value).all() or is_close(value, right, close):
         return None
-    for change, apply in changes(value, right, close):
-        return Relation(change, apply=apply)
+    for change, apply in find_transforms(value, right, close):
+        return TensorMatch(change, apply=apply)
     if value.shape != right.shape:
         return None
-    if (factor := _factor(value, right, close)) is not None:
-        return Relation(factor=factor)
+    if (factor := _multiple_of(value, right, close)) is not None:
+        return TensorMatch(factor=factor)
     others = [(source, array) for source, array in pool if array.shape == value.shape and not is_count(array)]
-    others = [(source, array) for source, array in others if not alike(array, right, close)]
-    relations = [relation for source, array in others if (relation := _is_source(value, source, array, close))]
+    others = [(source, array) for source, array in others if not is_close(array, right, close)]
+    relations = [relation for source, array in others if (relation := _match_with_source(value, source, array, close))]
     if not relations:
         difference = value - right
-        scaled = ((source, _factor(difference, array, max(close, 1e-7))) for source, array in others)
+        scaled = ((source, _multiple_of(difference, array, max(close, 1e-7))) for source, array in others)
         relations = [
-            Relation(source=source, factor=factor, added=True) for source, factor in scaled if factor is not None
+            TensorMatch(source=source, factor=factor, added=True) for source, factor in scaled if factor is not None
         ]
     return relations[0] if len(relations) == 1 else None
 
 
-def _is_source(value: np.ndarray, source: Source, array: np.ndarray, close: float) -> Relation | None:
+def _match_with_source(value: np.ndarray, source: MatchSource, array: np.ndarray, close: float) -> TensorMatch | None:
     """Return how a value follows from this source. None if it does not. array: the source's values."""
-    if (factor := _factor(value, array, close)) is not None:
-        return Relation(source=source, factor=factor)
-    return next((Relation(change, source, apply=apply) for change, apply in changes(value, array, close)), None)
+    if (factor := _multiple_of(value, array, close)) is not None:
+        return TensorMatch(source=source, factor=factor)
+    return next(
+        (TensorMatch(change, source, apply=apply) for change, apply in find_transforms(value, array, close)), None
+    )
 
 
-def changes(value: np.ndarray, wanted: np.ndarray, close: float = CLOSE) -> Iterator[tuple[str, Apply]]:
+def find_transforms(value: np.ndarray, wanted: np.ndarray, close: float = EQUAL_BOUND) -> Iterator[tuple[str, Apply]]:
     """Yield the transforms (in words, as a function) that map `wanted` to `value`. None are yielded if both are equal."""
-    if alike(value, wanted, close):
+    if is_close(value, wanted, close):
         return
     for dtype, rounded in ROUNDED.items():
-        if np.array_equal(value, rounded(value)) and alike(value, rounded(wanted), close):
+        if np.array_equal(value, rounded(value)) and is_close(value, rounded(wanted), close):
             yield f"rounded to {dtype}", rounded
-    if value.ndim == 2 and alike(value, wanted.T, close):
+    if value.ndim == 2 and is_close(value, wanted.T, close):
         yield "transposed", lambda array: array.T
     if value.shape == wanted.shape:
         names = ("entries",) if value.ndim == 1 else ("rows", "columns")[: value.ndim]
         for axis, name in enumerate(names):
-            if (order := _order(np.moveaxis(value, axis, 0), np.moveaxis(wanted, axis, 0), close)) is not None:
-                yield _moved(order, name), partial(np.take, indices=order, axis=axis)
+            if (order := _row_order(np.moveaxis(value, axis, 0), np.moveaxis(wanted, axis, 0), close)) is not None:
+                yield _moved_text(order, name), partial(np.take, indices=order, axis=axis)
 
 
-def _order(value: np.ndarray, wanted: np.ndarray, close: float) -> np.ndarray | None:
+def _row_order(value: np.ndarray, wanted: np.ndarray, close: float) -> np.ndarray | None:
     """Return the order in which the rows of `wanted` are those of `value`. None if the rows are not the same."""
     value_rows = value.reshape(len(value), -1).astype(np.float64)
     wanted_rows = wanted.reshape(len(wanted), -1).astype(np.float64)
     shift = int(np.abs(value_rows).max(axis=1).argmax()) - int(np.abs(wanted_rows).max(axis=1).argmax())
-    if alike(value_rows, np.roll(wanted_rows, shift, axis=0), close):
+    if is_close(value_rows, np.roll(wanted_rows, shift, axis=0), close):
         return np.roll(np.arange(len(wanted_rows)), shift)
-    if close > SURE:
+    if close > ROW_BOUND:
         return None
     line = np.sin(np.arange(1.0, 1 + wanted_rows.shape[1]))  # rows in the order of where they lie along any one line
     order = np.empty(len(wanted_rows), int)
     order[np.argsort(value_rows @ line, kind="stable")] = np.argsort(wanted_rows @ line, kind="stable")
-    return order if alike(value_rows, wanted_rows[order], close) else None
+    return order if is_close(value_rows, wanted_rows[order], close) else None
 
 
-def _moved(order: np.ndarray, name: str) -> str:
+def _moved_text(order: np.ndarray, name: str) -> str:
     """Return in words how rows are moved. name: rows, columns or entries."""
     shift = int(-order[0] % len(order))
     is_cyclic = np.array_equal(order, np.roll(np.arange(len(order)), shift))
@@ -179,20 +191,20 @@ def is_count(value: np.ndarray) -> bool:
     return is_constant(value) or bool(np.array_equal(value, np.round(value)))
 
 
-def alike(first: np.ndarray, second: np.ndarray, close: float) -> bool:
+def is_close(first: np.ndarray, second: np.ndarray, close: float) -> bool:
     """Return whether both are the same within the bound, relative to the largest entry of the second."""
     if first.shape != second.shape or not first.size:
         return first.shape == second.shape
     return float(np.max(np.abs(first - second))) <= close * float(np.max(np.abs(second)))
 
 
-def _factor(value: np.ndarray, source: np.ndarray, close: float) -> float | None:
+def _multiple_of(value: np.ndarray, source: np.ndarray, close: float) -> float | None:
     """Return the factor by which `value` is a multiple of `source`. None if it is no multiple.
 
     It is a whole number, or one divided by a whole number, if it is that within the bound.
     """
     factor = best_fit(value, source)
-    if not abs(factor) > 1e-6 or not alike(value, factor * source, close):
+    if not abs(factor) > 1e-6 or not is_close(value, factor * source, close):
         return None
     simple = float(round(factor)) if abs(factor) > 0.9 else 1 / round(1 / factor)
     return simple if math.isclose(factor, simple, rel_tol=close) else factor
@@ -202,24 +214,24 @@ def _factor(value: np.ndarray, source: np.ndarray, close: float) -> float | None
 
 
 @dataclass(frozen=True)
-class Wrong:
+class WrongTensor:
     """A wrong tensor: which rows are wrong, and how these follow from others."""
 
     rows: np.ndarray | slice
     """Wrong rows of the first dim; all of them if one relation holds throughout."""
-    part: Slice
+    slice_: Slice
     """Slice of the parameter that a rank has; all of it if the slices of all ranks together are one tensor changed."""
-    relation: Relation
+    relation: TensorMatch
 
     @property
     def is_scaled(self) -> bool:
         """Return whether all rows are a multiple of the right ones."""
         return isinstance(self.rows, slice) and self.relation.source is None and not self.relation.change
 
-    def words(self, fqn: str) -> str:
+    def wrong_text(self, fqn: str) -> str:
         """Return in words what the gradient of this parameter is."""
-        relation_text = self.relation.words(fqn, self.part)
-        rows = () if isinstance(self.rows, slice) else self.rows + self.part[0][0]
+        relation_text = self.relation.match_text(fqn, self.slice_)
+        rows = () if isinstance(self.rows, slice) else self.rows + self.slice_[0][0]
         if not len(rows):
             return f"gradients are {relation_text}"
         rows_text = positions_text(np.asarray(rows))
@@ -233,29 +245,33 @@ def another_tensor(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     step = first_wrong_step(trial) if "gradients" in broken else None
     if step is None or trial.assumption.references:
         return
-    wrong_tensors: dict[Pair, Wrong] = {}
-    for pair in wrong_pairs(trial, step):
-        if (wrong_tensor := _wrong_slice(trial, pair, step) or _wrong_whole(trial, pair, step)) is None:
+    wrong_tensors: dict[Pair, WrongTensor] = {}
+    for pair in pairs_with_wrong_gradient(trial, step):
+        if (wrong_tensor := _match_slice(trial, pair, step) or _match_whole(trial, pair, step)) is None:
             return
         wrong_tensors[pair] = wrong_tensor
     if not wrong_tensors or all(wrong_tensor.is_scaled for wrong_tensor in wrong_tensors.values()):
         return
     backs = {
-        wrong_tensor.relation.source.back for wrong_tensor in wrong_tensors.values() if wrong_tensor.relation.source
+        wrong_tensor.relation.source.steps_before
+        for wrong_tensor in wrong_tensors.values()
+        if wrong_tensor.relation.source
     }
-    for when, steps, extra_choices in spans(trial, step):
+    for when, steps, extra_choices in step_choices(trial, step):
         if steps == [1] and any(backs):  # zeros of one step alone are nobody's
             continue
-        cause = _cause(trial, wrong_tensors, step, when)
-        yield Hypothesis(cause, partial(_assuming, wrong_tensors=wrong_tensors, steps=steps), 1 + extra_choices)
+        cause = _other_tensor_cause(trial, wrong_tensors, step, when)
+        yield Hypothesis(
+            cause, partial(_assume_substituted, wrong_tensors=wrong_tensors, steps=steps), 1 + extra_choices
+        )
     if any(backs) and step < trial.case.steps[-1]:
-        cause = _cause(trial, wrong_tensors, step, f" {from_step(trial, step)}, and stay so")
+        cause = _other_tensor_cause(trial, wrong_tensors, step, f" {from_step_text(trial, step)}, and stay so")
         cause = replace(cause, details=(*cause.details, ("stay", True)))
         steps = [other for other in trial.case.steps if other >= step]
-        yield Hypothesis(cause, partial(_assuming, wrong_tensors=wrong_tensors, steps=steps, stay=True), 2)
+        yield Hypothesis(cause, partial(_assume_substituted, wrong_tensors=wrong_tensors, steps=steps, stay=True), 2)
 
 
-def _wrong_slice(trial: Trial, pair: Pair, step: int) -> Wrong | None:
+def _match_slice(trial: Trial, pair: Pair, step: int) -> WrongTensor | None:
     """Return what a rank's slice of a gradient is equal to. None if nothing on record."""
     rank, fqn = pair
     if (part := trial.gradient_slice_of(rank, fqn)) is None:
@@ -265,69 +281,69 @@ def _wrong_slice(trial: Trial, pair: Pair, step: int) -> Wrong | None:
         slices = (trial.gradient_slice_of(peer, other) for peer in trial.ranks)
         return {part for part in slices if part is not None}
 
-    return _wrong(trial, fqn, part, seen_gradients(trial, rank, step)[fqn], step, parts)
+    return _match_tensor(trial, fqn, part, observed_gradients(trial, rank, step)[fqn], step, parts)
 
 
-def _wrong_whole(trial: Trial, pair: Pair, step: int) -> Wrong | None:
+def _match_whole(trial: Trial, pair: Pair, step: int) -> WrongTensor | None:
     """Return what the slices of a gradient in the rank's replica are equal to, put together. None if nothing on record.
 
     None also if ranks that hold the same slice have other values of it.
     """
     fqn = pair[1]
-    replica = _replica(trial, pair[0])
-    close = max(CLOSE, trial.bounds.gradient[step])
+    replica = _replica_of(trial, pair[0])
+    close = max(EQUAL_BOUND, trial.bounds.gradient[step])
     whole = np.full(trial.plan.shapes[fqn], np.nan)
-    for rank in (rank for rank in trial.ranks if _replica(trial, rank) == replica):
+    for rank in (rank for rank in trial.ranks if _replica_of(trial, rank) == replica):
         part = trial.gradient_slice_of(rank, fqn)
-        seen = seen_gradients(trial, rank, step).get(fqn)
-        if part is None or seen is None or take(whole, part).shape != seen.shape:
+        seen = observed_gradients(trial, rank, step).get(fqn)
+        if part is None or seen is None or view_of_slice(whole, part).shape != seen.shape:
             continue
-        target = take(whole, part)
-        if not np.isnan(target).all() and not alike(target, seen, close):
+        target = view_of_slice(whole, part)
+        if not np.isnan(target).all() and not is_close(target, seen, close):
             return None
         target[...] = seen
-    return _wrong(trial, fqn, _all_of(trial, fqn), whole, step, lambda other: {_all_of(trial, other)})
+    return _match_tensor(trial, fqn, _whole_slice(trial, fqn), whole, step, lambda other: {_whole_slice(trial, other)})
 
 
-def _replica(trial: Trial, rank: int) -> int:
+def _replica_of(trial: Trial, rank: int) -> int:
     """Return the coordinate of a rank along dp_replicate."""
-    return coordinate(trial.case.dims, rank)["dp_replicate"]
+    return coordinate_of_rank(trial.case.dims, rank)["dp_replicate"]
 
 
-def _all_of(trial: Trial, fqn: str) -> Slice:
+def _whole_slice(trial: Trial, fqn: str) -> Slice:
     """Return the slice that is the whole parameter."""
     return tuple((0, size) for size in trial.plan.shapes[fqn])
 
 
-def _wrong(
+def _match_tensor(
     trial: Trial, fqn: str, part: Slice, seen: np.ndarray, step: int, parts: Callable[[str], set[Slice]]
-) -> Wrong | None:
+) -> WrongTensor | None:
     """Return what all rows are equal to, else what the wrong rows are equal to. None if nothing on record.
 
     parts: parameter -> the slices of it on record.
     """
-    right = take(trial.reference.steps[step - 1].gradients[fqn], part)
+    right = view_of_slice(trial.reference.steps[step - 1].gradients[fqn], part)
     if right.shape != seen.shape or not seen.size or not np.isfinite(seen).all():
         return None
     if step == 1 and not seen.any() and right.any():  # there is no step before, whose it may be
-        return Wrong(slice(None), part, Relation(source=Source("gradient", fqn, part, 1)))
-    close = max(CLOSE, trial.bounds.gradient[step])
+        return WrongTensor(slice(None), part, TensorMatch(source=MatchSource("gradient", fqn, part, 1)))
+    close = max(EQUAL_BOUND, trial.bounds.gradient[step])
     is_wrong = np.abs(seen - right).reshape(len(seen), -1).max(axis=1) > close * np.max(np.abs(right))
     row_choices: list[np.ndarray | slice] = [slice(None)]
     if not is_wrong.all() and seen.ndim >= 2:
         row_choices.append(np.flatnonzero(is_wrong))
     for rows in row_choices:
-        pool = ((source, array[rows]) for source, array in _sources(trial, fqn, part, step, parts))
-        if (relation := relation_of(seen[rows], right[rows], pool, close)) is not None:
-            return Wrong(rows, part, relation)
+        pool = ((source, array[rows]) for source, array in _possible_sources(trial, fqn, part, step, parts))
+        if (relation := find_match(seen[rows], right[rows], pool, close)) is not None:
+            return WrongTensor(rows, part, relation)
         if isinstance(rows, np.ndarray) and not seen[rows].any():
-            return Wrong(rows, part, Relation(factor=0.0))
+            return WrongTensor(rows, part, TensorMatch(factor=0.0))
     return None
 
 
-def _sources(
+def _possible_sources(
     trial: Trial, fqn: str, own: Slice, step: int, parts: Callable[[str], set[Slice]]
-) -> Iterator[tuple[Source, np.ndarray]]:
+) -> Iterator[tuple[MatchSource, np.ndarray]]:
     """Yield (source, right values) of other tensors of this shape: each slice once, of this step and of earlier ones."""
     for other in trial.plan.shapes:
         for part in sorted(parts(other)):
@@ -335,66 +351,75 @@ def _sources(
                 continue
             is_own = (other, part) == (fqn, own)
             for back in range(is_own, step):
-                yield Source("gradient", other, part, back), _value(trial, "gradient", other, part, step - back)
+                yield (
+                    MatchSource("gradient", other, part, back),
+                    _recorded_value(trial, "gradient", other, part, step - back),
+                )
             if is_own:
-                yield Source("weight", fqn, part), _value(trial, "weight", fqn, part, step)
+                yield MatchSource("weight", fqn, part), _recorded_value(trial, "weight", fqn, part, step)
 
 
-def _value(trial: Trial, kind: str, fqn: str, part: Slice, step: int) -> np.ndarray:
+def _recorded_value(trial: Trial, kind: str, fqn: str, part: Slice, step: int) -> np.ndarray:
     """Return the right values of a slice: the gradient of a step, or the weights with which the step begins."""
     steps = trial.reference.steps
     if kind == "gradient":
-        return take(steps[step - 1].gradients[fqn], part)
-    return take((steps[step - 2].parameters if step > 1 else trial.reference.weights)[fqn], part)
+        return view_of_slice(steps[step - 1].gradients[fqn], part)
+    return view_of_slice((steps[step - 2].parameters if step > 1 else trial.reference.weights)[fqn], part)
 
 
-def _cause(trial: Trial, wrong_tensors: Mapping[Pair, Wrong], step: int, when: str) -> Cause:
+def _other_tensor_cause(trial: Trial, wrong_tensors: Mapping[Pair, WrongTensor], step: int, when: str) -> Cause:
     """Return the cause of the gradients that have the same words; its hint has the first that have other words."""
     pairs_by_text: dict[str, list[Pair]] = {}
     for pair, wrong_tensor in sorted(wrong_tensors.items(), key=lambda item: item[1].is_scaled):
-        pairs_by_text.setdefault(wrong_tensor.words(pair[1]), []).append(pair)
+        pairs_by_text.setdefault(wrong_tensor.wrong_text(pair[1]), []).append(pair)
     (text, pairs), *others = pairs_by_text.items()
     hint = f"besides, {others[0][0]} {where_text(trial, others[0][1])}" if others else ""
     relation = wrong_tensors[pairs[0]].relation
-    part = wrong_tensors[pairs[0]].part
-    source = relation.source or Source("gradient", pairs[0][1], part)
+    part = wrong_tensors[pairs[0]].slice_
+    source = relation.source or MatchSource("gradient", pairs[0][1], part)
     details = (
-        *(("source", source.fqn), ("of", source.what), ("back", source.back), ("change", relation.change)),
+        *(("source", source.fqn), ("of", source.kind), ("back", source.steps_before), ("change", relation.change)),
         *(("factor", float(f"{relation.factor:.9g}")), ("added", relation.added), ("step", step)),
-        ("another rank's", source.fqn == pairs[0][1] and source.part != part),
-        ("parameters", tuple(in_order(trial, (fqn for _, fqn in pairs)))),
+        ("another rank's", source.fqn == pairs[0][1] and source.slice_ != part),
+        ("parameters", tuple(sort_fqns(trial, (fqn for _, fqn in pairs)))),
         ("ranks", tuple(sorted({rank for rank, _ in pairs}))),
     )
     return Cause("another tensor", f"{text}{when}", where_text(trial, pairs), hint=hint, details=details)
 
 
-def _assuming(trial: Trial, wrong_tensors: Mapping[Pair, Wrong], steps: Sequence[int], stay: bool = False) -> Trial:
+def _assume_substituted(
+    trial: Trial, wrong_tensors: Mapping[Pair, WrongTensor], steps: Sequence[int], stay: bool = False
+) -> Trial:
     """Assume that these gradients were wrong in these steps. stay: with the values of the first of them.
 
     Replicas that differ train separately, each with its own norm for clipping.
     """
     if not _replicas_differ(trial, wrong_tensors):
-        substituted = _Substituted(trial, wrong_tensors, steps, stay)
-        return another_reference(trial, gradients=substituted.gradients, left=substituted.left)
-    replicas = {rank: _replica(trial, rank) for rank in trial.ranks}
+        substituted = _GradientSubstitution(trial, wrong_tensors, steps, stay)
+        return assume_reference(trial, gradients=substituted.gradients, left=substituted.keep_weights)
+    replicas = {rank: _replica_of(trial, rank) for rank in trial.ranks}
     copies = []
     for replica in range(trial.case.dims.dp_replicate):
         wrong_of_replica = {pair: wrong for pair, wrong in wrong_tensors.items() if replicas[pair[0]] == replica}
-        copies.append(_Substituted(trial, wrong_of_replica, steps, stay))
+        copies.append(_GradientSubstitution(trial, wrong_of_replica, steps, stay))
 
     def reduce(step: int, gradients: list[Arrays]) -> list[Arrays]:
-        return [copy.gradients(step, own) for copy, own in zip(copies, summed(gradients), strict=True)]
+        return [copy.gradients(step, own) for copy, own in zip(copies, sum_over_replicas(gradients), strict=True)]
 
-    return clipping_apart(train_apart(trial, "dp_replicate", reduce, [{"left": copy.left} for copy in copies]))
+    return assume_separate_clipping(
+        assume_separate_replicas(trial, "dp_replicate", reduce, [{"left": copy.keep_weights} for copy in copies])
+    )
 
 
-class _Substituted:
+class _GradientSubstitution:
     """A run in which some gradients are substituted in some steps."""
 
-    def __init__(self, trial: Trial, wrong_tensors: Mapping[Pair, Wrong], steps: Sequence[int], stay: bool) -> None:
-        self.found = wrong_tensors
+    def __init__(
+        self, trial: Trial, wrong_tensors: Mapping[Pair, WrongTensor], steps: Sequence[int], stay: bool
+    ) -> None:
+        self.wrong_tensors = wrong_tensors
         self.steps = steps
-        self.stay = stay
+        self.stays = stay
         self.computed: dict[int, Arrays] = {}
         self.weights: Arrays = dict(trial.reference.weights)
 
@@ -404,33 +429,40 @@ class _Substituted:
         if step not in self.steps:
             return own
         changed = {fqn: value.copy() for fqn, value in own.items()}
-        for (_, fqn), wrong_tensor in self.found.items():
-            right = take(own[fqn], wrong_tensor.part)[wrong_tensor.rows]
+        for (_, fqn), wrong_tensor in self.wrong_tensors.items():
+            right = view_of_slice(own[fqn], wrong_tensor.slice_)[wrong_tensor.rows]
             source = wrong_tensor.relation.source
             if source is None:
-                take(changed[fqn], wrong_tensor.part)[wrong_tensor.rows] = wrong_tensor.relation.value(right, None)
+                view_of_slice(changed[fqn], wrong_tensor.slice_)[wrong_tensor.rows] = (
+                    wrong_tensor.relation.matched_value(right, None)
+                )
             else:
-                kept = self.weights if source.what == "weight" else self._computed(step, source.back)
-                source_values = take(kept[source.fqn], source.part)[wrong_tensor.rows] if kept else np.zeros_like(right)
-                take(changed[fqn], wrong_tensor.part)[wrong_tensor.rows] = wrong_tensor.relation.value(
-                    right, source_values
+                kept = self.weights if source.kind == "weight" else self._earlier_gradients(step, source.steps_before)
+                source_values = (
+                    view_of_slice(kept[source.fqn], source.slice_)[wrong_tensor.rows] if kept else np.zeros_like(right)
+                )
+                view_of_slice(changed[fqn], wrong_tensor.slice_)[wrong_tensor.rows] = (
+                    wrong_tensor.relation.matched_value(right, source_values)
                 )
         return changed
 
-    def _computed(self, step: int, back: int) -> Arrays | None:
+    def _earlier_gradients(self, step: int, back: int) -> Arrays | None:
         """Return the gradients of `back` steps before this step, or before the first wrong step if they stay. None if none."""
-        last = self.steps[0] if self.stay and back else step
+        last = self.steps[0] if self.stays and back else step
         return self.computed.get(last - back)
 
-    def left(self, step: int, parameters: Arrays) -> Arrays:
+    def keep_weights(self, step: int, parameters: Arrays) -> Arrays:
         """Return the weights unchanged, and keep them for the next step."""
         self.weights = parameters
         return parameters
 
 
-def _replicas_differ(trial: Trial, wrong_tensors: Mapping[Pair, Wrong]) -> bool:
-    """Return whether a rank of another replica has other values of a wrong tensor, or the right ones."""
-    words = {pair: wrong_tensor.words(pair[1]) for pair, wrong_tensor in wrong_tensors.items()}
+def _replicas_differ(trial: Trial, wrong_tensors: Mapping[Pair, WrongTensor]) -> bool:
+    """Return whether any wrong tensor is described otherwise on a dp_replicate peer, or is not wrong there.
+
+    Descriptions in words are compared, no values. wrong_tensors: by rank and fqn.
+    """
+    words = {pair: wrong_tensor.wrong_text(pair[1]) for pair, wrong_tensor in wrong_tensors.items()}
     for rank, fqn in wrong_tensors:
         peers = trial.plan.peers(rank, "dp_replicate")
         if any(words.get((peer, fqn)) != words[rank, fqn] for peer in peers):

@@ -20,9 +20,9 @@ RING = Ring(
         "nightly": "run the matrix, say what changed since earlier nights, and find the commits",
     },
     options={"matrix": "harness.nights.cli.changed_options:add"},
-    run_options=("harness.nights.cli.work.changed_options:map_of",),
-    selections=("harness.nights.cli.work.changed_options:changed",),
-    machines=("harness.nights.cli.work.changed_options:ray_cluster",),
+    run_options=("harness.nights.cli.work.changed_options:map_option",),
+    selections=("harness.nights.cli.work.changed_options:select_changed",),
+    machines=("harness.nights.cli.work.changed_options:cluster_of_options",),
     rank_wrappers={"record_functions_of": "harness.nights.affected.in_rank:recording_functions"},
     judged=("harness.nights.mapping:keep_map",),
 )

@@ -9,14 +9,17 @@ from enum import StrEnum
 from harness.core.evidence.text import bytes_text
 from harness.core.judge.measures import BLOCKED, MOVED, PARAMETERS, PEAK, SECONDS
 from harness.core.judge.result import Verdict
-from harness.core.report.outcome import GREEN, Outcome
+from harness.core.report.outcome import GREEN_VERDICTS, Outcome
 from harness.nights.history import Night
 
-SLOWER = 1.1
-"""Seconds are reported from this factor on, of the largest value in the last NIGHTS nights before: they vary by themselves."""
-LARGER_PEAK = 1.02
+SLOWER_FACTOR = 1.1
+"""Seconds are reported from this factor on, of the largest value in the last COMPARED_NIGHTS nights before.
+
+They vary by themselves.
+"""
+LARGER_PEAK_FACTOR = 1.02
 """The same factor for an allocator's peak, which varies too. Bytes held and moved do not vary: one more byte is reported."""
-NIGHTS = 5
+COMPARED_NIGHTS = 5
 """How many earlier nights a measure is compared with."""
 
 
@@ -43,7 +46,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class More:
+class MeasureChange:
     """A measure of a case that grew, or that shrank."""
 
     case: str
@@ -72,21 +75,21 @@ class Curve:
     """A value for each night; None where the case was not green, another one, or on another kind of GPU."""
 
     @property
-    def known(self) -> tuple[float, ...]:
+    def known_values(self) -> tuple[float, ...]:
         """Return the values of the nights that have one."""
         return tuple(value for value in self.values if value is not None)
 
 
-def changes(nights: Sequence[Night]) -> list[Change]:
+def find_changes(nights: Sequence[Night]) -> list[Change]:
     """Return the change of every case of the last two nights, then the flaky cases of all nights."""
     tables = [night.outcomes for night in nights]
     found_changes: list[Change] = []
     for name in _case_names(reversed(tables[-2:])):
-        change = _change(name, nights, tables)
+        change = _find_change(name, nights, tables)
         if change:
             found_changes.append(change)
     for name in _case_names(tables):
-        flaky = _flaky(name, nights, tables)
+        flaky = _find_flaky(name, nights, tables)
         if flaky:
             found_changes.append(flaky)
     return found_changes
@@ -100,21 +103,27 @@ def _case_names(tables: Iterable[dict[str, Outcome]]) -> list[str]:
     return list(names)
 
 
-def state(outcome: Outcome | None) -> str:
+def case_state(outcome: Outcome | None) -> str:
     """Return "good", broken or not judged. A skipped case was not judged."""
     if outcome is None:
         return State.UNJUDGED
-    return "good" if outcome.verdict in GREEN else State.BROKEN if outcome.verdict == Verdict.FAIL else State.UNJUDGED
+    return (
+        "good"
+        if outcome.verdict in GREEN_VERDICTS
+        else State.BROKEN
+        if outcome.verdict == Verdict.FAIL
+        else State.UNJUDGED
+    )
 
 
-def _change(name: str, nights: Sequence[Night], tables: Sequence[dict[str, Outcome]]) -> Change | None:
+def _find_change(name: str, nights: Sequence[Night], tables: Sequence[dict[str, Outcome]]) -> Change | None:
     """Return how the case differs from the last night in which its state was another one.
 
     None for a case that is good and was good, and for one that was skipped in all nights.
     """
     nights_with_case = [index for index, table in enumerate(tables) if name in table]
     last = len(nights) - 1
-    states = {index: state(tables[index].get(name)) for index in (*nights_with_case, last)}
+    states = {index: case_state(tables[index].get(name)) for index in (*nights_with_case, last)}
     indices = sorted(states)
     last_other = next((i for i in reversed(indices) if states[i] != states[last]), None)
     first_same = next(index for index in indices if last_other is None or index > last_other)
@@ -130,7 +139,7 @@ def _change(name: str, nights: Sequence[Night], tables: Sequence[dict[str, Outco
     return Change(name, State(states[last]), text, nights[first_same], night_before, first_same == last, rerun_command)
 
 
-def _flaky(name: str, nights: Sequence[Night], tables: Sequence[dict[str, Outcome]]) -> Change | None:
+def _find_flaky(name: str, nights: Sequence[Night], tables: Sequence[dict[str, Outcome]]) -> Change | None:
     """Return the change of a case that was good in one night and broken in another. None if there is none.
 
     Sources, torch, GPU and request are the same in both nights.
@@ -138,10 +147,10 @@ def _flaky(name: str, nights: Sequence[Night], tables: Sequence[dict[str, Outcom
     good_nights: dict[tuple[str, ...], Night] = {}
     broken_nights: dict[tuple[str, ...], tuple[Night, Outcome]] = {}
     for night, table in zip(nights, tables, strict=True):
-        if name in table and (sources := night.sources_of(name)) is not None:
-            if state(table[name]) == "good":
+        if name in table and (sources := night.conditions_of(name)) is not None:
+            if case_state(table[name]) == "good":
                 good_nights[sources] = night
-            elif state(table[name]) == State.BROKEN:
+            elif case_state(table[name]) == State.BROKEN:
                 broken_nights[sources] = night, table[name]
     for sources, (night, outcome) in broken_nights.items():
         if sources in good_nights:
@@ -151,15 +160,18 @@ def _flaky(name: str, nights: Sequence[Night], tables: Sequence[dict[str, Outcom
     return None
 
 
-def differs(earlier: Night, later: Night) -> dict[str, tuple[str, str]]:
+def night_differences(earlier: Night, later: Night) -> dict[str, tuple[str, str]]:
     """Return what the nights differ in, by name, as pairs of the earlier and the later value. Only what is recorded counts."""
-    pairs = {key: (earlier.of(key) or "unknown", later.of(key) or "unknown") for key in ("commit", "torch", "sources")}
+    pairs = {
+        key: (earlier.recorded_value(key) or "unknown", later.recorded_value(key) or "unknown")
+        for key in ("commit", "torch", "sources")
+    }
     pairs["trainer"] = (earlier.runs[0].trainer, later.runs[0].trainer)
     pairs["harness"] = pairs.pop("sources")
     return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
 
 
-def differs_text(pairs: Mapping[str, tuple[str, str]]) -> str:
+def differences_text(pairs: Mapping[str, tuple[str, str]]) -> str:
     """Return the differences as one line of text."""
     return "; ".join(f"{name} {was}, now {now}" for name, (was, now) in pairs.items()) or "nothing that is recorded"
 
@@ -167,62 +179,68 @@ def differs_text(pairs: Mapping[str, tuple[str, str]]) -> str:
 # ---- what grew and what shrank
 
 
-def grown(nights: Sequence[Night]) -> list[More]:
+def find_grown_measures(nights: Sequence[Night]) -> list[MeasureChange]:
     """Return the measures that grew in the last night.
 
     Compared are cases that were green then and before, requested alike, on the same kind of GPU.
     """
-    return _changed(nights, 1)
+    return _measure_changes(nights, 1)
 
 
-def shrunk(nights: Sequence[Night]) -> list[More]:
+def find_shrunk_measures(nights: Sequence[Night]) -> list[MeasureChange]:
     """Return the measures that shrank in the last night, of the same cases as those that grew."""
-    return _changed(nights, -1)
+    return _measure_changes(nights, -1)
 
 
-def _changed(nights: Sequence[Night], sign: int) -> list[More]:
+def _measure_changes(nights: Sequence[Night], sign: int) -> list[MeasureChange]:
     """Return the measures that grew (sign 1) or shrank (sign -1) in the last night."""
     last = nights[-1]
-    measure_changes: list[More] = []
+    measure_changes: list[MeasureChange] = []
     for name, outcome in last.outcomes.items():
-        if outcome.verdict in GREEN:
-            earlier = [night.outcomes[name] for night in nights[:-1] if _comparable(name, night, last)][-NIGHTS:]
+        if outcome.verdict in GREEN_VERDICTS:
+            earlier = [night.outcomes[name] for night in nights[:-1] if _is_comparable(name, night, last)][
+                -COMPARED_NIGHTS:
+            ]
             measure_changes += [
                 measure_change
                 for measure in outcome.measures
-                if (measure_change := _more(outcome, measure, earlier, sign))
+                if (measure_change := _measure_change(outcome, measure, earlier, sign))
             ]
     return measure_changes
 
 
-def _comparable(name: str, night: Night, last: Night) -> bool:
+def _is_comparable(name: str, night: Night, last: Night) -> bool:
     """Return whether the case was green in that night, requested as in the last one, on the same kind of GPU."""
     outcome = night.outcomes.get(name)
-    is_green_on_same_gpu = outcome is not None and outcome.verdict in GREEN and outcome.gpu == last.outcomes[name].gpu
-    return is_green_on_same_gpu and night.requested(name) == last.requested(name)
+    is_green_on_same_gpu = (
+        outcome is not None and outcome.verdict in GREEN_VERDICTS and outcome.gpu == last.outcomes[name].gpu
+    )
+    return is_green_on_same_gpu and night.request_digest(name) == last.request_digest(name)
 
 
-def _more(outcome: Outcome, measure: str, earlier: Sequence[Outcome], sign: int) -> More | None:
-    """Return the change of a measure, None if it is below the threshold. sign: 1 for what grew, -1 for what shrank.
+def _measure_change(outcome: Outcome, measure: str, earlier: Sequence[Outcome], sign: int) -> MeasureChange | None:
+    """Return the change of a measure from earlier nights, None if it is not beyond the threshold.
 
-    Seconds count on GPUs alone, and against several nights.
+    sign: 1 for what grew, -1 for what shrank. It is compared with the last night that has it; seconds and peak with the
+    largest or smallest. None if no earlier night has it, and for measures whose change another one shows. Seconds count on
+    GPUs alone, and against three nights or more.
     """
     earlier_values = [
         earlier_outcome.measures[measure] for earlier_outcome in earlier if measure in earlier_outcome.measures
     ]
     if not earlier_values or (measure == SECONDS and (not outcome.gpu or len(earlier_values) < 3)):
         return None
-    if measure == PARAMETERS or measure.startswith(BLOCKED) or _in_sum(outcome, measure, earlier):
+    if measure == PARAMETERS or measure.startswith(BLOCKED) or _is_part_of_changed_sum(outcome, measure, earlier):
         return None
     varies_by_itself = measure in (SECONDS, PEAK)
     baseline = earlier_values[-1] if not varies_by_itself else max(earlier_values) if sign > 0 else min(earlier_values)
-    factor = {SECONDS: SLOWER, PEAK: LARGER_PEAK}.get(measure, 1.0)
+    factor = {SECONDS: SLOWER_FACTOR, PEAK: LARGER_PEAK_FACTOR}.get(measure, 1.0)
     measured = outcome.measures[measure]
     is_changed = measured > baseline * factor if sign > 0 else measured * factor < baseline
-    return More(outcome.case, measure, baseline, measured) if is_changed else None
+    return MeasureChange(outcome.case, measure, baseline, measured) if is_changed else None
 
 
-def _in_sum(outcome: Outcome, measure: str, earlier: Sequence[Outcome]) -> bool:
+def _is_part_of_changed_sum(outcome: Outcome, measure: str, earlier: Sequence[Outcome]) -> bool:
     """Return whether the measure is bytes over one axis, and the sum over all axes has changed and shows it."""
     sum_before = next(
         (earlier_outcome.measures[MOVED] for earlier_outcome in reversed(earlier) if MOVED in earlier_outcome.measures),
@@ -231,25 +249,25 @@ def _in_sum(outcome: Outcome, measure: str, earlier: Sequence[Outcome]) -> bool:
     return measure.startswith(MOVED) and measure != MOVED and outcome.measures.get(MOVED) != sum_before
 
 
-def curves(nights: Sequence[Night]) -> list[Curve]:
+def changing_curves(nights: Sequence[Night]) -> list[Curve]:
     """Return every measure that two nights or more have and that is not always the same. The last night's largest change comes
     first."""
     last = nights[-1]
     all_curves: list[Curve] = []
     for name, outcome in last.outcomes.items():
-        if outcome.verdict not in GREEN:
+        if outcome.verdict not in GREEN_VERDICTS:
             continue
         measures_by_night = [
-            night.outcomes[name].measures if _comparable(name, night, last) else {} for night in nights
+            night.outcomes[name].measures if _is_comparable(name, night, last) else {} for night in nights
         ]
         for measure in outcome.measures:
             values = tuple(measures.get(measure) for measures in measures_by_night)
             all_curves.append(Curve(name, measure, values))
-    changing = (curve for curve in all_curves if len(set(curve.known)) > 1)
-    return sorted(changing, key=lambda curve: -_relative(curve.known[-2:]))
+    changing = (curve for curve in all_curves if len(set(curve.known_values)) > 1)
+    return sorted(changing, key=lambda curve: -_relative_change(curve.known_values[-2:]))
 
 
-def _relative(pair: Sequence[float]) -> float:
+def _relative_change(pair: Sequence[float]) -> float:
     """Return the change between two values, relative to the larger one."""
     before, after = pair
     return abs(after - before) / max(abs(before), abs(after), 1e-9)

@@ -10,69 +10,73 @@ from harness.core.evidence.store import EvidenceError, load_run
 from harness.core.judge.measures import HELD, MOVED, PEAK, SECONDS
 from harness.core.report.outcome import Outcome
 from harness.core.run.verdicts import RecordedRun
-from harness.nights.merged import merged
-from harness.nights.page import places_of
+from harness.nights.merged import merge_outcomes
+from harness.nights.page import evidence_folder_by_case
 from harness.nights.pages.compared_runs import ComparedCase
-from harness.recording.judged.figures import Figures, figures, of_measures, shifts
+from harness.recording.judged.figures import Figures, figures, figures_of_measures, shifts
 from harness.recording.judged.run_as_recording import as_recording
 from harness.recording.judged.structure import differences, structure
 
 T = TypeVar("T")
 Pair = tuple[T, T]
-OF_A_RUN = ("trainer", "torch", "commit", "device", "launcher", "machine")
-NOT_THERE = Outcome("", "none")
+COMPARED_KEYS = ("trainer", "torch", "commit", "device", "launcher", "machine")
+NO_OUTCOME = Outcome("", "none")
 
 
-def of_runs(first: RecordedRun, second: RecordedRun) -> list[tuple[str, str, str]]:
+def differences_of_runs(first: RecordedRun, second: RecordedRun) -> list[tuple[str, str, str]]:
     """Return what the runs differ in: (name, value of the first, value of the second)."""
     texts = [
-        (name, str(first.begins.get(name) or "unknown"), str(second.begins.get(name) or "unknown")) for name in OF_A_RUN
+        (name, str(first.begins.get(name) or "unknown"), str(second.begins.get(name) or "unknown"))
+        for name in COMPARED_KEYS
     ]
     return [difference for difference in texts if difference[1] != difference[2]]
 
 
-def compared_cases(first_run: RecordedRun, second_run: RecordedRun) -> list[ComparedCase]:
+def compare_cases(first_run: RecordedRun, second_run: RecordedRun) -> list[ComparedCase]:
     """Return every case that either run has, but those that both skipped."""
     first_outcomes = _outcomes_by_case(first_run)
     second_outcomes = _outcomes_by_case(second_run)
-    first_folders = places_of([first_run])
-    second_folders = places_of([second_run])
+    first_folders = evidence_folder_by_case([first_run])
+    second_folders = evidence_folder_by_case([second_run])
     compared = []
     for name in dict.fromkeys([*first_outcomes, *second_outcomes]):
-        first = first_outcomes.get(name, NOT_THERE)
-        second = second_outcomes.get(name, NOT_THERE)
+        first = first_outcomes.get(name, NO_OUTCOME)
+        second = second_outcomes.get(name, NO_OUTCOME)
         if not (first.skipped and second.skipped):
-            compared.append(_case(name, (first, second), (first_folders.get(name), second_folders.get(name))))
+            compared.append(_compare_case(name, (first, second), (first_folders.get(name), second_folders.get(name))))
     return compared
 
 
 def _outcomes_by_case(run: RecordedRun) -> dict[str, Outcome]:
-    return {outcome.case: outcome for outcome in merged([run])}
+    return {outcome.case: outcome for outcome in merge_outcomes([run])}
 
 
-def _case(name: str, pair: Pair[Outcome], places: Pair[Path | None]) -> ComparedCase:
+def _compare_case(name: str, pair: Pair[Outcome], places: Pair[Path | None]) -> ComparedCase:
     """Compare a case by its verdicts and structure. Only sums of bytes are compared if the evidence cannot be read."""
     first, second = pair
-    costs = (_costs(first), _costs(second))
+    costs = (_costs_of(first), _costs_of(second))
     if not (first.checks and second.checks):  # one of them did not run
-        return ComparedCase(name, tuple(differences(_verdict(first), _verdict(second))), costs)
+        return ComparedCase(name, tuple(differences(_verdict_data(first), _verdict_data(second))), costs)
     structures: Sequence[Mapping[str, Any]]
     figures_of_both: Sequence[Figures]
     problem = ""
     try:
-        structures, figures_of_both = zip(*map(structure_of, places), strict=True)
+        structures, figures_of_both = zip(*map(structure_and_figures, places), strict=True)
     except EvidenceError as error:
         problem = str(error)
-        structures = (_sums(first), _sums(second))
-        figures_of_both = (of_measures(first.measures), of_measures(second.measures))
+        structures = (_byte_sums(first), _byte_sums(second))
+        figures_of_both = (figures_of_measures(first.measures), figures_of_measures(second.measures))
     facts = [
-        {**_verdict(outcome), **found_structure} for outcome, found_structure in zip(pair, structures, strict=True)
+        {**_verdict_data(outcome), **found_structure} for outcome, found_structure in zip(pair, structures, strict=True)
     ]
     return ComparedCase(name, tuple(differences(*facts)), costs, tuple(shifts(*figures_of_both)), problem)
 
 
-def structure_of(folder: Path | None) -> tuple[Mapping[str, Any], Figures]:
-    """Return the structure and the figures of the launch that was judged. Raises EvidenceError."""
+def structure_and_figures(folder: Path | None) -> tuple[Mapping[str, Any], Figures]:
+    """Return the structure and the figures of the launch that was judged. folder: of the case's evidence.
+
+    Raises EvidenceError if it is None, has no case.json, or no rank left evidence.
+    """
     if folder is None or not (folder / "case.json").exists():
         raise EvidenceError("the evidence is not beside its verdict")
     recording = as_recording(load_run(folder / "run"))
@@ -81,19 +85,19 @@ def structure_of(folder: Path | None) -> tuple[Mapping[str, Any], Figures]:
     return structure(recording), figures(recording)
 
 
-def _verdict(outcome: Outcome) -> dict[str, Any]:
+def _verdict_data(outcome: Outcome) -> dict[str, Any]:
     """Return the verdict with its cause, and the verdict of each check."""
     reason = outcome.cause or outcome.reason
     return {"verdict": f"{outcome.verdict}: {reason}" if reason else outcome.verdict, "checks": dict(outcome.checks)}
 
 
-def _sums(outcome: Outcome) -> dict[str, Any]:
+def _byte_sums(outcome: Outcome) -> dict[str, Any]:
     """Return the sums of bytes that ranks held and moved."""
     byte_sums = {name: int(value) for name, value in outcome.measures.items() if name == HELD or name.startswith(MOVED)}
     return {"sums": byte_sums}
 
 
-def _costs(outcome: Outcome) -> dict[str, float]:
+def _costs_of(outcome: Outcome) -> dict[str, float]:
     """Return the step time in seconds and the peak memory in bytes, as far as they were measured."""
     names = {"step time": SECONDS, "peak memory": PEAK}
     return {word: outcome.measures[name] for word, name in names.items() if name in outcome.measures}

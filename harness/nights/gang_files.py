@@ -23,14 +23,14 @@ from typing import Protocol
 from harness.core.launch import LaunchError
 from harness.core.launch.job import SUFFIXES
 
-POLL = 0.2  # seconds
-EXITS = "exits"
+POLL_SECONDS = 0.2  # seconds
+EXITS_FOLDER = "exits"
 NOTHING = "{}"  # run.json of a launch that is gone
-Files = dict[str, bytes]  # by name in the launch's folder; compressed, as an in-flight record is mostly zeros
+CompressedFiles = dict[str, bytes]  # by name in the launch's folder; compressed, as an in-flight record is mostly zeros
 
 
 @dataclass(frozen=True)
-class Begun:
+class BegunLaunch:
     """A launch of the first node."""
 
     out: str  # the folder there in which all lies that the job names
@@ -39,12 +39,12 @@ class Begun:
     weights: bytes  # compressed
 
 
-class First(Protocol):
+class FirstNodeProtocol(Protocol):
     """The calls of the other nodes to the first one."""
 
-    def begun(self) -> Begun | None: ...
+    def begun(self) -> BegunLaunch | None: ...
 
-    def take(self, files: Files) -> str | None: ...
+    def take(self, files: CompressedFiles) -> str | None: ...
 
 
 class FirstNode:
@@ -58,17 +58,17 @@ class FirstNode:
         self.folder = folder
         self.launch = launch
 
-    def begun(self) -> Begun | None:
+    def begun(self) -> BegunLaunch | None:
         """Return the launch. None until it has begun: a job of an earlier launch in this folder is another one."""
         with contextlib.suppress(FileNotFoundError):
             text = (self.folder / "job.json").read_text(encoding="utf-8")
             job = json.loads(text)
             if self.launch in job["torchrun_args"]:
                 weights = zlib.compress(Path(job["options"]["weights"]).read_bytes(), 1)
-                return Begun(str(self.out), str(self.folder.relative_to(self.out)), text, weights)
+                return BegunLaunch(str(self.out), str(self.folder.relative_to(self.out)), text, weights)
         return None
 
-    def take(self, files: Files) -> str | None:
+    def take(self, files: CompressedFiles) -> str | None:
         """Write the files of another node's ranks. Return the launch's run.json, that of nothing where all of it is gone.
 
         None while it runs.
@@ -76,15 +76,15 @@ class FirstNode:
         with contextlib.suppress(FileNotFoundError):
             if self.launch not in (self.folder / "job.json").read_text(encoding="utf-8"):
                 return NOTHING
-            for name in sorted(files, key=lambda name: name.startswith(EXITS)):
+            for name in sorted(files, key=lambda name: name.startswith(EXITS_FOLDER)):
                 (self.folder / name).parent.mkdir(exist_ok=True)
-                write(self.folder / name, zlib.decompress(files[name]))
+                write_atomically(self.folder / name, zlib.decompress(files[name]))
             end = self.folder / "run.json"
             return end.read_text(encoding="utf-8") if end.exists() else None
         return NOTHING
 
 
-def write(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Write a file completely or not at all, and not into a folder that is gone.
 
     Nothing here need outlive the machine.
@@ -95,22 +95,22 @@ def write(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def joined(first: First, node_folder: Path, seconds: float) -> Iterator[Path]:
+def join_launch(first: FirstNodeProtocol, node_folder: Path, seconds: float) -> Iterator[Path]:
     """Yield the launch's folder on another node, which lies in `node_folder`.
 
     Until the block ends, the first node gets the files of its ranks. LaunchError if the launch does not begin in time.
     What the first node's end of a connection raises is raised here.
     """
-    folder = begin(wait_for(first, seconds), node_folder)
+    folder = write_job(wait_for_launch(first, seconds), node_folder)
     ranks_ended = threading.Event()
     errors: list[BaseException] = []
 
     def send() -> None:
         try:
-            send_all(first, folder, ranks_ended)
+            send_until_end(first, folder, ranks_ended)
         except BaseException as error:
             errors.append(error)
-            write(folder / "run.json", NOTHING.encode())  # the first node is gone: ranks here need not go on
+            write_atomically(folder / "run.json", NOTHING.encode())  # the first node is gone: ranks here need not go on
 
     sender = threading.Thread(target=send, daemon=True)
     sender.start()
@@ -123,17 +123,17 @@ def joined(first: First, node_folder: Path, seconds: float) -> Iterator[Path]:
         raise errors[0]
 
 
-def wait_for(first: First, seconds: float) -> Begun:
+def wait_for_launch(first: FirstNodeProtocol, seconds: float) -> BegunLaunch:
     """Return the launch of the first node. Raises LaunchError if it has not begun after so many seconds."""
     give_up = time.monotonic() + seconds
     while (begun := first.begun()) is None:
         if time.monotonic() > give_up:
             raise LaunchError(f"the first node began no launch in {seconds:g} s")
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
     return begun
 
 
-def begin(begun: Begun, node_folder: Path) -> Path:
+def write_job(begun: BegunLaunch, node_folder: Path) -> Path:
     """Write the job into a folder of this node, with this node's paths in place of the first one's. Return the folder."""
     node_folder = node_folder.absolute()
     text = begun.job.replace(begun.out, str(node_folder))
@@ -142,12 +142,12 @@ def begin(begun: Begun, node_folder: Path) -> Path:
     for kind in (*SUFFIXES, "ranks"):
         (folder / kind).mkdir(parents=True, exist_ok=True)
     weights.parent.mkdir(parents=True, exist_ok=True)
-    write(weights, zlib.decompress(begun.weights))
-    write(folder / "job.json", text.encode())
+    write_atomically(weights, zlib.decompress(begun.weights))
+    write_atomically(folder / "job.json", text.encode())
     return folder
 
 
-def send_all(first: First, folder: Path, ranks_ended: threading.Event) -> None:
+def send_until_end(first: FirstNodeProtocol, folder: Path, ranks_ended: threading.Event) -> None:
     """Send files until the launch has ended there, or the ranks have ended here.
 
     What was written last is sent in either case.
@@ -155,29 +155,29 @@ def send_all(first: First, folder: Path, ranks_ended: threading.Event) -> None:
     sent: dict[str, object] = {}
     is_last_round = False
     while True:
-        is_last_round = ranks_ended.wait(POLL)
-        end = first.take(news(folder, sent))
+        is_last_round = ranks_ended.wait(POLL_SECONDS)
+        end = first.take(files_to_send(folder, sent))
         if end is not None:
-            return write(folder / "run.json", end.encode())
+            return write_atomically(folder / "run.json", end.encode() or NOTHING.encode())
         if is_last_round:
             return None
 
 
-def news(folder: Path, sent: dict[str, object]) -> Files:
+def files_to_send(folder: Path, sent: dict[str, object]) -> CompressedFiles:
     """Return the files of this node's ranks that differ from what was sent. `sent` is brought up to date."""
-    changed: Files = {}
-    exits = folder.glob(f"{EXITS}/rank_*")
-    others = folder.glob(f"[!{EXITS[0]}]*/rank_*")
+    changed: CompressedFiles = {}
+    exits = folder.glob(f"{EXITS_FOLDER}/rank_*")
+    others = folder.glob(f"[!{EXITS_FOLDER[0]}]*/rank_*")
     for path in chain(exits, others):  # the second is listed later
         name = path.relative_to(folder).as_posix()
-        state = state_of(path)
+        state = file_state(path)
         if sent.get(name) != state:
             changed[name] = zlib.compress(path.read_bytes(), 1)
             sent[name] = state
     return changed
 
 
-def state_of(path: Path) -> object:
+def file_state(path: Path) -> object:
     """Return a value that differs when the file does.
 
     The kernel does not report when memory that is mapped to a file was written, so the content of such a file is read.

@@ -14,15 +14,15 @@ from harness.core.case.trainer_spec import TrainerSpec
 from harness.core.evidence.store import EvidenceError
 from harness.core.report.outcome import Outcome
 from harness.core.run import verdicts
-from harness.core.run.packing import parsed
+from harness.core.run.packing import parse_shard
 from harness.core.run.verdicts import RecordedRun
-from harness.nights.merged import merged, problems
+from harness.nights.merged import find_problems, merge_outcomes
 
-ALIKE = ("device", "launcher", "torch", "commit", "sources")
+KEYS_THAT_MUST_AGREE = ("device", "launcher", "torch", "commit", "sources")
 """Values that all shards of one night have in common."""
 
 
-def runs_in(folders: Sequence[Path]) -> tuple[list[RecordedRun], list[str]]:
+def read_runs(folders: Sequence[Path]) -> tuple[list[RecordedRun], list[str]]:
     """Return the runs in files, and in all verdicts.jsonl below folders, in the order of beginning, each once. Also return a
     sentence for each line that cannot be read. Raises EvidenceError if there is no run."""
     files: list[Path] = []
@@ -30,11 +30,11 @@ def runs_in(folders: Sequence[Path]) -> tuple[list[RecordedRun], list[str]]:
         if folder.is_file():
             files.append(folder)
         else:
-            files += sorted(folder.rglob(verdicts.FILE))
+            files += sorted(folder.rglob(verdicts.VERDICTS_FILE))
     runs: dict[str, RecordedRun] = {}
     unread: list[str] = []
     for file in dict.fromkeys(files):
-        runs_of_file, problems_of_file = verdicts.read(file)
+        runs_of_file, problems_of_file = verdicts.read_verdicts(file)
         runs |= {run.run: run for run in runs_of_file}
         unread += problems_of_file
     if not runs:
@@ -49,48 +49,56 @@ class Night:
 
     runs: tuple[RecordedRun, ...]
 
-    def of(self, key: str) -> str:
+    def recorded_value(self, key: str) -> str:
         """Return the value that all its runs began with; empty where it was not recorded."""
         return str(self.runs[0].begins.get(key) or "")
 
     @functools.cached_property
     def outcomes(self) -> dict[str, Outcome]:
         """Return the outcome of each case, by name."""
-        return {outcome.case: outcome for outcome in merged(self.runs)}
+        return {outcome.case: outcome for outcome in merge_outcomes(self.runs)}
 
     @property
-    def lacking(self) -> list[str]:
+    def lacking_verdicts(self) -> list[str]:
         """Return a sentence for each case or shard without a verdict."""
-        return problems(self.runs)[0]
+        return find_problems(self.runs)[0]
 
-    def requested(self, case: str) -> str:
+    def request_digest(self, case: str) -> str:
         """Return a digest of what was requested of the case; empty if no run has the case."""
         return next((run.begins["cases"][case] for run in self.runs if case in run.begins["cases"]), "")
 
-    def sources_of(self, case: str) -> tuple[str, ...] | None:
+    def conditions_of(self, case: str) -> tuple[str, ...] | None:
         """Return all that decides the verdict of a case, as far as it is recorded: nights in which it is equal ran the same.
 
         None where it is not known: a commit that is not recorded, or sources that were changed since it.
         """
-        is_own_trainer = TrainerSpec.parse(self.of("trainer")).name == "llama3" and not self.of("trainer").count("@")
-        if not self.of("sources") or (
-            not is_own_trainer and (not self.of("commit") or self.of("commit").endswith("-dirty"))
+        is_own_trainer = TrainerSpec.parse(self.recorded_value("trainer")).name == "llama3" and not self.recorded_value(
+            "trainer"
+        ).count("@")
+        if not self.recorded_value("sources") or (
+            not is_own_trainer
+            and (not self.recorded_value("commit") or self.recorded_value("commit").endswith("-dirty"))
         ):
             return None
-        commit = "" if is_own_trainer else self.of("commit")
+        commit = "" if is_own_trainer else self.recorded_value("commit")
         gpu = self.outcomes[case].gpu
-        return (commit, *(self.of(key) for key in ("sources", "torch", "device")), gpu, self.requested(case))
+        return (
+            commit,
+            *(self.recorded_value(key) for key in ("sources", "torch", "device")),
+            gpu,
+            self.request_digest(case),
+        )
 
     def __str__(self) -> str:
-        commit = self.of("commit") or "unknown"
-        return f"{self.of('began')}, commit {commit}, torch {self.of('torch') or 'unknown'}"
+        commit = self.recorded_value("commit") or "unknown"
+        return f"{self.recorded_value('began')}, commit {commit}, torch {self.recorded_value('torch') or 'unknown'}"
 
 
-def series(runs: Sequence[RecordedRun]) -> dict[tuple[str, str, str], list[Night]]:
+def group_nights(runs: Sequence[RecordedRun]) -> dict[tuple[str, str, str], list[Night]]:
     """Return the nights in their order, by trainer (of whatever source), device and launcher."""
     nights_by_kind: dict[tuple[str, str, str], list[Night]] = {}
     for run in runs:
-        nights = nights_by_kind.setdefault(kind(run), [])
+        nights = nights_by_kind.setdefault(comparison_key(run), [])
         if nights and _is_shard_of(run, nights[-1]):
             nights[-1] = Night((*nights[-1].runs, run))
         else:
@@ -98,7 +106,7 @@ def series(runs: Sequence[RecordedRun]) -> dict[tuple[str, str, str], list[Night
     return nights_by_kind
 
 
-def kind(run: RecordedRun) -> tuple[str, str, str]:
+def comparison_key(run: RecordedRun) -> tuple[str, str, str]:
     """Return what runs must have in common to be compared: the trainer's name, device, launcher."""
     begins = run.begins
     return TrainerSpec.parse(run.trainer).name, begins.get("device", ""), begins.get("launcher", "")
@@ -109,7 +117,9 @@ def _is_shard_of(run: RecordedRun, night: Night) -> bool:
     shards = [shard_run.begins.get("shard", "") for shard_run in night.runs]
     shard = run.begins.get("shard", "")
     first = night.runs[0]
-    is_other = run.trainer != first.trainer or any(run.begins.get(key) != first.begins.get(key) for key in ALIKE)
+    is_other = run.trainer != first.trainer or any(
+        run.begins.get(key) != first.begins.get(key) for key in KEYS_THAT_MUST_AGREE
+    )
     if not shard or not all(shards) or is_other:
         return False
-    return shard not in shards and parsed(shard)[1] == parsed(shards[0])[1]
+    return shard not in shards and parse_shard(shard)[1] == parse_shard(shards[0])[1]

@@ -14,15 +14,15 @@ from harness.core import trainers
 from harness.core.case import case as requested
 from harness.core.case.case import Case
 from harness.core.case.trainer_repository import clean_commit, repository_of
-from harness.core.evidence.git import git
+from harness.core.evidence.git import run_git
 from harness.core.evidence.own_folders import refuse_foreign_file
 from harness.core.evidence.reading import read_json
 from harness.core.judge.judgement import Judgement
 from harness.core.judge.result import Verdict
 from harness.core.launch.python_path import module_command
 from harness.core.run.options import Options
-from harness.nights.affected.maps import CaseMap, file_of, is_map, merged
-from harness.nights.affected.recorder import imported
+from harness.nights.affected.maps import CaseMap, is_map, map_file, merge_rank_records
+from harness.nights.affected.recorder import imported_modules
 from harness.nights.affected.selecting import shared_files
 
 
@@ -33,25 +33,25 @@ def keep_map(case: Case, options: Options, folder: Path, judgement: Judgement) -
     """
     if options.map is None:
         return
-    path = file_of(options.map, case.name)
+    path = map_file(options.map, case.name)
     if any(result.check == "completed" and result.verdict is not Verdict.PASS for result in judgement.results):
         refuse_foreign_file(path, is_map)
         path.unlink(missing_ok=True)
         return
     root = repository_of(options.trainer)
-    tracked = set(git(root, "ls-files", "-z").stdout.split("\0"))
+    tracked = set(run_git(root, "ls-files", "-z").stdout.split("\0"))
     rank_records = [read_json(file) for file in sorted(folder.glob("*/ranks/*.functions.json"))]
     earlier_modules: set[tuple[str, str]] = set()
     for rank_record in rank_records:
         earlier_modules.update(rank_record["earlier"].items())
-    before_ranks = as_imported(root, tuple(sorted(earlier_modules)))
-    all_records = merged([*rank_records, before_ranks])
+    before_ranks = record_imports(root, tuple(sorted(earlier_modules)))
+    all_records = merge_rank_records([*rank_records, before_ranks])
     functions = {file: frozenset(names) for file, names in all_records["functions"].items() if file in tracked}
     files = all_records["imported"] & tracked
-    run_elsewhere = {*dict(imported(os.path.realpath(root))).values(), *before_ranks["earlier"].values()}
+    run_elsewhere = {*dict(imported_modules(os.path.realpath(root))).values(), *before_ranks["earlier"].values()}
     CaseMap(
         case=requested.to_json(case),
-        trainer=trainers.load(options.trainer).name,
+        trainer=trainers.load_adapter(options.trainer).name,
         commit=clean_commit(root),
         functions=functions,
         imported=frozenset(files),
@@ -62,7 +62,7 @@ def keep_map(case: Case, options: Options, folder: Path, judgement: Judgement) -
 
 
 @functools.cache
-def as_imported(root: Path, modules: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+def record_imports(root: Path, modules: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     """Return what runs while modules are imported, in a separate process.
 
     The rank server has imported them before its ranks start. modules: with their files. If they cannot be imported there,

@@ -6,21 +6,23 @@ from collections import Counter
 from collections.abc import Sequence
 
 from harness.core.report.outcome import Outcome
-from harness.core.run.packing import parsed
+from harness.core.run.packing import parse_shard
 from harness.core.run.verdicts import RecordedRun
 
-ALIKE = ("device", "launcher", "torch", "commit", "sources", "adapter")
+KEYS_THAT_MUST_AGREE = ("device", "launcher", "torch", "commit", "sources", "adapter")
 """Values that all shards of a run have in common, with the trainer: verdicts of two versions are no verdict of either."""
 
 
-def merged(runs: Sequence[RecordedRun]) -> list[Outcome]:
+def merge_outcomes(runs: Sequence[RecordedRun]) -> list[Outcome]:
     """Return the outcome of each case in the last run that has one, in the order of the first run that has the case.
 
     ValueError for runs of other things.
     """
     first, *rest = runs
     for run in rest:
-        different = [name for name in ALIKE if (run.begins.get(name) or "") != (first.begins.get(name) or "")]
+        different = [
+            name for name in KEYS_THAT_MUST_AGREE if (run.begins.get(name) or "") != (first.begins.get(name) or "")
+        ]
         if run.trainer != first.trainer:
             different.insert(0, "trainer")
         if different:
@@ -29,23 +31,23 @@ def merged(runs: Sequence[RecordedRun]) -> list[Outcome]:
                 f"{first.file} and {run.file} are of another {different[0]} ({values}): show them one by one"
             )
     outcomes: dict[str, Outcome] = {}
-    for run in _by_beginning(runs):
+    for run in _in_order_of_beginning(runs):
         outcomes |= run.outcomes
     return list(outcomes.values())
 
 
-def _by_beginning(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
+def _in_order_of_beginning(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
     """Return the runs in the order in which they began."""
     return sorted(runs, key=lambda run: run.run)
 
 
-def problems(runs: Sequence[RecordedRun]) -> tuple[list[str], list[str]]:
+def find_problems(runs: Sequence[RecordedRun]) -> tuple[list[str], list[str]]:
     """Return a sentence for each case or shard that is lacking, and one for each case that ended more than once."""
     missing: dict[str, None] = {}
     ended: Counter[str] = Counter()
     for run in runs:
-        missing |= dict.fromkeys(run.missing)
-        ended.update([*run.outcomes, *run.twice])
+        missing |= dict.fromkeys(run.missing_cases)
+        ended.update([*run.outcomes, *run.ended_twice])
     lacking = [f"{name}: no verdict, its run was cut short" for name in missing if name not in ended]
     lacking += _lacking_shards(runs)
     return lacking, [f"{name}: ended {ended[name]} times, the last counts" for name in sorted(ended) if ended[name] > 1]
@@ -54,8 +56,8 @@ def problems(runs: Sequence[RecordedRun]) -> tuple[list[str], list[str]]:
 def _lacking_shards(runs: Sequence[RecordedRun]) -> list[str]:
     """Return a sentence for each shard that no run has, and one if the shards are of different numbers of parts."""
     shards = {run.begins.get("shard", "") for run in runs} - {""}
-    present = {parsed(shard)[0] for shard in shards}
-    counts = {parsed(shard)[1] for shard in shards}
+    present = {parse_shard(shard)[0] for shard in shards}
+    counts = {parse_shard(shard)[1] for shard in shards}
     lacking = [
         f"shard {part}/{max(counts)} is not among these"
         for part in range(1, max(counts, default=0) + 1)
@@ -66,12 +68,12 @@ def _lacking_shards(runs: Sequence[RecordedRun]) -> list[str]:
     return lacking
 
 
-def provenance(runs: Sequence[RecordedRun]) -> list[str]:
+def provenance_lines(runs: Sequence[RecordedRun]) -> list[str]:
     """Return when and where each run began, and with which versions."""
-    return [_provenance(run) for run in _by_beginning(runs)]
+    return [_provenance_line(run) for run in _in_order_of_beginning(runs)]
 
 
-def _provenance(run: RecordedRun) -> str:
+def _provenance_line(run: RecordedRun) -> str:
     begins = run.begins
     done = len(run.outcomes)
     shard = f", shard {begins['shard']}" if begins.get("shard") else ""

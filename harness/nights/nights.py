@@ -10,19 +10,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.core.evidence.reading import json_of, read_bytes
+from harness.core.evidence.reading import parse_json, read_bytes
 from harness.core.evidence.store import EvidenceError
 from harness.core.report import outcome as outcomes
 from harness.core.run import verdicts
 from harness.core.run.verdicts import RecordedRun
 from harness.nights.history import Night
 
-CULPRITS = "culprits.jsonl"
+CULPRITS_FILE = "culprits.jsonl"
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """The result of one search between the commits of two nights, good and bad."""
+    """The result of one search between the commits of two nights, good and bad, whether or not a commit was found."""
 
     cases: tuple[str, ...]  # those that share the cause; only the first was run
     run: str  # the night that they changed in
@@ -47,7 +47,7 @@ Culprits = Mapping[tuple[str, str], Culprit]
 """(case, the night in which it changed) -> culprit."""
 
 
-def by_case(culprits: Iterable[Culprit]) -> Culprits:
+def culprits_by_case(culprits: Iterable[Culprit]) -> Culprits:
     """Return the culprits by case and by the night in which the case changed; of several the last."""
     culprit_of: dict[tuple[str, str], Culprit] = {}
     for culprit in culprits:
@@ -55,51 +55,51 @@ def by_case(culprits: Iterable[Culprit]) -> Culprits:
     return culprit_of
 
 
-def of_night(night: Night) -> str:
+def name_of_night(night: Night) -> str:
     """Return the name by which a culprit refers to the night: that of its first run."""
     return night.runs[0].run
 
 
-def keep(nights: Path, runs: Sequence[RecordedRun], day: str) -> Path:
+def append_runs(nights: Path, runs: Sequence[RecordedRun], day: str) -> Path:
     """Add these runs, where they are not there yet, to those of that day. Return the folder of the day.
 
     Raises EvidenceError.
     """
     folder = nights / day
-    file = folder / verdicts.FILE
-    kept_outcomes = {run.run: run.outcomes for run in verdicts.read(file)[0]} if file.exists() else {}
+    file = folder / verdicts.VERDICTS_FILE
+    kept_outcomes = {run.run: run.outcomes for run in verdicts.read_verdicts(file)[0]} if file.exists() else {}
     for run in runs:
         if kept_outcomes.get(run.run) != run.outcomes:
-            lines = [{"run": run.run, "ended": outcomes.to_json(outcome)} for outcome in run.outcomes.values()]
-            verdicts.append(file, {"run": run.run, "begins": run.begins}, *lines)
+            lines = [{"run": run.run, "ended": outcomes.outcome_to_json(outcome)} for outcome in run.outcomes.values()]
+            verdicts.append_lines(file, {"run": run.run, "begins": run.begins}, *lines)
     return folder
 
 
-def keep_culprits(folder: Path, culprits: Sequence[Culprit]) -> None:
+def append_culprits(folder: Path, culprits: Sequence[Culprit]) -> None:
     """Add what was found to the culprits of a day. folder: of the day."""
     if culprits:
-        verdicts.append(folder / CULPRITS, *map(dataclasses.asdict, culprits))
+        verdicts.append_lines(folder / CULPRITS_FILE, *map(dataclasses.asdict, culprits))
 
 
-def culprits_in(folders: Sequence[Path]) -> Culprits:
+def read_culprits(folders: Sequence[Path]) -> Culprits:
     """Return the culprits of all culprits.jsonl below folders. Raises EvidenceError for a line that is none."""
     culprits: list[Culprit] = []
     for folder in folders:
         if folder.is_dir():
-            for file in sorted(folder.rglob(CULPRITS)):
-                culprits += _read_culprits(file)
-    return by_case(culprits)
+            for file in sorted(folder.rglob(CULPRITS_FILE)):
+                culprits += _culprits_in_file(file)
+    return culprits_by_case(culprits)
 
 
-def _read_culprits(file: Path) -> list[Culprit]:
+def _culprits_in_file(file: Path) -> list[Culprit]:
     """Return the culprits in one file. Raises EvidenceError for a line that is none."""
-    return [_culprit(line, file) for line in read_bytes(file).splitlines() if line]
+    return [_parse_culprit(line, file) for line in read_bytes(file).splitlines() if line]
 
 
-def _culprit(line: bytes, file: Path) -> Culprit:
+def _parse_culprit(line: bytes, file: Path) -> Culprit:
     """Return the culprit that a line of the file holds. Raises EvidenceError."""
     try:
-        value = json_of(line)
+        value = parse_json(line)
         return Culprit(**(value | {"cases": tuple(value["cases"])}))
     except (ValueError, TypeError, KeyError) as error:
         raise EvidenceError(f"{file}: not a line of what was searched for: {error}") from error

@@ -8,23 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.core.case.repository import name_here
+from harness.core.case.repository import repository_name_here
 from harness.core.judge.judgement import Judgement
 from harness.core.judge.stored_trial import load_trial
 from harness.core.report import outcome as became
-from harness.core.run.folders import case_folders
+from harness.core.run.folders import find_case_folders
 from harness.core.run.judging import judge_folder
-from harness.core.run.matrix import unexpected
+from harness.core.run.matrix import unexpected_error_text
 from harness.core.run.verdicts import RecordedRun, short_name
-from harness.nights.changes import curves
-from harness.nights.history import kind, series
-from harness.nights.merged import merged, problems, provenance
+from harness.nights.changes import changing_curves
+from harness.nights.history import comparison_key, group_nights
+from harness.nights.merged import find_problems, merge_outcomes, provenance_lines
 
 if TYPE_CHECKING:
     from harness.core.report.page import Page, Past, Shown, Trend
 
 
-def page_of(runs: Sequence[RecordedRun], folders: Sequence[Path], earlier: Sequence[RecordedRun], file: Path) -> Page:
+def build_page(
+    runs: Sequence[RecordedRun], folders: Sequence[Path], earlier: Sequence[RecordedRun], file: Path
+) -> Page:
     """Return the page of these runs, merged, and of folders of single cases, which are judged now.
 
     file: where the page will lie. Raises EvidenceError for a folder that holds no case, and ValueError for runs that are
@@ -33,58 +35,60 @@ def page_of(runs: Sequence[RecordedRun], folders: Sequence[Path], earlier: Seque
     from harness.core.report import text
     from harness.core.report.page import Page
 
-    judgements = [judge_folder(folder) for folder in case_folders(folders)]
-    outcomes = merged(runs) if runs else []
-    outcomes += [replace(became.judged(judgement), case=judgement.folder.name) for judgement in judgements]
+    judgements = [judge_folder(folder) for folder in find_case_folders(folders)]
+    outcomes = merge_outcomes(runs) if runs else []
+    outcomes += [replace(became.judged_outcome(judgement), case=judgement.folder.name) for judgement in judgements]
     run_problems: list[str] = []
     if runs:
-        lacking, repeated = problems(runs)
+        lacking, repeated = find_problems(runs)
         run_problems = [*lacking, *repeated]
-    case_provenance = [text.provenance(judgements)] if judgements else []
-    evidence_folders = places_of(runs) | {judgement.folder.name: judgement.folder for judgement in judgements}
+    case_provenance = [text.provenance_text(judgements)] if judgements else []
+    evidence_folders = evidence_folder_by_case(runs) | {
+        judgement.folder.name: judgement.folder for judgement in judgements
+    }
     trainers = {run.trainer for run in runs} | {short_name(judgement.trainer) for judgement in judgements}
     repositories = {str(run.begins.get("repository") or "") for run in runs}
     if judgements:
-        repositories.add(name_here())
+        repositories.add(repository_name_here())
     machine_of_case: dict[str, str] = {}
     for run in runs:
         machine_of_case |= dict.fromkeys(run.outcomes, str(run.begins.get("machine", "")))
     shown_cases = {
-        outcome.case: shown(evidence_folders[outcome.case], file, machine_of_case.get(outcome.case, ""))
+        outcome.case: build_shown(evidence_folders[outcome.case], file, machine_of_case.get(outcome.case, ""))
         for outcome in outcomes
         if outcome.failed and outcome.case in evidence_folders
     }
     return Page(
         outcomes=outcomes,
-        provenance=[*provenance(runs), *case_provenance],
-        device=_device(runs, judgements),
+        provenance=[*provenance_lines(runs), *case_provenance],
+        device=_devices_text(runs, judgements),
         trainer=", ".join(sorted(trainers)),
         repository=", ".join(sorted(filter(None, repositories))),
         told=run_problems,
-        past=past(_before(runs, earlier)),
-        trends=_trends([*_before(runs, earlier), *runs]),
+        past=past_verdicts(_earlier_runs(runs, earlier)),
+        trends=_build_trends([*_earlier_runs(runs, earlier), *runs]),
         shown=shown_cases,
     )
 
 
-def _before(runs: Sequence[RecordedRun], earlier: Sequence[RecordedRun]) -> list[RecordedRun]:
+def _earlier_runs(runs: Sequence[RecordedRun], earlier: Sequence[RecordedRun]) -> list[RecordedRun]:
     """Return the other runs of the same trainer, device and launcher; all of them if none of these runs is recorded."""
     own_names = {run.run for run in runs}
-    kinds = {kind(run) for run in runs}
-    return [run for run in earlier if run.run not in own_names and (not kinds or kind(run) in kinds)]
+    kinds = {comparison_key(run) for run in runs}
+    return [run for run in earlier if run.run not in own_names and (not kinds or comparison_key(run) in kinds)]
 
 
-def _trends(runs: Sequence[RecordedRun]) -> list[Trend]:
+def _build_trends(runs: Sequence[RecordedRun]) -> list[Trend]:
     """Return the measures that changed from night to night, of each series of nights."""
     from harness.core.report.page import Trend
 
     trends: list[Trend] = []
-    for nights in series(sorted(runs, key=lambda run: run.run)).values():
-        trends += [Trend(curve.case, curve.measure, curve.values) for curve in curves(nights)]
+    for nights in group_nights(sorted(runs, key=lambda run: run.run)).values():
+        trends += [Trend(curve.case, curve.measure, curve.values) for curve in changing_curves(nights)]
     return trends
 
 
-def places_of(runs: Sequence[RecordedRun]) -> dict[str, Path]:
+def evidence_folder_by_case(runs: Sequence[RecordedRun]) -> dict[str, Path]:
     """Return by case the folder with its evidence, beside the record that has its last outcome."""
     folder_of_case: dict[str, Path] = {}
     for run in sorted(runs, key=lambda run: run.run):
@@ -94,7 +98,7 @@ def places_of(runs: Sequence[RecordedRun]) -> dict[str, Path]:
     return folder_of_case
 
 
-def _device(runs: Sequence[RecordedRun], judgements: Sequence[Judgement]) -> str:
+def _devices_text(runs: Sequence[RecordedRun], judgements: Sequence[Judgement]) -> str:
     """Return all devices on which they ran: cuda alone if each rank had its own GPU."""
     devices = {run.begins.get("device", "cpu") for run in runs} | {
         judgement.made.get("device", "cpu") for judgement in judgements
@@ -102,9 +106,9 @@ def _device(runs: Sequence[RecordedRun], judgements: Sequence[Judgement]) -> str
     return "; ".join(sorted(devices))
 
 
-def shown(folder: Path, file: Path, machine: str = "") -> Shown:
+def build_shown(folder: Path, file: Path, machine: str = "") -> Shown:
     """Return what is drawn of a case. If nothing can be drawn, the page says why, and still shows the other cases."""
-    from harness.core.report.drawings import drawn
+    from harness.core.report.drawings import draw_case
     from harness.core.report.page import Shown
 
     if not (folder / "case.json").exists():
@@ -114,12 +118,12 @@ def shown(folder: Path, file: Path, machine: str = "") -> Shown:
     evidence = str(case_folder.relative_to(page_folder)) if case_folder.is_relative_to(page_folder) else ""
     link = Shown(evidence=evidence, place=f"{platform.node()}: {case_folder}")
     try:
-        return replace(link, drawn=drawn(load_trial(folder)))
+        return replace(link, drawn=draw_case(load_trial(folder)))
     except Exception as error:  # evidence of a broken run may hold anything
-        return replace(link, problem=unexpected(error))
+        return replace(link, problem=unexpected_error_text(error))
 
 
-def past(runs: Sequence[RecordedRun]) -> Mapping[str, list[Past]]:
+def past_verdicts(runs: Sequence[RecordedRun]) -> Mapping[str, list[Past]]:
     """Return by case the verdicts that it had, in the order of the runs."""
     from harness.core.report.page import Past
 

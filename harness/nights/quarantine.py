@@ -24,11 +24,11 @@ from harness.core.case.loading import as_mapping, refuse_unknown
 from harness.core.case.yaml_documents import document_of
 from harness.core.evidence.reading import read_text
 
-KEYS = ("case", "cause", "reason", "person", "until")
+ENTRY_KEYS = ("case", "cause", "reason", "person", "until")
 
 
 @dataclass(frozen=True)
-class Quarantine:
+class QuarantineEntry:
     """A case that a person has set aside until a day."""
 
     case: str
@@ -37,7 +37,7 @@ class Quarantine:
     person: str
     until: datetime.date  # the last day on which it holds
 
-    def holds(self, day: datetime.date) -> bool:
+    def is_active(self, day: datetime.date) -> bool:
         """Return whether the case is still set aside on that day."""
         return day <= self.until
 
@@ -45,31 +45,31 @@ class Quarantine:
         return f"{self.case}: set aside by {self.person} until {self.until}: {self.reason}"
 
 
-def load(path: Path) -> tuple[Quarantine, ...]:
+def load_quarantine(path: Path) -> tuple[QuarantineEntry, ...]:
     """Return the entries of a file. Raises CaseError for what a person got wrong in it."""
     try:
         written = document_of(read_text(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise CaseError(f"{path}: cannot be read: {error}") from error
     if not isinstance(written, list | None):
-        raise CaseError(f"{path}: expected a list of entries with {', '.join(KEYS)}")
-    entries = tuple(_entry(entry, f"{path}: entry {number}") for number, entry in enumerate(written or [], 1))
-    _refuse_twice([quarantine.case for quarantine in entries], path)
+        raise CaseError(f"{path}: expected a list of entries with {', '.join(ENTRY_KEYS)}")
+    entries = tuple(_parse_entry(entry, f"{path}: entry {number}") for number, entry in enumerate(written or [], 1))
+    _refuse_repeated_cases([quarantine.case for quarantine in entries], path)
     return entries
 
 
-def _entry(written: Any, where: str) -> Quarantine:
+def _parse_entry(written: Any, where: str) -> QuarantineEntry:
     """Return one entry. Raises CaseError if a key is unknown, lacking or of another type."""
     entry = as_mapping(written, where)
-    refuse_unknown(entry, KEYS, where)
-    for key in KEYS:
+    refuse_unknown(entry, ENTRY_KEYS, where)
+    for key in ENTRY_KEYS:
         value_type = datetime.date if key == "until" else str
         if type(entry.get(key)) is not value_type or not entry[key]:
             raise CaseError(f"{where}: {key!r} must be {'a day, 2026-04-01' if key == 'until' else 'some text'}")
-    return Quarantine(**entry)
+    return QuarantineEntry(**entry)
 
 
-def _refuse_twice(cases: Sequence[str], path: Path) -> None:
+def _refuse_repeated_cases(cases: Sequence[str], path: Path) -> None:
     """Raise CaseError if a case has more than one entry."""
     if repeated := sorted({case for case in cases if cases.count(case) > 1}):
         raise CaseError(f"{path}: more than one entry of {', '.join(repeated)}")

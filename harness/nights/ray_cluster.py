@@ -28,20 +28,20 @@ from harness.core.judge.judgement import Judgement
 from harness.core.launch import LaunchError, resident_client
 from harness.core.launch.machine import RANKS_PER_CORE
 from harness.core.launch.torchrun import join
-from harness.core.report.outcome import ranks_of
-from harness.core.run.folders import folder_of, fresh_folder
+from harness.core.report.outcome import largest_world_size
+from harness.core.run.folders import folder_of, make_fresh_folder
 from harness.core.run.options import Options, Unsupported
-from harness.core.run.run_case import judged, make, to_itself
-from harness.core.run.sources import sources_anywhere
-from harness.core.run.supported import unsupported
-from harness.nights.gang_files import FirstNode, joined
+from harness.core.run.run_case import judge_and_report, locked_case_folder, make_evidence
+from harness.core.run.sources import digest_of_sources
+from harness.core.run.supported import reason_unsupported
+from harness.nights.gang_files import FirstNode, join_launch
 
-NODE = Path(tempfile.gettempdir()) / f"harness-node-{os.getuid()}"
+NODE_FOLDER = Path(tempfile.gettempdir()) / f"harness-node-{os.getuid()}"
 """Where a node keeps its reference and compile caches."""
-RENDEZVOUS = "PET_RDZV_CONF"  # torchrun's --rdzv-conf
-GLANCE = 10.0  # seconds between two looks at which nodes are alive
-NODE_PATIENCE = 600.0  # for one that comes back, or that an autoscaler brings
-JOIN_PATIENCE = 300.0  # seconds in which the first node of a gang trains the reference
+RENDEZVOUS_VARIABLE = "PET_RDZV_CONF"  # torchrun's --rdzv-conf
+GLANCE_SECONDS = 10.0  # seconds between two looks at which nodes are alive
+NODE_PATIENCE_SECONDS = 600.0  # for one that comes back, or that an autoscaler brings
+JOIN_PATIENCE_SECONDS = 300.0  # seconds in which the first node of a gang trains the reference
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Gang:
     """Several nodes that run the ranks of one case, each as many."""
 
     nodes: int
-    ranks: int  # of each node
+    ranks_per_node: int  # of each node
 
 
-class Cluster:
+class RayCluster:
     """The nodes of a Ray cluster, on which cases are made.
 
     address: "ray" for the cluster this machine belongs to (or RAY_ADDRESS), or ray://HOST:PORT. LaunchError without a cluster.
@@ -82,7 +82,7 @@ class Cluster:
         living = [node for node in self.ray.nodes() if node["Alive"]]
         return sorted((int(node["Resources"].get(resource, 0) * ranks_each) for node in living), reverse=True)
 
-    def needs(self, ranks: int) -> dict[str, float]:
+    def ray_resources(self, ranks: int) -> dict[str, float]:
         """Return what this many ranks need of a node, for Ray."""
         if self.device == "cuda":
             return {"num_gpus": ranks, "num_cpus": 0}
@@ -91,53 +91,54 @@ class Cluster:
 
     def run_case(self, case: Case, options: Options) -> Judgement:
         """Do what run_case does on one machine; raises what that raises."""
-        gang = gang_of(ranks_of(case), self.carries())
+        gang = smallest_gang(largest_world_size(case), self.carries())
         remake_note = ""
-        with to_itself(case, options) as folder:
+        with locked_case_folder(case, options) as folder:
             try:
                 self.make(case, options, folder, gang)
-            except lost(self.ray) as death:
+            except node_loss_errors(self.ray) as death:
                 remake_note = f"made again: {first_line(death)}"
-                self.make_again(case, options, folder, gang)
-            judgement = judged(folder)
+                self.remake(case, options, folder, gang)
+            judgement = judge_and_report(folder)
         return replace(judgement, made=judgement.made | {"again": remake_note}) if remake_note else judgement
 
-    def make_again(self, case: Case, options: Options, folder: Path, gang: Gang) -> None:
+    def remake(self, case: Case, options: Options, folder: Path, gang: Gang) -> None:
         """Make the case again after a node died. Raises LaunchError if a node dies this time too."""
         try:
             self.make(case, options, folder, gang)
-        except lost(self.ray) as death:
+        except node_loss_errors(self.ray) as death:
             raise LaunchError(f"twice a node died on which it was made: {first_line(death)}") from death
 
-    def answers(self, tasks: list[Any], gang: Gang) -> list[Any]:
+    def wait_for_answers(self, tasks: list[Any], gang: Gang) -> list[Any]:
         """Return the tasks' answers; what one raised is raised here as itself. LaunchError if their nodes are gone."""
         done_tasks: list[Any] = []
         last_fit = time.monotonic()
         while len(done_tasks) < len(tasks):
-            done_tasks, _ = self.ray.wait(tasks, num_returns=len(tasks), timeout=GLANCE)
+            done_tasks, _ = self.ray.wait(tasks, num_returns=len(tasks), timeout=GLANCE_SECONDS)
             try:
                 self.ray.get(done_tasks)
             except self.ray.exceptions.RayTaskError as error:
                 raise error.cause from None
-            if self.carries()[gang.nodes - 1 : gang.nodes] >= [gang.ranks]:
+            if self.carries()[gang.nodes - 1 : gang.nodes] >= [gang.ranks_per_node]:
                 last_fit = time.monotonic()
-            elif time.monotonic() - last_fit > NODE_PATIENCE:
+            elif time.monotonic() - last_fit > NODE_PATIENCE_SECONDS:
                 raise LaunchError(
-                    f"for {NODE_PATIENCE:g} s no {gang.nodes} nodes were alive that take {gang.ranks} ranks each"
+                    f"for {NODE_PATIENCE_SECONDS:g} s no {gang.nodes} nodes were alive"
+                    f" that take {gang.ranks_per_node} ranks each"
                 )
         return self.ray.get(tasks)
 
     def make(self, case: Case, options: Options, folder: Path, gang: Gang) -> None:
         """Make the case on the cluster, and unpack its evidence into the folder."""
         if gang.nodes > 1:
-            sources, packed = self.made_on_several(case, options, gang)
+            sources, packed = self.make_on_several_nodes(case, options, gang)
         else:
-            task = self.ray.remote(make_here).options(max_retries=0, **self.needs(gang.ranks))
-            ((sources, packed),) = self.answers([task.remote(case, options)], gang)
+            task = self.ray.remote(make_on_node).options(max_retries=0, **self.ray_resources(gang.ranks_per_node))
+            ((sources, packed),) = self.wait_for_answers([task.remote(case, options)], gang)
         refuse_other_sources(sources)
-        unpack(packed, folder)
+        unpack_evidence(packed, folder)
 
-    def made_on_several(self, case: Case, options: Options, gang: Gang) -> tuple[str, bytes]:
+    def make_on_several_nodes(self, case: Case, options: Options, gang: Gang) -> tuple[str, bytes]:
         """Return a digest of the first node's sources, and the packed evidence of all ranks.
 
         The tasks of all nodes start at once or not at all, by a placement group.
@@ -145,7 +146,7 @@ class Cluster:
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        needed = self.needs(gang.ranks)
+        needed = self.ray_resources(gang.ranks_per_node)
         bundle = {"GPU": needed["num_gpus"]} if self.device == "cuda" else {"CPU": needed["num_cpus"]}
         group = placement_group([bundle] * gang.nodes, strategy="STRICT_SPREAD")
 
@@ -156,15 +157,17 @@ class Cluster:
         first_node = None
         tasks: list[Any] = []
         try:
-            self.answers([group.ready()], gang)
+            self.wait_for_answers([group.ready()], gang)
             launch = uuid.uuid4().hex[:8]
-            first_node = on(0, OnFirstNode, num_cpus=0).remote(case, options, launch)
-            (meeting,) = self.answers([first_node.meeting_place.remote()], gang)
-            gang_options = replace(options, launcher="torchrun", torchrun_args=words(gang, meeting, launch))
-            tasks = [on(0, make_with_others, max_retries=0, **needed).remote(case, gang_options)]
-            joins = [on(node, join_here, max_retries=0, **needed) for node in range(1, gang.nodes)]
+            first_node = on(0, FirstNodeActor, num_cpus=0).remote(case, options, launch)
+            (meeting,) = self.wait_for_answers([first_node.meeting_place.remote()], gang)
+            gang_options = replace(
+                options, launcher="torchrun", torchrun_args=torchrun_arguments(gang, meeting, launch)
+            )
+            tasks = [on(0, make_on_first_node, max_retries=0, **needed).remote(case, gang_options)]
+            joins = [on(node, join_on_node, max_retries=0, **needed) for node in range(1, gang.nodes)]
             tasks += [join.remote(first_node, f"{launch}-{node}") for node, join in enumerate(joins, 1)]
-            return self.answers(tasks, gang)[0]
+            return self.wait_for_answers(tasks, gang)[0]
         finally:
             for task in tasks:
                 with contextlib.suppress(self.ray.exceptions.RayError):
@@ -174,7 +177,7 @@ class Cluster:
             remove_placement_group(group)
 
 
-def lost(ray: Any) -> tuple[type[Exception], ...]:
+def node_loss_errors(ray: Any) -> tuple[type[Exception], ...]:
     """Return the exceptions that Ray raises when a node, or a process of ours on it, is no more."""
     exceptions = ray.exceptions
     task_errors = (
@@ -192,7 +195,7 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0].partition(" This can happen")[0]
 
 
-def gang_of(ranks: int, capacities: Sequence[int]) -> Gang:
+def smallest_gang(ranks: int, capacities: Sequence[int]) -> Gang:
     """Return the fewest nodes that can have equal parts of the ranks. Raises Unsupported, with the arithmetic."""
     for nodes in range(1, len(capacities) + 1):
         if ranks % nodes == 0 and ranks // nodes <= capacities[nodes - 1]:
@@ -200,21 +203,21 @@ def gang_of(ranks: int, capacities: Sequence[int]) -> Gang:
     raise Unsupported(f"{ranks} ranks in equal parts do not fit on the cluster's nodes, which take {list(capacities)}")
 
 
-def words(gang: Gang, meeting: str, launch: str) -> tuple[str, ...]:
+def torchrun_arguments(gang: Gang, meeting: str, launch: str) -> tuple[str, ...]:
     """Return torchrun's arguments on each node."""
-    nodes = ("--nnodes", str(gang.nodes), "--nproc-per-node", str(gang.ranks))
+    nodes = ("--nnodes", str(gang.nodes), "--nproc-per-node", str(gang.ranks_per_node))
     return (*nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-id", launch)
 
 
 def refuse_other_sources(sources: str) -> None:
     """Raise LaunchError if the node's sources differ from those of this machine. sources: the digest of the node."""
-    if sources != sources_anywhere():
+    if sources != digest_of_sources():
         raise LaunchError("a node has other sources of the harness, or other packages, than this machine")
 
 
-def unpack(packed: bytes, folder: Path) -> None:
+def unpack_evidence(packed: bytes, folder: Path) -> None:
     """Write evidence that came back to the folder where it would lie had it been made here. Raises EvidenceError."""
-    fresh_folder(folder)
+    make_fresh_folder(folder)
     with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
         tar.extractall(folder, filter="data")
     if not (folder / "case.json").exists():
@@ -224,37 +227,37 @@ def unpack(packed: bytes, folder: Path) -> None:
 # ---- on a node
 
 
-def here(options: Options) -> Options:
+def options_on_node(options: Options) -> Options:
     """Return options for this node's own disk."""
-    return replace(options, out=(NODE / "out").resolve())
+    return replace(options, out=(NODE_FOLDER / "out").resolve())
 
 
-def make_here(case: Case, options: Options) -> tuple[str, bytes]:
+def make_on_node(case: Case, options: Options) -> tuple[str, bytes]:
     """Return a digest of the sources behind a case's evidence, and the evidence, packed."""
-    options = ready(case, here(options))
-    with to_itself(case, options) as folder:
-        make(case, options)
+    options = prepare_node(case, options_on_node(options))
+    with locked_case_folder(case, options) as folder:
+        make_evidence(case, options)
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as tar:
             tar.add(folder, arcname=".")
         shutil.rmtree(folder)
-    return sources_anywhere(), packed.getvalue()
+    return digest_of_sources(), packed.getvalue()
 
 
-def make_with_others(case: Case, options: Options) -> tuple[str, bytes]:
+def make_on_first_node(case: Case, options: Options) -> tuple[str, bytes]:
     """Make the first node's part of a gang. Return a digest of the sources, and the packed evidence of all nodes."""
-    os.environ[RENDEZVOUS] = "is_host=true"  # an address need not be one that this machine knows as its own
+    os.environ[RENDEZVOUS_VARIABLE] = "is_host=true"  # an address need not be one that this machine knows as its own
     try:
-        return make_here(case, options)
+        return make_on_node(case, options)
     finally:
-        os.environ.pop(RENDEZVOUS)
+        os.environ.pop(RENDEZVOUS_VARIABLE)
 
 
-class OnFirstNode(FirstNode):
+class FirstNodeActor(FirstNode):
     """The files of a launch, for the other nodes, as an actor on the first node, which keeps the case."""
 
     def __init__(self, case: Case, options: Options, launch: str) -> None:
-        options = here(options)
+        options = options_on_node(options)
         super().__init__(options.out, folder_of(case, options) / "run", launch)
 
     def meeting_place(self) -> str:
@@ -266,15 +269,15 @@ class OnFirstNode(FirstNode):
             return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
 
 
-def ready(case: Case, options: Options) -> Options:
+def prepare_node(case: Case, options: Options) -> Options:
     """Choose a rank server that ends with Ray's process, and return the options. Raises Unsupported."""
-    resident_client.choose("own")
-    if reason := unsupported(case, options):
+    resident_client.choose_server_kind("own")
+    if reason := reason_unsupported(case, options):
         raise Unsupported(reason)
     return options
 
 
-class Asked:
+class ActorCalls:
     """Calls of the methods of an actor on the first node, as the protocol in gang_files needs them."""
 
     def __init__(self, actor: Any) -> None:
@@ -286,16 +289,16 @@ class Asked:
         return lambda *arguments: ray.get(getattr(self.actor, name).remote(*arguments))
 
 
-def join_here(first: Any, name: str) -> None:
+def join_on_node(first: Any, name: str) -> None:
     """Run another node's part of a gang. name: of its folder, which only this node has.
 
     Whether it went well is in the evidence on the first node.
     """
-    folder_here = NODE / "joined" / name
-    os.environ[RENDEZVOUS] = "is_host=false"
+    folder_here = NODE_FOLDER / "joined" / name
+    os.environ[RENDEZVOUS_VARIABLE] = "is_host=false"
     try:
-        with joined(Asked(first), folder_here.resolve(), JOIN_PATIENCE) as folder:
-            join(folder, JOIN_PATIENCE)
+        with join_launch(ActorCalls(first), folder_here.resolve(), JOIN_PATIENCE_SECONDS) as folder:
+            join(folder, JOIN_PATIENCE_SECONDS)
     finally:
-        os.environ.pop(RENDEZVOUS)
+        os.environ.pop(RENDEZVOUS_VARIABLE)
         shutil.rmtree(folder_here, ignore_errors=True)

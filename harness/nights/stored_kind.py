@@ -8,10 +8,10 @@ from pathlib import Path
 from harness.core.evidence.store import CASE_FILE, EvidenceError
 from harness.core.run import verdicts
 from harness.recording.judged.stored_recording import STARTED, holds_recording
-from harness.recording.traces.files import DUMP, TRACE, files_of
+from harness.recording.traces.files import DUMP, TRACE, files_of_kind
 
 
-class Kind(StrEnum):
+class StoredKind(StrEnum):
     """A kind of stored things, in words for a message."""
 
     CASES = "evidence of a case"
@@ -22,7 +22,7 @@ class Kind(StrEnum):
     DUMPS = "Flight Recorder dumps"
 
 
-def kind_of(path: Path) -> Kind:
+def stored_kind_of(path: Path) -> StoredKind:
     """Return what is stored in a file or folder.
 
     What lies in a folder itself decides. If nothing does, the folders below are searched.
@@ -30,10 +30,11 @@ def kind_of(path: Path) -> Kind:
     """
     if not path.exists():
         raise EvidenceError(f"{path}: no such file or folder")
-    kinds = _in_itself(path) or _below(path)
+    kinds = _kinds_in_itself(path) or _kinds_below(path)
     if not kinds:
         raise EvidenceError(
-            f"{path}: it holds no case's evidence, no run's verdicts, no recording, no traces and no dumps{_near(path)}"
+            f"{path}: it holds no case's evidence, no run's verdicts, no recording, no traces and no dumps"
+            f"{_nearby_recording_text(path)}"
         )
     if len(kinds) > 1:
         kinds_text = " and ".join(f"{kind} ({file})" for kind, file in kinds.items())
@@ -41,36 +42,36 @@ def kind_of(path: Path) -> Kind:
     return next(iter(kinds))
 
 
-def _in_itself(path: Path) -> dict[Kind, Path]:
+def _kinds_in_itself(path: Path) -> dict[StoredKind, Path]:
     """Return the kinds of what lies in the place itself, each with a file."""
-    kinds: dict[Kind, Path] = {}
+    kinds: dict[StoredKind, Path] = {}
     if (path / CASE_FILE).exists():
-        kinds[Kind.CASES] = path / CASE_FILE
-    if run := verdicts.file_in(path):
-        kinds[Kind.RUN] = run
+        kinds[StoredKind.CASES] = path / CASE_FILE
+    if run := verdicts.verdicts_file_in(path):
+        kinds[StoredKind.RUN] = run
     if holds_recording(path):
-        kinds[Kind.RECORDING] = path
+        kinds[StoredKind.RECORDING] = path
     if kinds:
         return kinds
-    for kind, name in ((Kind.TRACES, TRACE), (Kind.DUMPS, DUMP)):
-        if files := files_of(path, name):
+    for kind, name in ((StoredKind.TRACES, TRACE), (StoredKind.DUMPS, DUMP)):
+        if files := files_of_kind(path, name):
             kinds[kind] = files[0]
     return kinds
 
 
-def _below(path: Path) -> dict[Kind, Path]:
+def _kinds_below(path: Path) -> dict[StoredKind, Path]:
     """Return the kinds of what lies in its folders, each with one of them. A single recording is named, not searched for."""
-    kinds: dict[Kind, Path] = {}
+    kinds: dict[StoredKind, Path] = {}
     case = next(path.glob(f"*/{CASE_FILE}"), None)
-    run = next(path.rglob(verdicts.FILE), None)
+    run = next(path.rglob(verdicts.VERDICTS_FILE), None)
     if case:
-        kinds[Kind.CASES] = case.parent
+        kinds[StoredKind.CASES] = case.parent
     if run:
-        kinds[Kind.HISTORY] = run
+        kinds[StoredKind.HISTORY] = run
     return kinds
 
 
-def _near(path: Path) -> str:
+def _nearby_recording_text(path: Path) -> str:
     """Return a remedy for who named the folder around a recording."""
     recording = next(path.glob(f"*/{STARTED}"), None)
     return f"; {recording.parent} is a recording" if recording else ""

@@ -19,5 +19,5 @@ from harness.core.rings import Ring
 RING = Ring(
     commands={"record": "run any training command, not edited, and record what its ranks do"},
     comparing=("initial_weights", "samples", "recipe", "gradients", "grad_norm", "optimizer_state", "update"),
-    called={"same_training": "harness.recording.same_training:judged"},
+    called={"same_training": "harness.recording.same_training:compare_commands"},
 )

@@ -18,18 +18,18 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from harness.core.probe.structure import joined, local, module_names, plain_fqn, sharded_parameters
-from harness.recording.sketches import Box, place_text
+from harness.core.probe.structure import join_names, local_tensor_of, module_names, plain_fqn, sharded_parameters
+from harness.recording.sketches import Box, text_of_boxes
 
 Intervals = tuple[tuple[int, int], ...]
-MOST = 4096
+MOST_INTERVALS = 4096
 """Intervals of columns of one slice."""
-TP = ("tp", "tensor", "tensor_parallel")
+TP_AXIS_NAMES = ("tp", "tensor", "tensor_parallel")
 """Names of a mesh's axis of which ranks compute parts of the same samples."""
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalShard:
     """What a rank holds of one parameter."""
 
     fqn: str
@@ -52,18 +52,18 @@ class Held:
     """Reason why it is not known which elements these are; empty where it is."""
 
     @property
-    def place(self) -> str:
+    def slice_text(self) -> str:
         """Return in words which elements these are."""
-        return place_text(self.boxes, self.addend)
+        return text_of_boxes(self.boxes, self.addend)
 
     @functools.cached_property
     def elements(self) -> int:
         """Return the number of elements."""
         return sum(math.prod(box.size) for box in self.boxes)
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def elements_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return these elements, in a row, of the owner or of a tensor that lies as it does."""
-        flat = local(tensor).reshape(-1)
+        flat = local_tensor_of(tensor).reshape(-1)
         return flat if self.span is None else flat[slice(*self.span)]
 
 
@@ -89,9 +89,9 @@ def rows_between(
     return slices, slice_boxes
 
 
-def held_parameters(parts: Sequence[nn.Module], sharded: Iterable[Sharded] = ()) -> Iterator[Held]:
+def local_shards_of(parts: Sequence[nn.Module], sharded: Iterable[DeclaredSharding] = ()) -> Iterator[LocalShard]:
     """Yield each trainable parameter of models once. sharded: what somebody declared of plain tensors."""
-    vector_shards = dict(_of_fsdp1(parts))
+    vector_shards = dict(_fsdp1_shards(parts))
     vector_owner_ids = set[int]()
     for shards in vector_shards.values():
         vector_owner_ids.update(id(shard.owner) for shard in shards)
@@ -102,83 +102,87 @@ def held_parameters(parts: Sequence[nn.Module], sharded: Iterable[Sharded] = ())
     for fqn, parameter in sharded_parameters(parts):
         if id(parameter) not in vector_owner_ids | yielded_ids and parameter.requires_grad:
             yielded_ids.add(id(parameter))
-            yield _placed(fqn, parameter, declared)
+            yield _shard_of_parameter(fqn, parameter, declared)
 
 
 @dataclass(frozen=True)
-class Sharded:
+class DeclaredSharding:
     """What somebody declared: plain tensors of which each rank holds one of several equal parts."""
 
     pattern: str
     """Shell pattern of parameters' names."""
     dim: int
     """Dim of the whole tensor along which it is cut."""
-    parts: int
+    shard_count: int
     """How many parts there are."""
-    part: int
+    shard_index: int
     """Which one this rank holds."""
     tp: tuple[int, ...] = ()
     """Ranks that hold the parts, if it is cut for tensor parallelism."""
 
-    def means(self, fqn: str) -> bool:
+    def applies_to(self, fqn: str) -> bool:
         """Return whether the declaration is of this parameter."""
         return fnmatch.fnmatchcase(fqn, self.pattern)
 
 
-def _placed(fqn: str, parameter: torch.Tensor, declared: Sequence[Sharded]) -> Held:
+def _shard_of_parameter(fqn: str, parameter: torch.Tensor, declared: Sequence[DeclaredSharding]) -> LocalShard:
     """Return the local shard of one parameter: a DTensor's, a declared one, or a whole plain tensor."""
     shape = tuple(parameter.shape)
     if hasattr(parameter, "device_mesh"):
-        return of_dtensor(fqn, parameter)
-    if declaration := next((candidate for candidate in declared if candidate.means(fqn)), None):
+        return shard_of_dtensor(fqn, parameter)
+    if declaration := next((candidate for candidate in declared if candidate.applies_to(fqn)), None):
         dims = [((0, size),) for size in shape]
         if declaration.dim >= len(shape):
-            return Held(
+            return LocalShard(
                 fqn, shape, parameter, why=f"declared to be cut along dim {declaration.dim}, and has {len(shape)} dims"
             )
         size = shape[declaration.dim]
-        dims[declaration.dim] = ((declaration.part * size, (declaration.part + 1) * size),)
-        shape = (*shape[: declaration.dim], size * declaration.parts, *shape[declaration.dim + 1 :])
-        return Held(fqn, shape, parameter, boxes_of_dims(shape, dims), tp=declaration.tp)
-    return Held(fqn, shape, parameter, boxes_of_dims(shape, [((0, size),) for size in shape]), plain=True)
+        dims[declaration.dim] = ((declaration.shard_index * size, (declaration.shard_index + 1) * size),)
+        shape = (*shape[: declaration.dim], size * declaration.shard_count, *shape[declaration.dim + 1 :])
+        return LocalShard(fqn, shape, parameter, boxes_of_dims(shape, dims), tp=declaration.tp)
+    return LocalShard(fqn, shape, parameter, boxes_of_dims(shape, [((0, size),) for size in shape]), plain=True)
 
 
-def of_dtensor(fqn: str, parameter: Any) -> Held:
+def shard_of_dtensor(fqn: str, parameter: Any) -> LocalShard:
     """Return what this rank holds of a DTensor, or why that is not known. Placements are followed in torch's order of cuts."""
     shape = tuple(parameter.shape)
     mesh = parameter.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return Held(fqn, shape, parameter, why="this rank is not in its mesh")
+        return LocalShard(fqn, shape, parameter, why="this rank is not in its mesh")
     dims: list[Intervals] = [((0, size),) for size in shape]
     addend_indices = []
     placed = [*zip(parameter.placements, mesh.shape, coordinate, strict=True)]
-    for placement, count, index, strides in _in_order(placed):
+    for placement, count, index, strides in _in_order_of_cuts(placed):
         if hasattr(placement, "dim"):
             dims[placement.dim] = chunk_of(dims[placement.dim], count, index, strides)
         elif placement.is_partial():
             addend_indices.append(str(index))
     boxes = boxes_of_dims(shape, dims)
-    shard = Held(fqn, shape, parameter, boxes, ",".join(addend_indices), tp=_tp_ranks(parameter, coordinate))
-    if not boxes and all(_size(dim) for dim in dims):
-        return Held(fqn, shape, parameter, why=f"its slice is of more than {MOST} pieces")
-    if shard.elements != local(parameter).numel():
-        why = f"its placements claim {shard.elements} elements, and it holds {local(parameter).numel()}"
-        return Held(fqn, shape, parameter, why=why)
+    shard = LocalShard(fqn, shape, parameter, boxes, ",".join(addend_indices), tp=_tp_ranks(parameter, coordinate))
+    if not boxes and all(_length(dim) for dim in dims):
+        return LocalShard(fqn, shape, parameter, why=f"its slice is of more than {MOST_INTERVALS} pieces")
+    if shard.elements != local_tensor_of(parameter).numel():
+        why = f"its placements claim {shard.elements} elements, and it holds {local_tensor_of(parameter).numel()}"
+        return LocalShard(fqn, shape, parameter, why=why)
     return shard
 
 
 def _tp_ranks(parameter: Any, coordinate: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks along an axis of its mesh that is named for tensor parallelism and cuts it."""
+    """Return the ranks, sorted, over which tensor parallelism cuts this parameter; empty if it does not.
+
+    They lie along the first axis of its mesh that is named for tensor parallelism and cuts it. coordinate: this rank's, in
+    that mesh.
+    """
     mesh = parameter.device_mesh
     for axis, name in enumerate(mesh.mesh_dim_names or ()):
-        if name in TP and mesh.shape[axis] > 1 and hasattr(parameter.placements[axis], "dim"):
+        if name in TP_AXIS_NAMES and mesh.shape[axis] > 1 and hasattr(parameter.placements[axis], "dim"):
             axis_ranks = mesh.mesh[(*coordinate[:axis], slice(None), *coordinate[axis + 1 :])]
             return tuple(sorted(axis_ranks.tolist()))
     return ()
 
 
-def _in_order(placed: Sequence[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int, int]]:
+def _in_order_of_cuts(placed: Sequence[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int, int]]:
     """Yield placements from the mesh's first axis to its last, with the strides of each. Strided shards come last, for the
     later axes had cut the dim already. Parts that are not of one size show it."""
     strided_shards = []
@@ -196,23 +200,24 @@ def _in_order(placed: Sequence[tuple[Any, int, int]]) -> Iterator[tuple[Any, int
     yield from reversed(strided_shards)
 
 
-def _size(intervals: Intervals) -> int:
+def _length(intervals: Intervals) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
 def chunk_of(intervals: Intervals, count: int, index: int, strides: int) -> Intervals:
     """Return one of `count` parts as torch.chunk cuts them; of a strided shard, its chunk of each stride."""
-    size = _size(intervals)
+    size = _length(intervals)
     chunks = count * strides
     chunk_size = -(-size // chunks) if size else 0
     chunk_numbers = [index + count * stride for stride in range(strides)]
     pieces = (
-        _between(intervals, number * chunk_size, min(size, (number + 1) * chunk_size)) for number in chunk_numbers
+        _elements_between(intervals, number * chunk_size, min(size, (number + 1) * chunk_size))
+        for number in chunk_numbers
     )
-    return _joined(itertools.chain.from_iterable(pieces))
+    return _merge_adjacent(itertools.chain.from_iterable(pieces))
 
 
-def _between(intervals: Intervals, first: int, last: int) -> Iterator[tuple[int, int]]:
+def _elements_between(intervals: Intervals, first: int, last: int) -> Iterator[tuple[int, int]]:
     """Yield the elements from the first to before the last of them all in a row."""
     for start, stop in intervals:
         size = stop - start
@@ -222,7 +227,7 @@ def _between(intervals: Intervals, first: int, last: int) -> Iterator[tuple[int,
         last -= size
 
 
-def _joined(intervals: Iterable[tuple[int, int]]) -> Intervals:
+def _merge_adjacent(intervals: Iterable[tuple[int, int]]) -> Intervals:
     """Return the intervals with adjacent ones merged."""
     merged: list[tuple[int, int]] = []
     for start, stop in intervals:
@@ -244,7 +249,7 @@ def boxes_of_dims(shape: Sequence[int], dims: Sequence[Intervals]) -> tuple[Box,
             columns = tuple((start * width, stop * width) for start, stop in intervals)
         else:
             indices = [*itertools.chain.from_iterable(range(start, stop) for start, stop in intervals)]
-            if len(indices) * len(columns) > MOST:
+            if len(indices) * len(columns) > MOST_INTERVALS:
                 return ()
             columns = tuple(_repeated_intervals(columns, indices, width))
         width *= size
@@ -262,16 +267,16 @@ def _repeated_intervals(intervals: Intervals, indices: Iterable[int], width: int
 # ---- FSDP1
 
 
-def _of_fsdp1(parts: Iterable[nn.Module]) -> Iterator[tuple[str, list[Held]]]:
+def _fsdp1_shards(parts: Iterable[nn.Module]) -> Iterator[tuple[str, list[LocalShard]]]:
     """Yield, by module that FSDP1 wraps, what this rank's part of its vector has of each parameter."""
     for model in parts:
         for module, name in module_names(model).items():
             flat: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
             if isinstance(module, FullyShardedDataParallel) and flat is not None:
-                yield name, [*_of_vector(name, flat)]
+                yield name, [*_shards_of_vector(name, flat)]
 
 
-def _of_vector(module: str, flat: Any) -> Iterator[Held]:
+def _shards_of_vector(module: str, flat: Any) -> Iterator[LocalShard]:
     """Yield what this rank holds of each parameter: an interval of the vector.
 
     The owner is the module's own parameter where FSDP1 keeps one, else the vector.
@@ -281,21 +286,24 @@ def _of_vector(module: str, flat: Any) -> Iterator[Held]:
     has_extensions = any(getattr(flat, "_param_extensions", ()) or ())
     if has_extensions or len(shard_infos) != len(flat._fqns):
         why = "FSDP1 does not say which elements of its vector these are"
-        yield from (Held(joined(module, plain_fqn(fqn)), tuple(shape), flat, why=why) for fqn, shape in _named(flat))
+        yield from (
+            LocalShard(join_names(module, plain_fqn(fqn)), tuple(shape), flat, why=why)
+            for fqn, shape in _names_and_shapes(flat)
+        )
         return
-    for (fqn, shape), info, parameter in zip(_named(flat), shard_infos, own_parameters, strict=True):
+    for (fqn, shape), info, parameter in zip(_names_and_shapes(flat), shard_infos, own_parameters, strict=True):
         boxes: tuple[Box, ...] = ()
         if info.in_shard:
             boxes = rows_of_interval(tuple(shape), info.intra_param_start_idx, info.intra_param_end_idx + 1)
         span = None
         if parameter is None:
             span = (info.offset_in_shard, info.offset_in_shard + info.numel_in_shard) if info.in_shard else (0, 0)
-        yield Held(
-            joined(module, plain_fqn(fqn)), tuple(shape), flat if parameter is None else parameter, boxes, "", span
+        yield LocalShard(
+            join_names(module, plain_fqn(fqn)), tuple(shape), flat if parameter is None else parameter, boxes, "", span
         )
 
 
-def _named(flat: Any) -> Iterator[tuple[str, Any]]:
+def _names_and_shapes(flat: Any) -> Iterator[tuple[str, Any]]:
     """Yield name and shape of each parameter of a vector."""
     return zip(flat._fqns, flat._shapes, strict=True)
 

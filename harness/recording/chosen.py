@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-USUAL = "1-3"
-WANTED = "{!r}: steps are numbers from 1, and spans of them, such as 1-3,100"
+DEFAULT_STEPS = "1-3"
+STEPS_ERROR = "{!r}: steps are numbers from 1, and spans of them, such as 1-3,100"
 
 
 @dataclass(frozen=True)
-class Chosen:
+class StepSelection:
     """Steps that are recorded. Step 0, before the first one, is always one of them."""
 
     spans: tuple[tuple[int, int], ...] = ((1, 3),)
@@ -18,16 +18,20 @@ class Chosen:
     """A number whose multiples are recorded as well; 0 for none."""
 
     @classmethod
-    def parse(cls, text: str) -> Chosen:
-        """Parse "1-3,100,/500": spans, single steps, and every 500th step. Raises ValueError."""
-        parts = [part.strip() for part in (text or USUAL).split(",") if part.strip()]
-        every = max((_number(text, part[1:]) for part in parts if part.startswith("/")), default=0)
+    def parse(cls, text: str) -> StepSelection:
+        """Return the steps that a text such as "1-3,100,/500" means: spans, single steps, and every 500th step.
+
+        Empty text means DEFAULT_STEPS. Of several /N the largest counts. Raises ValueError for other words, and for spans
+        that begin before 1 or end before they begin.
+        """
+        parts = [part.strip() for part in (text or DEFAULT_STEPS).split(",") if part.strip()]
+        every = max((_parse_step(text, part[1:]) for part in parts if part.startswith("/")), default=0)
         spans = []
         for part in (part for part in parts if not part.startswith("/")):
             first, _, last = part.partition("-")
-            spans.append((_number(text, first), _number(text, last or first)))
+            spans.append((_parse_step(text, first), _parse_step(text, last or first)))
         if any(not 1 <= first <= last for first, last in spans):
-            raise ValueError(WANTED.format(text))
+            raise ValueError(STEPS_ERROR.format(text))
         return cls(tuple(spans), every)
 
     def __contains__(self, step: object) -> bool:
@@ -36,8 +40,8 @@ class Chosen:
         return any(first <= step <= last for first, last in self.spans) or bool(self.every and step % self.every == 0)
 
 
-def _number(text: str, part: str) -> int:
+def _parse_step(text: str, part: str) -> int:
     """Return the number of a step. Raises ValueError."""
     if not part.strip().isdecimal():
-        raise ValueError(WANTED.format(text))
+        raise ValueError(STEPS_ERROR.format(text))
     return int(part)

@@ -17,12 +17,12 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 F = TypeVar("F", bound=Callable[..., Any])
 
 COMPILER = "torch._dynamo.decorators"
-_codes: list[CodeType] = []
+_skipped_codes: list[CodeType] = []
 
 
 def not_compiled(function: F) -> F:
     """Keep the compiler from starting at this function. A compiler that traces into it may: a refusal would break the graph."""
-    _codes.append(function.__code__)
+    _skipped_codes.append(function.__code__)
     if COMPILER in sys.modules:
         compiler_imported()
     return function
@@ -30,7 +30,7 @@ def not_compiled(function: F) -> F:
 
 def compiler_imported() -> None:
     """Tell torch's compiler, which is now imported, to skip the recorder's functions."""
-    for code in _codes:
+    for code in _skipped_codes:
         sys.modules[COMPILER].skip_code(code)
 
 

@@ -10,58 +10,60 @@ import threading
 
 import torch
 
-from harness.core.probe.structure import local, stored
+from harness.core.probe.structure import dense_tensors_of, local_tensor_of
 
 CHUNK = 1 << 17
 """Elements that are looked at at once, so that little memory is needed beside the tensor."""
-FIRST = 0x1E3779B97F4A7C15  # no multiples of 2; they mix high bits with low ones
-SECOND = 0x3F58476D1CE4E5B9
-BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+FIRST_FACTOR = 0x1E3779B97F4A7C15  # no multiples of 2; they mix high bits with low ones
+SECOND_FACTOR = 0x3F58476D1CE4E5B9
+INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """Return a number for the bytes of this rank's part. int64 []"""
-    first, *rest = stored(tensor)
+    first, *rest = dense_tensors_of(tensor)
     total = _digest(first)
     for part in rest:
-        total = total * SECOND + _digest(part)
+        total = total * SECOND_FACTOR + _digest(part)
     return total
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of all numbers, each times what belongs to its place. What a change adds up to is zero by chance alone."""
-    integers = _eight_bytes(_integers(tensor))
+    integers = _as_eight_byte_integers(_integers(tensor))
     total = torch.zeros((), dtype=torch.int64, device=integers.device)
-    factors = _times(integers.device)
+    factors = _place_factors(integers.device)
     for chunk_number, start in enumerate(range(0, integers.numel(), CHUNK)):
         chunk = integers[start : start + CHUNK]
-        total += torch.mul(chunk, factors[: chunk.numel()], out=room(torch.int64, chunk)).sum() * (2 * chunk_number + 1)
+        total += torch.mul(chunk, factors[: chunk.numel()], out=reused_buffer(torch.int64, chunk)).sum() * (
+            2 * chunk_number + 1
+        )
     return total
 
 
-class _Rooms(threading.local):
+class _Buffers(threading.local):
     """Memory of this thread. Fresh one costs more than what is done with it."""
 
     def __init__(self) -> None:
-        self.held: dict[torch.dtype, torch.Tensor] = {}
+        self.tensors: dict[torch.dtype, torch.Tensor] = {}
 
 
-_rooms = _Rooms()
+_buffers = _Buffers()
 
 
-def room(dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+def reused_buffer(dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """Return where a tensor of at most CHUNK elements can be copied to, until this thread asks again. Trap: streams of a device
     would write there at once; there it is fresh. Trap: what is made in inference mode cannot be written outside of it."""
     if like.device.type != "cpu":
         return torch.empty(like.shape, dtype=dtype, device=like.device)
-    if dtype not in _rooms.held:
+    if dtype not in _buffers.tensors:
         with torch.inference_mode(False):
-            _rooms.held[dtype] = torch.empty(CHUNK, dtype=dtype)
-    return _rooms.held[dtype][: like.numel()].view(like.shape)
+            _buffers.tensors[dtype] = torch.empty(CHUNK, dtype=dtype)
+    return _buffers.tensors[dtype][: like.numel()].view(like.shape)
 
 
-def _eight_bytes(integers: torch.Tensor) -> torch.Tensor:
+def _as_eight_byte_integers(integers: torch.Tensor) -> torch.Tensor:
     """Return eight bytes as one number, if their count allows it. Nothing else decides that, for equal bytes have equal
     digests."""
     elements_per_number = 8 // integers.element_size()
@@ -73,18 +75,18 @@ def _eight_bytes(integers: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def _times(device: torch.device) -> torch.Tensor:
+def _place_factors(device: torch.device) -> torch.Tensor:
     """Return a number for each place, as good as random and no multiple of 2. int64 [CHUNK]"""
-    return mixed(torch.arange(1, CHUNK + 1, dtype=torch.int64, device=device)) | 1
+    return hash_numbers(torch.arange(1, CHUNK + 1, dtype=torch.int64, device=device)) | 1
 
 
 @torch.no_grad()
-def not_finite(tensor: torch.Tensor) -> torch.Tensor:
+def has_nonfinite(tensor: torch.Tensor) -> torch.Tensor:
     """Return whether any number of this rank's part is infinite or NaN. bool []
 
     Trap: torch finds no extremes of float8.
     """
-    values = local(tensor)
+    values = local_tensor_of(tensor)
     if not (values.is_floating_point() or values.is_complex()) or not values.numel():
         return torch.zeros((), dtype=torch.bool, device=values.device)
     values = torch.view_as_real(values) if values.is_complex() else values
@@ -93,9 +95,9 @@ def not_finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def constant(tensor: torch.Tensor) -> torch.Tensor:
+def is_constant_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return whether all numbers of this rank's part are equal, as those of a bias that begins with zeros. bool []"""
-    flat = local(tensor).reshape(-1)
+    flat = local_tensor_of(tensor).reshape(-1)
     return (flat == flat[:1]).all()
 
 
@@ -111,7 +113,7 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
         return flat.view(torch.uint8)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(BY_SIZE[flat.element_size()])
+    return flat.view(INTEGER_OF_SIZE[flat.element_size()])
 
 
 @torch.no_grad()
@@ -125,8 +127,8 @@ def row_digests(tensor: torch.Tensor) -> torch.Tensor:
     if not rows.numel():
         return torch.zeros(2, 0, dtype=torch.int64, device=rows.device)
     integers = _integers(rows).reshape(rows.shape[0], -1).to(torch.int64)
-    position_terms = torch.arange(1, integers.shape[1] + 1, dtype=torch.int64, device=integers.device) * FIRST
-    hashed = mixed(integers + position_terms)
+    position_terms = torch.arange(1, integers.shape[1] + 1, dtype=torch.int64, device=integers.device) * FIRST_FACTOR
+    hashed = hash_numbers(integers + position_terms)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         differs = (integers != integers[:, -1:]).to(torch.int64)
         before_padding = differs.flip(1).cumsum(1).flip(1) > 0  # up to the last one that is not as the end is
@@ -137,7 +139,7 @@ def row_digests(tensor: torch.Tensor) -> torch.Tensor:
     return hashed.sum(1).expand(2, -1)
 
 
-def generators() -> torch.Tensor:
+def generator_digest() -> torch.Tensor:
     """Return a digest of the states of torch's generators, which dropout draws from by default. int64 []"""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -158,7 +160,7 @@ def packed_digests(tokens: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
     sample = first.cumsum(0) - 1
     end = torch.cat([start[1:], start.new_tensor([len(integers)])])
     position = torch.arange(len(integers), dtype=torch.int64, device=integers.device) - start[sample]
-    hashed = mixed(integers + (position + 1) * FIRST)
+    hashed = hash_numbers(integers + (position + 1) * FIRST_FACTOR)
     differs = torch.where(integers != integers[end - 1][sample], position, -1)
     last = torch.full_like(start, -1).scatter_reduce_(0, sample, differs, "amax")[sample]  # that is not as the end is
     masked_hashes = (hashed * (position <= last + 1), hashed * (position <= last))
@@ -168,11 +170,11 @@ def packed_digests(tokens: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def token_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Return one number for all numbers of a batch, in whatever order they lie. int64 []"""
-    return mixed(_integers(tensor).to(torch.int64) + SECOND).sum()
+    return hash_numbers(_integers(tensor).to(torch.int64) + SECOND_FACTOR).sum()
 
 
-def mixed(integers: torch.Tensor) -> torch.Tensor:
+def hash_numbers(integers: torch.Tensor) -> torch.Tensor:
     """Return a hash of each number. int64, which wraps around."""
-    hashes = integers * FIRST
-    hashes = (hashes ^ (hashes >> 32)) * SECOND
+    hashes = integers * FIRST_FACTOR
+    hashes = (hashes ^ (hashes >> 32)) * SECOND_FACTOR
     return hashes ^ (hashes >> 29)

@@ -18,27 +18,27 @@ from typing import Any
 # ---- What an exception says, in one line
 
 
-TRACE = "Traceback (most recent call last):"
-LONGEST = 300
+TRACEBACK_HEAD = "Traceback (most recent call last):"
+LONGEST_ERROR = 300
 
 
-def in_one_line(kind: type[BaseException], error: BaseException) -> str:
+def error_line(kind: type[BaseException], error: BaseException) -> str:
     """Return the error with its cause. The cause is the last line of another process's traceback (a loader's worker, a spawned
     rank), or the line after a first one that only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text_parts = lines[:1]
-    if any(line.endswith(TRACE) for line in lines):
-        text_parts = [] if lines[0].endswith(TRACE) else [lines[0].rstrip(".:")]
+    if any(line.endswith(TRACEBACK_HEAD) for line in lines):
+        text_parts = [] if lines[0].endswith(TRACEBACK_HEAD) else [lines[0].rstrip(".:")]
         text_parts.append(lines[-1])
     elif len(lines) > 1 and lines[0].endswith(":"):
         text_parts = [lines[0].rstrip(":"), lines[1]]
-    return ": ".join([kind.__name__, *text_parts])[:LONGEST]
+    return ": ".join([kind.__name__, *text_parts])[:LONGEST_ERROR]
 
 
 # ---- how a process ends
 
 
-class Ends:
+class ProcessEnd:
     """Hooks on the ways out of this process, and the error that ends it."""
 
     def __init__(self, directory: Path, *, end: Callable[[], None], leave: Callable[[int], None]) -> None:
@@ -46,8 +46,8 @@ class Ends:
         self._directory = directory
         self._end = end
         self._leave = leave
-        self._raised: BaseException | None = None
-        self._left: BaseException | None = None
+        self._raised_error: BaseException | None = None
+        self._exit_error: BaseException | None = None
         self._interrupted = False
 
     def install(self) -> None:
@@ -64,12 +64,12 @@ class Ends:
 
         Trap: a trainer's own excepthook may call no other, but Python sets sys.last_value before it calls any.
         """
-        error = self._raised or getattr(sys, "last_value", None) or self._left
-        return in_one_line(type(error), error) if error is not None else ""
+        error = self._raised_error or getattr(sys, "last_value", None) or self._exit_error
+        return error_line(type(error), error) if error is not None else ""
 
-    def trains_on(self) -> None:
+    def forget_exits(self) -> None:
         """Forget earlier exits, as the process trains on: an exit that was caught ended nothing."""
-        self._left = None
+        self._exit_error = None
         self._interrupted = False
 
     def _see_errors(self) -> None:
@@ -78,7 +78,7 @@ class Ends:
 
         def note_raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if not (issubclass(kind, SystemExit) and not error.args):
-                self._raised = error
+                self._raised_error = error
             hook(kind, error, trace)
 
         sys.excepthook = note_raised
@@ -93,7 +93,7 @@ class Ends:
         @functools.wraps(leave)
         def note_and_exit(status: Any = None, /) -> None:
             if status not in (None, 0) and threading.current_thread() is threading.main_thread():
-                self._left = _handled() or self._left
+                self._exit_error = _handled_error() or self._exit_error
             leave(status)
 
         sys.exit = note_and_exit  # type: ignore[assignment]
@@ -104,7 +104,7 @@ class Ends:
 
         @functools.wraps(leave)
         def note_and_exit(status: int) -> None:
-            self._left = (_handled() if status else None) or self._left
+            self._exit_error = (_handled_error() if status else None) or self._exit_error
             self._leave(status)
             leave(status)
 
@@ -119,7 +119,7 @@ class Ends:
 
         @functools.wraps(original)
         def bootstrap_and_end(process: Any, *args: Any, **kwargs: Any) -> Any:
-            process.run = self._seen(process.run)
+            process.run = self._with_errors_noted(process.run)
             try:
                 return original(process, *args, **kwargs)
             finally:
@@ -127,17 +127,19 @@ class Ends:
 
         BaseProcess._bootstrap = bootstrap_and_end  # type: ignore[attr-defined]
 
-    def _seen(self, run: Callable[[], None]) -> Callable[[], None]:
+    def _with_errors_noted(self, run: Callable[[], None]) -> Callable[[], None]:
         """Return a process's function with the error noted that ends it."""
 
         def run_and_note() -> None:
             try:
                 run()
-                self._left = self._left or (KeyboardInterrupt() if self._interrupted else None)  # mp.spawn catches it
+                self._exit_error = self._exit_error or (
+                    KeyboardInterrupt() if self._interrupted else None
+                )  # mp.spawn catches it
             except SystemExit:
                 raise
             except BaseException as error:
-                self._raised = error
+                self._raised_error = error
                 raise
 
         return run_and_note
@@ -171,7 +173,7 @@ class Ends:
         popen_fork.Popen.poll = poll_and_note  # type: ignore[method-assign,assignment]
 
 
-def _handled() -> BaseException | None:
+def _handled_error() -> BaseException | None:
     """Return the error that is being handled where this is called. None for SystemExit, or if there is none."""
     error = sys.exc_info()[1]
     return None if isinstance(error, (SystemExit, GeneratorExit)) else error

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-JOB = "job"
+JOB_FILE = "job"
 """The file that names a job, in its folder of processes."""
-JOBS = "jobs"
+JOBS_FOLDER = "jobs"
 """The folder of all jobs but the first."""
-MANY = 1000
+MOST_JOBS = 1000
 """Jobs of one command that are told apart."""
 
 
 def job_folders(directory: Path) -> Iterator[Path]:
     """Yield the folder of the job that began first, and those of others, whether or not they exist."""
     yield directory
-    yield from (directory / JOBS / str(number) for number in range(2, MANY + 1))
+    yield from (directory / JOBS_FOLDER / str(number) for number in range(2, MOST_JOBS + 1))

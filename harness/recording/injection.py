@@ -19,23 +19,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from harness import ROOT
-from harness.core.evidence.lost_peer import lost_a_peer
-from harness.core.evidence.own_folders import RECORDING_FOLDER, emptied
+from harness.core.evidence.lost_peer import is_lost_peer_error
+from harness.core.evidence.own_folders import RECORDING_FOLDER, empty_own_folder
 from harness.core.evidence.store import EvidenceError
 
-LAUNCH = "HARNESS_RECORD_LAUNCH"
+LAUNCH_VARIABLE = "HARNESS_RECORD_LAUNCH"
 """The id of this recording, in the environment of its processes: what each leaves carries it."""
-NOISE = "HARNESS_RECORD_NOISE"
+NOISE_VARIABLE = "HARNESS_RECORD_NOISE"
 """Variable: the dtype by one rounding of which the first weights are altered."""
-SHARDED = "HARNESS_RECORD_SHARDED"
+SHARDED_VARIABLE = "HARNESS_RECORD_SHARDED"
 """Variable: what the person who records declares of plain tensors, as JSON."""
-ROWS = "HARNESS_RECORD_ROWS"
+ROWS_VARIABLE = "HARNESS_RECORD_ROWS"
 """Variable: the number of blocks of rows of each gradient that are sketched one by one."""
-BY = "HARNESS_RECORD_BY"
+LISTENER_VARIABLE = "HARNESS_RECORD_BY"
 """The module that hears of a process's imports, where it is another than the recorder; in its environment."""
 SITE = Path(__file__).resolve().parent / "site"
-PROCESSES = "processes"
-STATES = ("started", "torch", "called", "failed", "raised", "launcher")
+PROCESSES_FOLDER = "processes"
+PROCESS_STATES = ("started", "torch", "called", "failed", "raised", "launcher")
 """How far a process got, in names of files."""
 
 
@@ -50,11 +50,11 @@ def environment(directory: Path, steps: str) -> dict[str, str]:
     return {**os.environ, **own_variables, "HARNESS_RECORD_STEPS": steps, "PYTHONPATH": python_path}
 
 
-def fresh(directory: Path) -> None:
+def make_fresh_folder(directory: Path) -> None:
     """Make a recording's folder, empty. Raises EvidenceError for one in which anything is not of a recording."""
-    emptied(directory, RECORDING_FOLDER)
+    empty_own_folder(directory, RECORDING_FOLDER)
     try:
-        (directory / PROCESSES).mkdir(parents=True)
+        (directory / PROCESSES_FOLDER).mkdir(parents=True)
         (directory / "ranks").mkdir()
     except OSError as error:
         raise EvidenceError(f"{directory}: cannot be written: {error.strerror}; choose another -o") from error
@@ -89,8 +89,10 @@ def run(
                 list(command), env=variables, stdout=output, stderr=output, preexec_fn=before_exec
             )
     except OSError as error:
-        raise CommandError(f"{command[0]}: cannot be run: {error.strerror}{_beside_python(command[0])}") from error
-    with _signals_for(process) as interrupted:
+        raise CommandError(
+            f"{command[0]}: cannot be run: {error.strerror}{_remedy_beside_python(command[0])}"
+        ) from error
+    with _forward_signals(process) as interrupted:
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -100,7 +102,7 @@ def run(
     return -signal.SIGINT if code and interrupted else code
 
 
-def _beside_python(command: str) -> str:
+def _remedy_beside_python(command: str) -> str:
     """Return where a command that is not on PATH lies, as a remedy. Empty if it is not in the environment of this Python."""
     executable = Path(sys.executable).parent / command
     is_beside_python = os.sep not in command and shutil.which(command) is None and executable.exists()
@@ -108,7 +110,7 @@ def _beside_python(command: str) -> str:
 
 
 @contextlib.contextmanager
-def _signals_for(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+def _forward_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
     """Pass signals on to the job, so that it ends and its page is still written. A terminal's Ctrl-C reaches every process by
     itself, and is only noted. Without a terminal it reached this process alone, and is passed on as other signals are."""
     interrupted: list[int] = []
@@ -152,16 +154,18 @@ def missing_script(command: Sequence[str]) -> str:
     return "" if os.path.exists(arguments[script]) else arguments[script]
 
 
-def why_nothing(directory: Path, command: Sequence[str], code: int = 0) -> str:
+def why_no_evidence(directory: Path, command: Sequence[str], code: int = 0) -> str:
     """Return the likely reason why no rank left evidence, from how far the command's processes got."""
-    files = list((directory / PROCESSES).glob("*"))
+    files = list((directory / PROCESSES_FOLDER).glob("*"))
     states: dict[str, list[Path]] = {}
-    for state in STATES:
+    for state in PROCESS_STATES:
         states[state] = [file for file in files if file.suffix == f".{state}"]
     if states["failed"]:
         return f"the recorder failed: {states['failed'][0].read_text().strip()[:300]}"
     if code < 0:
-        return f"it was ended by {signal.Signals(-code).name} before an optimizer's first step; {_got_to(states)}"
+        return (
+            f"it was ended by {signal.Signals(-code).name} before an optimizer's first step; {_progress_text(states)}"
+        )
     if not states["started"]:
         isolating_options = [word for word in command if word in ("-I", "-E", "-S")]
         why = (
@@ -176,21 +180,23 @@ def why_nothing(directory: Path, command: Sequence[str], code: int = 0) -> str:
             whose_process = "that the launcher started, if it did start any,"
         return f"no Python process {whose_process} took PYTHONPATH from it ({why}, or a script that sets its own)"
     if not states["torch"]:
-        none_imported_torch = f"{_processes(states['started'])} ran, and none imported torch"
-        return none_imported_torch + (f"; {_error_of_most(states['raised'])}" if states["raised"] and code else "")
+        none_imported_torch = f"{_processes_text(states['started'])} ran, and none imported torch"
+        return none_imported_torch + (
+            f"; {_most_frequent_error(states['raised'])}" if states["raised"] and code else ""
+        )
     with_torch = {file.stem for file in states["torch"]}
     if raised := [file for file in states["raised"] if file.stem in with_torch] or states["raised"] * bool(code):
         silent = with_torch - {file.stem for file in raised}
-        return f"{_processes(states['torch'])} imported torch; {_error_of_most(raised, len(silent))}"
+        return f"{_processes_text(states['torch'])} imported torch; {_most_frequent_error(raised, len(silent))}"
     if states["called"]:
-        return f"{_processes(states['called'])} called a model, and none came to an optimizer's step"
+        return f"{_processes_text(states['called'])} called a model, and none came to an optimizer's step"
     return (
-        f"{_processes(states['torch'])} imported torch, and in none a module with parameters was called while gradients "
+        f"{_processes_text(states['torch'])} imported torch, and in none a module with parameters was called while gradients "
         "were recorded: nothing was trained, or the job ended before its first forward pass"
     )
 
 
-def _error_of_most(raised: Sequence[Path], silent: int = 0) -> str:
+def _most_frequent_error(raised: Sequence[Path], silent: int = 0) -> str:
     """Return the error that most processes raised, with their number. silent: processes that ended without an error.
 
     Errors that differ in numbers only (rank, port, process) count together.
@@ -198,21 +204,21 @@ def _error_of_most(raised: Sequence[Path], silent: int = 0) -> str:
     texts = sorted(file.read_text().strip() for file in raised)
     text_by_pattern = {re.sub(r"\d+", "", text): text for text in reversed(texts)}
     errors = Counter(text_by_pattern[re.sub(r"\d+", "", text)] for text in texts)
-    error, count = min(errors.most_common(), key=lambda error_and_count: lost_a_peer(error_and_count[0]))
+    error, count = min(errors.most_common(), key=lambda error_and_count: is_lost_peer_error(error_and_count[0]))
     silent_text = f"{silent} ended without an error (sys.exit, or killed: the command's output may say why), then "
-    return f"{silent_text * (silent > 0 and lost_a_peer(error))}{count} raised before training anything: {error}"
+    return f"{silent_text * (silent > 0 and is_lost_peer_error(error))}{count} raised before training anything: {error}"
 
 
-def _got_to(states: Mapping[str, Sequence[Path]]) -> str:
+def _progress_text(states: Mapping[str, Sequence[Path]]) -> str:
     """Return how far a command got that a signal ended; the signal gives no reason."""
     if not states["started"]:
         return "no rank's Python process had started"
     if not states["torch"]:
-        return f"{_processes(states['started'])} had started, and none had imported torch"
+        return f"{_processes_text(states['started'])} had started, and none had imported torch"
     if not states["called"]:
-        return f"{_processes(states['torch'])} had imported torch"
-    return f"{_processes(states['called'])} had called a model"
+        return f"{_processes_text(states['torch'])} had imported torch"
+    return f"{_processes_text(states['called'])} had called a model"
 
 
-def _processes(files: Sequence[Path]) -> str:
+def _processes_text(files: Sequence[Path]) -> str:
     return f"{len(files)} Python process{'' if len(files) == 1 else 'es'}"

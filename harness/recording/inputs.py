@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-POSITIONS = "pos"
-BESIDE = ("mask", POSITIONS, "type_ids", "seqlens")
+POSITION_WORD = "pos"
+MASK_WORDS = ("mask", POSITION_WORD, "type_ids", "seqlens")
 """What names of tensors have that are alike for all samples of one length."""
 
-LABELS = ("label", "target")
+LABEL_WORDS = ("label", "target")
 """What names of tensors have that are no samples, and may come before them."""
 
-INPUTS = 8
+MOST_INPUTS = 8
 """Tensors of one call that are looked at."""
 DEEPEST = 4
 """Batches in batches that are looked at, so that looking at a batch that holds itself ends."""
-MOST = 64
+MOST_MEMBERS = 64
 """Members of a batch that are looked at, so that looking at a list of a million ends."""
 
 
@@ -35,19 +35,19 @@ def inputs_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Te
     labels = dict[int, torch.Tensor]()
     masks_and_positions = list[torch.Tensor]()
     for name, tensor in named_tensors:
-        if any(word in name for word in BESIDE):
+        if any(word in name for word in MASK_WORDS):
             masks_and_positions.append(tensor)
-        elif any(word in name for word in LABELS):
+        elif any(word in name for word in LABEL_WORDS):
             if _is_of_samples(tensor):
                 labels[id(tensor)] = tensor
         elif not samples or _is_of_samples(tensor):
             samples[id(tensor)] = tensor
-        if len(samples) == INPUTS:
+        if len(samples) == MOST_INPUTS:
             break
-    return [*samples.values(), *labels.values()][:INPUTS] or masks_and_positions[:1]
+    return [*samples.values(), *labels.values()][:MOST_INPUTS] or masks_and_positions[:1]
 
 
-def begins_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], samples: torch.Tensor) -> torch.Tensor | None:
+def sample_begins(args: tuple[Any, ...], kwargs: Mapping[str, Any], samples: torch.Tensor) -> torch.Tensor | None:
     """Return where samples begin that lie end to end in one row: where positions begin anew. bool [tokens]; None if a row is
     a sample, or no positions are given."""
     if samples.dim() > 2 or samples.numel() != samples.shape[-1:].numel() or not samples.numel():
@@ -57,7 +57,7 @@ def begins_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], samples: torch.T
     positions = (
         tensor.reshape(-1)
         for name, tensor in named_tensors
-        if POSITIONS in name and _is_of_samples(tensor) and tensor.shape == samples.shape
+        if POSITION_WORD in name and _is_of_samples(tensor) and tensor.shape == samples.shape
     )
     for token_positions in positions:
         begins = token_positions == 0
@@ -86,5 +86,5 @@ def tensors_in(name: str, value: Any, deeper: int = DEEPEST) -> Iterator[tuple[s
         members = ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
     elif isinstance(value, (list, tuple)):
         members = ((name, element) for element in value)
-    for key, member in itertools.islice(members, MOST if deeper else 0):
+    for key, member in itertools.islice(members, MOST_MEMBERS if deeper else 0):
         yield from tensors_in(key, member, deeper - 1)

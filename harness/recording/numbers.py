@@ -21,19 +21,19 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from harness.core.probe.clock import Account, Clock
-from harness.core.probe.structure import local, sharded_parameters
+from harness.core.probe.structure import local_tensor_of, sharded_parameters
 from harness.core.probe.values import CLIP_FUNCTIONS
-from harness.recording.boxes import Held, Sharded, held_parameters, of_dtensor, rows_between
+from harness.recording.boxes import DeclaredSharding, LocalShard, local_shards_of, rows_between, shard_of_dtensor
 from harness.recording.compiling import not_compiled
-from harness.recording.digests import digest, generators, packed_digests, row_digests, token_sum
-from harness.recording.place import place_of
+from harness.recording.digests import digest, generator_digest, packed_digests, row_digests, token_sum
+from harness.recording.place import rank_and_world
 from harness.recording.sketches import AFTER_PASS, BY_ROWS, GRADIENT, WEIGHTS, RankSketches, Sketch
-from harness.recording.sketching import Sketcher, alter, width_of
+from harness.recording.sketching import Sketcher, alter_by_rounding, columns_of
 
 # ---- What loss scalers do: by what they multiply a loss, and which steps they leave out because a gradient is not finite
 
 
-def see_scalers(clock: Clock, note: Callable[[torch.Tensor], None]) -> None:
+def watch_scalers(clock: Clock, note: Callable[[torch.Tensor], None]) -> None:
     """Call note with each step's scale. Once a scaler is updated its optimizers have stepped, or will not: passes since the
     last step trained nothing then. Trap: FSDP1's scaler has an update of its own."""
     step = torch.amp.GradScaler.step
@@ -50,7 +50,7 @@ def see_scalers(clock: Clock, note: Callable[[torch.Tensor], None]) -> None:
         @not_compiled
         @functools.wraps(update)
         def skip_and_update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            clock.skip()
+            clock.skip_step()
             return update(scaler, *args, **kwargs)
 
         return skip_and_update
@@ -63,28 +63,32 @@ def see_scalers(clock: Clock, note: Callable[[torch.Tensor], None]) -> None:
 # ---- Which parameters are others as a step begins than they were after the step before: no optimizer's step wrote them
 
 
-class Changed:
+class ChangedWeights:
     """Parameters that changed between two steps, looked at once a step. What is computed on a device is read at the end."""
 
     def __init__(self) -> None:
-        self._found: dict[int, dict[str, torch.Tensor]] = {}
+        self._has_changed_by_step: dict[int, dict[str, torch.Tensor]] = {}
 
-    def look(self, step: int, parts: Sequence[nn.Module], digests_before: Mapping[str, torch.Tensor]) -> None:
+    def compare_weights(
+        self, step: int, parts: Sequence[nn.Module], digests_before: Mapping[str, torch.Tensor]
+    ) -> None:
         """Compare weights with those after the step before, as the first pass of a step begins.
 
         digests_before: parameter -> digest after the step before; empty if unknown.
         """
-        if digests_before and step not in self._found:
+        if digests_before and step not in self._has_changed_by_step:
             named_parameters = (
                 (fqn, parameter) for fqn, parameter in sharded_parameters(parts) if fqn in digests_before
             )
-            self._found[step] = {fqn: digest(parameter) != digests_before[fqn] for fqn, parameter in named_parameters}
+            self._has_changed_by_step[step] = {
+                fqn: digest(parameter) != digests_before[fqn] for fqn, parameter in named_parameters
+            }
 
     @property
-    def names(self) -> dict[int, tuple[str, ...]]:
+    def parameters_by_step(self) -> dict[int, tuple[str, ...]]:
         """Return, by step, the parameters that changed before it. A step without any is left out."""
         names_by_step: dict[int, tuple[str, ...]] = {}
-        for step, has_changed in self._found.items():
+        for step, has_changed in self._has_changed_by_step.items():
             if names := tuple(fqn for fqn, changed in has_changed.items() if bool(changed)):
                 names_by_step[step] = names
         return names_by_step
@@ -95,11 +99,11 @@ class Changed:
 
 ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 """By dtype, the distance of 1 from the next larger number."""
-WRAPPERS = 16
+MOST_WRAPPERS = 16
 """Wrappers of one function that are looked through."""
 MOST_PASSES = 64
 """Passes of a step after which accumulated gradients are looked at."""
-MANY = 1 << 12
+INEXACT_FROM = 1 << 12
 """Elements from which on torch's norm on CPU may be off by more than sums in another order are."""
 CLIPS_BY_NORM = "clip_grads_with_norm_"
 """torch's function that is given a norm to clip by."""
@@ -107,13 +111,13 @@ MAKES_NORM = "get_total_norm"
 """torch's function that makes a norm, of a rank's own gradients if these are plain."""
 MOST_SAMPLES = 32
 """Digests of single samples that are kept of a step."""
-Timed = Callable[..., Any]
-Key = tuple[int, str, str]
+TimedCall = Callable[..., Any]
+SketchKey = tuple[int, str, str]
 """Step, kind, fqn."""
 
 
 @dataclass
-class Fed:
+class PassInput:
     """What a forward pass was called with."""
 
     account: Account
@@ -129,24 +133,24 @@ class Fed:
 
 
 @dataclass
-class Numbers:
+class NumbersRecorder:
     """Recorder of the numbers that one rank leaves."""
 
     clock: Clock
     noise: str = ""
     """Dtype by one rounding of which first weights are altered; "compute": of the forward pass; empty: they are not."""
-    sharded: tuple[Sharded, ...] = ()
+    sharded: tuple[DeclaredSharding, ...] = ()
     """What the person who records declared of plain tensors."""
     blocks: int = 0
     """Blocks of rows of which each gradient's are sketched one by one; 0 for none."""
     sketcher: Sketcher = field(default_factory=Sketcher)
-    found: dict[Key, tuple[Held, torch.Tensor] | Sketch] = field(default_factory=dict)
+    sketched: dict[SketchKey, tuple[LocalShard, torch.Tensor] | Sketch] = field(default_factory=dict)
     """What was looked at; once it is read, without the tensor."""
-    fed: list[Fed] = field(default_factory=list)
+    pass_inputs: list[PassInput] = field(default_factory=list)
     """Passes of recorded steps, in order."""
     norms: dict[int, Any] = field(default_factory=dict)
     """Step -> the norm that torch's clipping returned last."""
-    changed: Changed = field(default_factory=Changed)
+    changed: ChangedWeights = field(default_factory=ChangedWeights)
     """Parameters that changed between two steps."""
     norms_off: dict[int, float] = field(default_factory=dict)
     """Step -> by which part torch's own norm of one gradient was off, at most."""
@@ -166,18 +170,18 @@ class Numbers:
     """Dtype to which parameters are cast in the forward pass; empty while none is known."""
     tp: tuple[int, ...] = ()
     """Ranks among which a parameter is cut for tensor parallelism; empty where none is."""
-    _normed: tuple[int, int] = (-1, -1)
+    _norms_noted_at: tuple[int, int] = (-1, -1)
     """Step, and number of passes, as norms were compared last."""
-    _fresh: set[str] = field(default_factory=set)
+    _noted_since_pass: set[str] = field(default_factory=set)
     """Parameters whose gradients were looked at since the last pass began."""
-    _held: tuple[int, list[Held]] = (-1, [])
+    _shards_of_step: tuple[int, list[LocalShard]] = (-1, [])
     """A step, and this rank's local shards in it."""
     _altered: set[str] = field(default_factory=set)
     """Parameters whose first weights were altered."""
-    _rounded: str = ""
+    _rounding_dtype: str = ""
     """Dtype by one rounding of which weights are altered; "own" for each parameter's own."""
 
-    def install(self, timed: Timed, parts: Callable[[], Sequence[nn.Module]]) -> None:
+    def install(self, timed: TimedCall, parts: Callable[[], Sequence[nn.Module]]) -> None:
         """Wrap torch's clipping functions: gradients are looked at before them, and the norm that they return is noted.
 
         timed: calls a function in chosen steps only, and counts the time. parts: returns the models.
@@ -185,14 +189,14 @@ class Numbers:
         functions = itertools.product((torch.nn.utils, torch.nn.utils.clip_grad), CLIP_FUNCTIONS)
         for owner, name in (*functions, (FullyShardedDataParallel, "clip_grad_norm_")):
             if (original := getattr(owner, name, None)) is not None:
-                setattr(owner, name, self._seen(original, name, timed, parts))
-        self._see_autocast(timed)
-        see_scalers(self.clock, lambda scale: timed(self.note_scale, scale))
+                setattr(owner, name, self._with_norm_noted(original, name, timed, parts))
+        self._watch_autocast(timed)
+        watch_scalers(self.clock, lambda scale: timed(self.note_scale, scale))
 
     def note_scale(self, scale: torch.Tensor) -> None:
         self.scales[self.clock.step] = scale.clone()
 
-    def _see_autocast(self, timed: Timed) -> None:
+    def _watch_autocast(self, timed: TimedCall) -> None:
         """Note the dtype of an autocast as it is entered, for a forward pass may enter one itself.
 
         That one is seen after the first weights were altered.
@@ -211,8 +215,8 @@ class Numbers:
     def _note_autocast(self, mode: Any) -> None:
         self.computes_in = _dtype_of(mode)
 
-    def _seen(
-        self, original: Callable[..., Any], name: str, timed: Timed, parts: Callable[[], Sequence[nn.Module]]
+    def _with_norm_noted(
+        self, original: Callable[..., Any], name: str, timed: TimedCall, parts: Callable[[], Sequence[nn.Module]]
     ) -> Any:
         """Return a clipping function with gradients looked at before it, and its norm noted."""
 
@@ -221,7 +225,7 @@ class Numbers:
         def note_and_clip(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return original(*args, **kwargs)
-            timed(self.gradients, parts())
+            timed(self.note_gradients, parts())
             timed(self.note_norms_off, parts())
             returned = original(*args, **kwargs)
             norm = _given_norm(*args, **kwargs) if name == CLIPS_BY_NORM else returned
@@ -236,53 +240,55 @@ class Numbers:
         is_complete = torch.is_tensor(norm) and not any(
             placement.is_partial() for placement in getattr(norm, "placements", ())
         )
-        if is_complete and local(norm).numel() == 1:
-            self.norms[self.clock.step] = local(norm).clone()
+        if is_complete and local_tensor_of(norm).numel() == 1:
+            self.norms[self.clock.step] = local_tensor_of(norm).clone()
 
     def note_norms_off(self, parts: Sequence[nn.Module]) -> None:
         """Note how well torch's own norms, of which clipping makes the whole one, hold for these gradients. Functions that clip
         call one another."""
-        if self._normed == (self.clock.step, len(self.fed)):
+        if self._norms_noted_at == (self.clock.step, len(self.pass_inputs)):
             return
-        self._normed = self.clock.step, len(self.fed)
+        self._norms_noted_at = self.clock.step, len(self.pass_inputs)
         gradients = {
-            id(shard.owner): local(shard.owner.grad) for shard in self._all(parts) if shard.owner.grad is not None
+            id(shard.owner): local_tensor_of(shard.owner.grad)
+            for shard in self._local_shards(parts)
+            if shard.owner.grad is not None
         }
         for gradient in gradients.values():
-            if gradient.device.type == "cpu" and gradient.numel() > MANY and gradient.is_floating_point():
+            if gradient.device.type == "cpu" and gradient.numel() > INEXACT_FROM and gradient.is_floating_point():
                 exact = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
                 relative_error = abs(float(torch.linalg.vector_norm(gradient)) - exact) / (exact or 1.0)
                 self.norms_off[self.clock.step] = max(relative_error, self.norms_off.get(self.clock.step, 0.0))
 
     # ---- tensors
 
-    def start(self, parts: Sequence[nn.Module]) -> None:
+    def note_first_weights(self, parts: Sequence[nn.Module]) -> None:
         """Look at the weights before training, and alter them where that is wanted."""
         new_shards = [
-            shard for shard in held_parameters(parts, self.sharded) if (0, WEIGHTS, shard.fqn) not in self.found
+            shard for shard in local_shards_of(parts, self.sharded) if (0, WEIGHTS, shard.fqn) not in self.sketched
         ]
         for shard in new_shards:
             self.shapes[shard.fqn] = shard.shape
-            self.dtypes[shard.fqn] = _name(shard.owner.dtype)
+            self.dtypes[shard.fqn] = _dtype_name(shard.owner.dtype)
             self.tp = self.tp or shard.tp
             if shard.plain:
                 self.plain[shard.fqn] = None
-            self._note(0, WEIGHTS, shard, shard.owner)
+            self._note_tensor(0, WEIGHTS, shard, shard.owner)
         self.computes_in = self.computes_in or compute_dtype_of(parts)
         if self.noise:
             self._alter(new_shards)
 
-    def _alter(self, shards: Iterable[Held]) -> None:
+    def _alter(self, shards: Iterable[LocalShard]) -> None:
         """Alter the first weights by one rounding of the dtype that `noise` names."""
         dtype = self.noise if self.noise != "compute" else self.computes_in
-        self._rounded = self._rounded or dtype or "own"
+        self._rounding_dtype = self._rounding_dtype or dtype or "own"
         for shard in shards:
-            tensor = shard.of(shard.owner.data)
+            tensor = shard.elements_of(shard.owner.data)
             rounding_dtype = dtype or self.dtypes[shard.fqn]
             if not shard.why and shard.fqn not in self._altered and rounding_dtype in ROUNDING:
                 self._altered.add(shard.fqn)
-                alter(tensor, shard.fqn, shard.boxes, width_of(shard.shape), ROUNDING[rounding_dtype])
-                self._note(0, WEIGHTS, shard, shard.owner)
+                alter_by_rounding(tensor, shard.fqn, shard.boxes, columns_of(shard.shape), ROUNDING[rounding_dtype])
+                self._note_tensor(0, WEIGHTS, shard, shard.owner)
 
     def pass_begins(
         self, parts: Sequence[nn.Module], inputs: torch.Tensor | None, begins: torch.Tensor | None = None
@@ -290,7 +296,7 @@ class Numbers:
         """Look at the samples of a pass; gradients that come now are other ones. Whether it trains shows later.
         begins: where samples do that lie end to end in one row. bool [tokens]
         Trap: a pipeline calls its stages once to see shapes; that is of step 0."""
-        self._fresh.clear()
+        self._noted_since_pass.clear()
         self._note_accumulated(parts)
         if inputs is None or not inputs.dim():
             return
@@ -299,69 +305,75 @@ class Numbers:
             tokens = token_sum(inputs) if integers else None
             rows_of_inputs = inputs if inputs.dim() >= 2 else inputs.unsqueeze(0)
             rows = row_digests(rows_of_inputs) if begins is None or not integers else packed_digests(inputs, begins)
-            self.fed.append(Fed(self.clock.account, rows, generators(), tokens))
+            self.pass_inputs.append(PassInput(self.clock.account, rows, generator_digest(), tokens))
 
     def pass_ends(self) -> None:
         """Note the state of torch's generators as a pass ends."""
-        if self.fed and self.fed[-1].generators_after is None:
-            self.fed[-1].generators_after = generators()
+        if self.pass_inputs and self.pass_inputs[-1].generators_after is None:
+            self.pass_inputs[-1].generators_after = generator_digest()
 
     def _note_accumulated(self, parts: Sequence[nn.Module]) -> None:
         """Look at what earlier passes of the step left in gradients, where one process trains and no reduction changes it."""
         passes = (
-            sum(forward_pass.account.step == self.clock.step for forward_pass in self.fed) if self.clock.step else 0
+            sum(forward_pass.account.step == self.clock.step for forward_pass in self.pass_inputs)
+            if self.clock.step
+            else 0
         )
-        if 0 < passes < MOST_PASSES and place_of()[1] == 1:
-            for shard in self._all(parts):
+        if 0 < passes < MOST_PASSES and rank_and_world()[1] == 1:
+            for shard in self._local_shards(parts):
                 if shard.owner.grad is not None:
-                    self._note(self.clock.step, f"{AFTER_PASS}{passes}", shard, shard.owner.grad)
+                    self._note_tensor(self.clock.step, f"{AFTER_PASS}{passes}", shard, shard.owner.grad)
 
-    def _all(self, parts: Sequence[nn.Module]) -> list[Held]:
+    def _local_shards(self, parts: Sequence[nn.Module]) -> list[LocalShard]:
         """Return this rank's local shards, collected once a step."""
-        if self._held[0] != self.clock.step:
-            self._held = self.clock.step, [*held_parameters(parts, self.sharded)]
-        return self._held[1]
+        if self._shards_of_step[0] != self.clock.step:
+            self._shards_of_step = self.clock.step, [*local_shards_of(parts, self.sharded)]
+        return self._shards_of_step[1]
 
-    def gradients(self, parts: Sequence[nn.Module], owned: set[int] | None = None) -> None:
+    def note_gradients(self, parts: Sequence[nn.Module], owned: set[int] | None = None) -> None:
         """Look at gradients that were not looked at since the last forward pass. owned: ids of parameters; None for all."""
-        for shard in self._all(parts):
+        for shard in self._local_shards(parts):
             is_wanted = owned is None or id(shard.owner) in owned
-            if is_wanted and shard.fqn not in self._fresh and shard.owner.grad is not None:
-                self._fresh.add(shard.fqn)
-                self._note(self.clock.step, GRADIENT, shard, shard.owner.grad)
+            if is_wanted and shard.fqn not in self._noted_since_pass and shard.owner.grad is not None:
+                self._noted_since_pass.add(shard.fqn)
+                self._note_tensor(self.clock.step, GRADIENT, shard, shard.owner.grad)
 
-    def stepped(self, parts: Sequence[nn.Module], owned: set[int], states: Sequence[Any], rate: float | None) -> None:
+    def note_step(self, parts: Sequence[nn.Module], owned: set[int], states: Sequence[Any], rate: float | None) -> None:
         """Look at the weights that optimizers stepped on, and at the state that these keep. owned: ids of parameters."""
         if rate is not None:
             self.rates[self.clock.step] = rate
-        for shard in self._all(parts):
+        for shard in self._local_shards(parts):
             if id(shard.owner) not in owned:
                 continue
-            self._note(self.clock.step, WEIGHTS, shard, shard.owner)
+            self._note_tensor(self.clock.step, WEIGHTS, shard, shard.owner)
             for state in states:
                 for key, value in state.get(shard.owner, {}).items():
-                    if torch.is_tensor(value) and local(value).numel() == local(shard.owner).numel() and value.dim():
-                        self._note(self.clock.step, key, shard, value)
+                    if (
+                        torch.is_tensor(value)
+                        and local_tensor_of(value).numel() == local_tensor_of(shard.owner).numel()
+                        and value.dim()
+                    ):
+                        self._note_tensor(self.clock.step, key, shard, value)
 
-    def _note(self, step: int, kind: str, shard: Held, tensor: torch.Tensor) -> None:
+    def _note_tensor(self, step: int, kind: str, shard: LocalShard, tensor: torch.Tensor) -> None:
         """Sketch a tensor that lies as a shard's owner does, or note why its place is not known."""
-        if tensor.device.type == "meta" or local(tensor).layout is not torch.strided:
-            shard = Held(shard.fqn, shard.shape, shard.owner, why=f"its {kind} has no dense elements")
+        if tensor.device.type == "meta" or local_tensor_of(tensor).layout is not torch.strided:
+            shard = LocalShard(shard.fqn, shard.shape, shard.owner, why=f"its {kind} has no dense elements")
         elif getattr(tensor, "placements", None) not in (None, getattr(shard.owner, "placements", None)):
-            shard = of_dtensor(shard.fqn, tensor)
-        values = local(tensor).new_empty(0) if shard.why else shard.of(tensor)
+            shard = shard_of_dtensor(shard.fqn, tensor)
+        values = local_tensor_of(tensor).new_empty(0) if shard.why else shard.elements_of(tensor)
         if not shard.why and values.numel() != shard.elements:
-            shard = Held(
+            shard = LocalShard(
                 shard.fqn, shard.shape, shard.owner, why=f"{values.numel()} elements lie in {shard.elements} places"
             )
         if shard.why:
             self.unplaced[shard.fqn] = shard.why
         elif values.is_floating_point():
-            self.found[step, kind, shard.fqn] = shard, self.sketcher.sketch(values, shard.boxes)
+            self.sketched[step, kind, shard.fqn] = shard, self.sketcher.sketch(values, shard.boxes)
             if kind == GRADIENT and self.blocks and not shard.addend:
                 self._note_rows(step, shard, values)
 
-    def _note_rows(self, step: int, shard: Held, values: torch.Tensor) -> None:
+    def _note_rows(self, step: int, shard: LocalShard, values: torch.Tensor) -> None:
         """Sketch a gradient's blocks of rows."""
         total = shard.shape[0] if shard.shape else 1
         edges = [total * number // self.blocks for number in range(self.blocks + 1)]
@@ -369,7 +381,7 @@ class Numbers:
             row_slices, boxes = rows_between(values, shard.boxes, start, stop)
             if row_slices:
                 shard_rows = dataclasses.replace(shard, boxes=tuple(boxes))
-                self.found[step, f"{BY_ROWS}{start}:{stop}", shard.fqn] = (
+                self.sketched[step, f"{BY_ROWS}{start}:{stop}", shard.fqn] = (
                     shard_rows,
                     self.sketcher.sketch(torch.cat(row_slices), boxes),
                 )
@@ -383,30 +395,32 @@ class Numbers:
         So each rank makes the same choice of them.
         """
         digests_by_step = defaultdict[int, set[int]](set)
-        for forward_pass in self.fed:
+        for forward_pass in self.pass_inputs:
             if forward_pass.account.step and forward_pass.account.kind == "training":
                 digests_by_step[forward_pass.account.step].update(forward_pass.rows[0].tolist())
         return {step: tuple(sorted(digests)[:MOST_SAMPLES]) for step, digests in digests_by_step.items()}
 
-    def _read(self) -> None:
+    def _read_sketches(self) -> None:
         """Read all new sketches from the device at once, since each single read would wait for the device."""
-        unread = {key: entry for key, entry in self.found.items() if not isinstance(entry, Sketch)}
+        unread = {key: entry for key, entry in self.sketched.items() if not isinstance(entry, Sketch)}
         if not unread:
             return
         device = next(iter(unread.values()))[1].device
         sums_of_all = torch.stack([sums.to(device) for _, sums in unread.values()]).cpu().numpy()
         for (key, (shard, _)), sums in zip(unread.items(), sums_of_all, strict=True):
-            self.found[key] = Sketch(*key, shard.place, shard.elements, float(sums[0]), sums[1:])
+            self.sketched[key] = Sketch(*key, shard.slice_text, shard.elements, float(sums[0]), sums[1:])
 
-    def left(self, rank: int, world: int, launch: str, optimizers: tuple[str, ...]) -> RankSketches:
+    def build_sketches(self, rank: int, world: int, launch: str, optimizers: tuple[str, ...]) -> RankSketches:
         """Return all numbers of this rank. What lies on a device is read first."""
-        self._read()
+        self._read_sketches()
         passes = defaultdict[int, list[tuple[int, ...]]](list)
         tokens: dict[int, int] = {}
         bare: dict[int, int] = {}
         drawn: dict[int, tuple[int, int]] = {}
-        with_tokens = {forward_pass.account.step for forward_pass in self.fed if forward_pass.tokens is not None}
-        for forward_pass in self.fed:
+        with_tokens = {
+            forward_pass.account.step for forward_pass in self.pass_inputs if forward_pass.tokens is not None
+        }
+        for forward_pass in self.pass_inputs:
             step = forward_pass.account.step
             made_of_samples = forward_pass.tokens is None and step in with_tokens  # by a stage before it
             if step and forward_pass.account.kind == "training" and not made_of_samples:
@@ -423,7 +437,7 @@ class Numbers:
             launch=launch,
             shapes=self.shapes,
             dtypes=self.dtypes,
-            sketches=tuple(entry for entry in self.found.values() if isinstance(entry, Sketch)),
+            sketches=tuple(entry for entry in self.sketched.values() if isinstance(entry, Sketch)),
             passes={step: tuple(digests) for step, digests in passes.items()},
             tokens=tokens,
             norms={step: float(norm) for step, norm in self.norms.items()},
@@ -432,12 +446,12 @@ class Numbers:
             rates=self.rates,
             optimizers=optimizers,
             computes_in=self.computes_in,
-            noise=self._rounded if self._altered else "",
+            noise=self._rounding_dtype if self._altered else "",
             plain=tuple(self.plain),
             unplaced=self.unplaced,
             bare=bare,
             drawn=drawn,
-            changed=self.changed.names,
+            changed=self.changed.parameters_by_step,
             tp=self.tp,
         )
 
@@ -447,7 +461,7 @@ def _given_norm(parameters: Any = None, max_norm: Any = None, total_norm: Any = 
     return total_norm
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -456,11 +470,11 @@ def compute_dtype_of(parts: Sequence[nn.Module]) -> str:
     parameters = itertools.chain.from_iterable(part.parameters() for part in parts)
     for device in {parameter.device.type for parameter in parameters}:
         if torch.is_autocast_enabled(device):
-            return _name(torch.get_autocast_dtype(device))
+            return _dtype_name(torch.get_autocast_dtype(device))
     if dtype := next(filter(None, _autocast_dtypes(parts)), ""):
         return dtype
-    policies = (_policy(module) for module in _modules_of(parts))
-    return next((_name(dtype) for dtype in policies if dtype is not None), "")
+    policies = (_policy_dtype(module) for module in _modules_of(parts))
+    return next((_dtype_name(dtype) for dtype in policies if dtype is not None), "")
 
 
 def _modules_of(parts: Sequence[nn.Module]) -> Iterator[nn.Module]:
@@ -478,12 +492,12 @@ def _autocast_dtypes(parts: Sequence[nn.Module]) -> Iterator[str]:
 def _dtype_of(mode: Any) -> str:
     """Return what an autocast casts to; empty where it is turned off."""
     dtype = getattr(mode, "fast_dtype", None)
-    return _name(dtype) if getattr(mode, "_enabled", False) and isinstance(dtype, torch.dtype) else ""
+    return _dtype_name(dtype) if getattr(mode, "_enabled", False) and isinstance(dtype, torch.dtype) else ""
 
 
 def _autocasts(function: Any) -> Iterator[torch.autocast]:
     """Yield the autocasts that a function is wrapped in, as accelerate wraps a model's forward."""
-    for _ in range(WRAPPERS):
+    for _ in range(MOST_WRAPPERS):
         function = getattr(function, "__func__", function)
         for cell in getattr(function, "__closure__", None) or ():
             with contextlib.suppress(ValueError):  # of a cell that is still empty
@@ -493,7 +507,7 @@ def _autocasts(function: Any) -> Iterator[torch.autocast]:
             return
 
 
-def _policy(module: nn.Module) -> torch.dtype | None:
+def _policy_dtype(module: nn.Module) -> torch.dtype | None:
     """Return the dtype of parameters in a module's mixed-precision policy of FSDP, None without one."""
     if isinstance(module, FullyShardedDataParallel):
         dtype = getattr(module.mixed_precision, "param_dtype", None)

@@ -12,16 +12,16 @@ from typing import Generic, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from harness.core.probe.structure import stored
-from harness.core.probe.values import held_bytes
+from harness.core.probe.structure import dense_tensors_of
+from harness.core.probe.values import storage_bytes_of
 
 T = TypeVar("T")
-MOST = 3
+MOST_VALUES = 3
 """Values of one setting that are told."""
 
 
 @dataclass
-class Settings:
+class OptimizerSettings:
     """What is reported of an optimizer."""
 
     kind: str
@@ -39,31 +39,31 @@ class Settings:
         return f"{self.kind}({', '.join(setting_texts)})"
 
 
-class Weakly(Generic[T]):
+class ByOptimizer(Generic[T]):
     """A value for each optimizer, while it lives. Trap: an optimizer that is also a list of others has no hash."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[weakref.ref[Optimizer], T]] = {}
+        self._entries: dict[int, tuple[weakref.ref[Optimizer], T]] = {}
 
     def __iter__(self) -> Iterator[Optimizer]:
-        return (optimizer for ref, _ in self._held.values() if (optimizer := ref()) is not None)
+        return (optimizer for ref, _ in self._entries.values() if (optimizer := ref()) is not None)
 
     def get(self, optimizer: Optimizer) -> T | None:
         """Return the optimizer's value, None if it has none. Another optimizer may have got the id of one that has gone."""
-        ref, value = self._held.get(id(optimizer), (None, None))
+        ref, value = self._entries.get(id(optimizer), (None, None))
         return value if ref is not None and ref() is optimizer else None
 
     def put(self, optimizer: Optimizer, value: T) -> None:
-        self._held[id(optimizer)] = weakref.ref(optimizer), value
+        self._entries[id(optimizer)] = weakref.ref(optimizer), value
 
 
 class Optimizers:
     """The optimizers that a job steps, and the parameters that a step of the outermost one steps on."""
 
     def __init__(self) -> None:
-        self._known: Weakly[Settings] = Weakly()
-        self._containers: Weakly[bool] = Weakly()
-        self._all: list[Settings] = []
+        self._known: ByOptimizer[OptimizerSettings] = ByOptimizer()
+        self._containers: ByOptimizer[bool] = ByOptimizer()
+        self._all: list[OptimizerSettings] = []
         self._stepping: list[weakref.ref[Optimizer]] = []
         self._stepped: set[int] = set()
 
@@ -71,28 +71,28 @@ class Optimizers:
         return iter(self._known)
 
     @property
-    def texts(self) -> tuple[str, ...]:
+    def settings_texts(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(map(str, self._all)))
 
-    def owned(self) -> set[int]:
+    def parameter_ids(self) -> set[int]:
         """Return the ids of all parameters that any of them has."""
-        return set().union(*map(parameters_of, (*self._known, *self._containers)))
+        return set().union(*map(parameter_ids_of, (*self._known, *self._containers)))
 
     def pass_begins(self) -> None:
         """Forget unfinished optimizer steps: one that raised in the middle has not left its step."""
         self._stepping = []
         self._stepped = set()
 
-    def begins(self, optimizer: Optimizer) -> None:
+    def begin_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer's step begins. One inside of which it begins is a container."""
         if self._stepping and (outer := self._stepping[-1]()) is not None:
             self._containers.put(outer, True)
         self._stepping.append(weakref.ref(optimizer))
 
-    def ended(self, optimizer: Optimizer) -> set[int]:
+    def end_step(self, optimizer: Optimizer) -> set[int]:
         """Return the ids of all parameters that were stepped. Empty if another optimizer steps this one, and has yet to end."""
         self._stepping = self._stepping[:-1]
-        self._stepped |= parameters_of(optimizer)
+        self._stepped |= parameter_ids_of(optimizer)
         if not self._containers.get(optimizer):
             self._note_settings(optimizer)
         if self._stepping:
@@ -107,7 +107,7 @@ class Optimizers:
         if (first := self._known.get(optimizer)) is None:
             outer = self._stepping[-1]() if self._stepping else None
             container_text = f" in {type(outer).__name__}" if outer is not None else ""
-            first = Settings(f"{type(optimizer).__name__}{container_text}", values)
+            first = OptimizerSettings(f"{type(optimizer).__name__}{container_text}", values)
             self._known.put(optimizer, first)
             self._all.append(first)
         first.changed |= {key for key, value in first.values.items() if values.get(key) != value}
@@ -120,12 +120,12 @@ def gradient_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer) -> 
     """
     stepped_on = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     gradients = [parameter.grad for parameter in (*parameters, *stepped_on) if parameter.grad is not None]
-    sparse = [gradient for gradient in gradients if len(stored(gradient)) > 1]
-    dense = {"gradients": held_bytes(gradient for gradient in gradients if len(stored(gradient)) == 1)}
-    return dense | ({"sparse gradients": held_bytes(sparse)} if sparse else {})
+    sparse = [gradient for gradient in gradients if len(dense_tensors_of(gradient)) > 1]
+    dense = {"gradients": storage_bytes_of(gradient for gradient in gradients if len(dense_tensors_of(gradient)) == 1)}
+    return dense | ({"sparse gradients": storage_bytes_of(sparse)} if sparse else {})
 
 
-def parameters_of(optimizer: Optimizer) -> set[int]:
+def parameter_ids_of(optimizer: Optimizer) -> set[int]:
     """Return the ids of the tensors that the optimizer steps on."""
     parameter_ids = set[int]()
     for group in optimizer.param_groups:
@@ -144,9 +144,9 @@ def settings_of(optimizer: Optimizer) -> dict[str, str]:
             group[key] for group in optimizer.param_groups if key in group and not torch.is_tensor(group[key])
         ]
         values = list(dict.fromkeys(str(tuple(value) if isinstance(value, list) else value) for value in group_values))
-        texts = values[:MOST]
-        if len(values) > MOST:
-            texts.append(f"{len(values) - MOST} more")
+        texts = values[:MOST_VALUES]
+        if len(values) > MOST_VALUES:
+            texts.append(f"{len(values) - MOST_VALUES} more")
         if texts:
             settings[key] = " and ".join(texts)
     return settings

@@ -10,45 +10,49 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from harness.recording.folders import JOB, MANY, job_folders
+from harness.recording.folders import JOB_FILE, MOST_JOBS, job_folders
 
-RANKS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+RANK_VARIABLES = (
+    ("RANK", "WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+)
 
-OF_JOB = ("REPLICA_GROUP_ID", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
+JOB_VARIABLES = ("REPLICA_GROUP_ID", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
 
 
-def place_of() -> tuple[int, int]:
+def rank_and_world() -> tuple[int, int]:
     """Return rank and world size as torch.distributed has them, else as the launcher set them, else rank 0 of 1."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    for rank, world in RANKS:
+    for rank, world in RANK_VARIABLES:
         if rank in os.environ and world in os.environ:
             return int(os.environ[rank]), int(os.environ[world])
     return 0, 1
 
 
-def is_named() -> bool:
+def is_rank_named() -> bool:
     """Return whether a launcher's environment has the rank of this process."""
-    return any(rank in os.environ and world in os.environ for rank, world in RANKS)
+    return any(rank in os.environ and world in os.environ for rank, world in RANK_VARIABLES)
 
 
-def job_of() -> str:
+def job_name() -> str:
     """Return what names this process's job: all its ranks have it, and those of another job that runs beside it do not.
 
     torchrun gives a new port after a restart, and then a name to the job.
     """
-    job_variables = {name: os.environ.get(name, "") for name in OF_JOB}
+    job_variables = {name: os.environ.get(name, "") for name in JOB_VARIABLES}
     if job_variables["TORCHELASTIC_RUN_ID"] not in ("", "none"):
         job_variables["MASTER_PORT"] = ""
     return " ".join(f"{name}={text}" for name, text in job_variables.items() if text not in ("", "none"))
 
 
-def claimed(directory: Path, rank: int) -> Path | None:
+def claim_folder(directory: Path, rank: int) -> Path | None:
     """Claim a folder for this process's evidence: the first of its job in which no other process is this rank.
 
     After a restart by torchrun, the first new process takes the folder of the old one. None if no folder can be claimed.
     """
-    job = job_of()
+    job = job_name()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     rank_name = f"rank_{rank:05d}.{attempt}"
     process_text = json.dumps({"host": os.uname().nodename, "pid": os.getpid(), "parent": os.getppid()})
@@ -56,19 +60,19 @@ def claimed(directory: Path, rank: int) -> Path | None:
         for folder in job_folders(directory):
             (folder / "processes").mkdir(parents=True, exist_ok=True)
             (folder / "ranks").mkdir(exist_ok=True)
-            if _first(folder / "processes" / JOB, job) and _first(
+            if _write_first(folder / "processes" / JOB_FILE, job) and _write_first(
                 folder / "processes" / rank_name, process_text, alone=True
             ):
                 for state in ("ends", "error"):
-                    _of_rank(folder, rank, state).unlink(missing_ok=True)
+                    _rank_file(folder, rank, state).unlink(missing_ok=True)
                 return folder
-        print(f"harness: {MANY} processes train as rank {rank} already; this one is not recorded", file=sys.stderr)
+        print(f"harness: {MOST_JOBS} processes train as rank {rank} already; this one is not recorded", file=sys.stderr)
     except OSError as error:
         print(f"harness: this process is not recorded: {error}", file=sys.stderr)
     return None
 
 
-def _first(file: Path, text: str, *, alone: bool = False) -> bool:
+def _write_first(file: Path, text: str, *, alone: bool = False) -> bool:
     """Write a file that does not exist yet. Return whether it has this text now; if `alone`, whether this process wrote it.
 
     A file exists with all of its text or not at all.
@@ -84,32 +88,32 @@ def _first(file: Path, text: str, *, alone: bool = False) -> bool:
     return True
 
 
-def unsaved(directory: Path, rank: int, why: str) -> None:
+def report_unsaved(directory: Path, rank: int, why: str) -> None:
     """Report why the rank's record was not written, on stderr and in a file beside the records."""
     print(f"harness: {why}", file=sys.stderr)
     with contextlib.suppress(OSError):  # of a full disk
         (directory / "processes" / f"rank_{rank:05d}.failed").write_text(why)
 
 
-def left_at_once(directory: Path, rank: int, code: int, error: str) -> None:
+def note_exit_at_once(directory: Path, rank: int, code: int, error: str) -> None:
     """Record an exit by os._exit, which runs nothing of what Python runs as it ends."""
     with contextlib.suppress(OSError):  # a full disk: its exit is not reported
-        _of_rank(directory, rank, "ends").write_text(json.dumps({rank: code}), encoding="utf-8")
+        _rank_file(directory, rank, "ends").write_text(json.dumps({rank: code}), encoding="utf-8")
         if error:
-            _of_rank(directory, rank, "error").write_text(error, encoding="utf-8")
+            _rank_file(directory, rank, "error").write_text(error, encoding="utf-8")
 
 
-def _of_rank(directory: Path, rank: int, state: str) -> Path:
+def _rank_file(directory: Path, rank: int, state: str) -> Path:
     return directory / "processes" / f"rank_{rank:05d}.{state}"
 
 
-def called(directory: Path) -> None:
+def note_called(directory: Path) -> None:
     """Note that this process called a model, where its rank is not known yet."""
     with contextlib.suppress(OSError):  # of a full disk
         (directory / "processes" / f"{os.uname().nodename}-{os.getpid()}.called").touch()
 
 
-def raised_early(directory: Path, error: str) -> None:
+def note_early_error(directory: Path, error: str) -> None:
     """Record the error of a process that had trained nothing yet. Others of its job seldom get further."""
     with contextlib.suppress(OSError):  # the traceback says it as well
         (directory / "processes" / f"{os.uname().nodename}-{os.getpid()}.raised").write_text(error)

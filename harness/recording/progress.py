@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from harness.core.evidence.recording import PAGE, SECOND_PART, Reached
+from harness.core.evidence.recording import PAGE_BYTES, SECOND_PART_OFFSET, Reached
 from harness.core.probe.clock import Clock
 from harness.recording.compiling import not_compiled
 
-RUNS = "_engine_run_backward"
+RUN_BACKWARD = "_engine_run_backward"
 """The function of torch.autograd that all of Python's backward passes call."""
 
 
@@ -34,7 +34,7 @@ class Progress:
         self.reached: Reached | None = None
 
     def install(self) -> None:
-        original = getattr(torch.autograd, RUNS, None)
+        original = getattr(torch.autograd, RUN_BACKWARD, None)
         if original is None:  # a torch that has another way: then backward is not reported
             return
 
@@ -43,38 +43,38 @@ class Progress:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.reached is None or torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
-            return self._seen("backward", original, args, kwargs)
+            return self._call_in_phase("backward", original, args, kwargs)
 
-        setattr(torch.autograd, RUNS, run)
+        setattr(torch.autograd, RUN_BACKWARD, run)
 
     @not_compiled
-    def _seen(self, phase: str, act: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call_in_phase(self, phase: str, act: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function with its begin and end noted as a phase."""
-        self.reach(phase)
+        self.note_phase(phase)
         result = act(*args, **kwargs)
-        self.reach(phase, over=True)
+        self.note_phase(phase, over=True)
         return result
 
     def pass_begins(self) -> None:
         self._optimizers = 0  # what raised in the middle of its step has not left it
-        self.reach(self._clock.phase())
+        self.note_phase(self._clock.phase())
 
     def pass_ended(self) -> None:
-        self.reach(self._clock.phase(), over=True)
+        self.note_phase(self._clock.phase(), over=True)
 
     def optimizer_begins(self) -> None:
         self._optimizers += 1
-        self.reach("optimizer")
+        self.note_phase("optimizer")
 
     def optimizer_ended(self) -> None:
         """Note that an optimizer's step ended. One that another optimizer steps ends within that one's step."""
         self._optimizers = max(0, self._optimizers - 1)
-        self.reach("optimizer", over=not self._optimizers)
+        self.note_phase("optimizer", over=not self._optimizers)
 
-    def reach(self, phase: str, *, over: bool = False) -> None:
+    def note_phase(self, phase: str, *, over: bool = False) -> None:
         """Note that a phase began, or that it is over."""
         self.reached = Reached(self._clock.step, phase, over)
-        self._write(SECOND_PART, [self._clock.step, phase, over])
+        self._write(SECOND_PART_OFFSET, [self._clock.step, phase, over])
 
     def note_collective(self, collective: Any) -> None:
         """Note the last collective."""
@@ -84,21 +84,21 @@ class Progress:
     def _write(self, offset: int, value: Any) -> None:
         """Write a value at an offset of the page, cut at the end of its part."""
         if self._page is not None:
-            end = PAGE if offset else SECOND_PART
+            end = PAGE_BYTES if offset else SECOND_PART_OFFSET
             text = json.dumps(value).encode()[: end - offset - 1] + b"\n"
             self._page[offset : offset + len(text)] = text
 
-    def open(self, record: Path, *, finished: bool) -> None:
+    def open_page(self, record: Path, *, finished: bool) -> None:
         """Map the file beside a record, so that a process that is killed leaves it; if finished, remove it."""
         last_file = record.with_suffix(".last")
         if finished:
             with contextlib.suppress(FileNotFoundError):
                 last_file.unlink()
         elif self._page is None:
-            last_file.write_bytes(bytes(PAGE))
+            last_file.write_bytes(bytes(PAGE_BYTES))
             with open(last_file, "r+b") as file:
-                self._page = mmap.mmap(file.fileno(), PAGE)
+                self._page = mmap.mmap(file.fileno(), PAGE_BYTES)
             if self._collective is not None:
                 self.note_collective(self._collective)
             if (reached := self.reached) is not None:
-                self._write(SECOND_PART, [reached.step, reached.phase, reached.over])
+                self._write(SECOND_PART_OFFSET, [reached.step, reached.phase, reached.over])

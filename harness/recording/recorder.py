@@ -31,28 +31,36 @@ from harness.core.evidence.recording import RankRecord, record_file, save_record
 from harness.core.evidence.summary import summary_of
 from harness.core.probe.clock import Clock
 from harness.core.probe.pipeline import PipelineRecorder
-from harness.core.probe.samples import leave_pass
-from harness.core.probe.without_memory import trains
-from harness.recording.boxes import Sharded
-from harness.recording.chosen import Chosen
+from harness.core.probe.samples import end_forward_pass
+from harness.core.probe.without_memory import records_gradients
+from harness.recording.boxes import DeclaredSharding
+from harness.recording.chosen import StepSelection
 from harness.recording.compiling import COMPILER, compiler_imported, no_compiler, not_compiled
-from harness.recording.drawn import Drawn
-from harness.recording.ends import Ends
-from harness.recording.numbers import Numbers
-from harness.recording.place import called, claimed, is_named, left_at_once, place_of, raised_early, unsaved
+from harness.recording.drawn import DrawnSamples
+from harness.recording.ends import ProcessEnd
+from harness.recording.numbers import NumbersRecorder
+from harness.recording.place import (
+    claim_folder,
+    is_rank_named,
+    note_called,
+    note_early_error,
+    note_exit_at_once,
+    rank_and_world,
+    report_unsaved,
+)
 from harness.recording.progress import Progress
-from harness.recording.seen import Seen
+from harness.recording.seen import RankObserver
 from harness.recording.sketches import save_sketches, sketch_file
 from harness.recording.trace import TracedCollectives
 
 # ---- What the person who records a job declares of plain tensors: which of them each rank holds a part of
 
 
-def sharded_here(text: str) -> tuple[Sharded, ...]:
+def declared_shardings(text: str) -> tuple[DeclaredSharding, ...]:
     """Return what is declared, for this rank. text: JSON, a list of [pattern, dim, by rank its part, axis]; empty for none."""
     if not text:
         return ()
-    rank, _ = place_of()
+    rank, _ = rank_and_world()
     declarations = []
     for pattern, dim, part_of_rank, axis in json.loads(text):
         parts = max(part_of_rank) + 1
@@ -60,14 +68,14 @@ def sharded_here(text: str) -> tuple[Sharded, ...]:
         tp: tuple[int, ...] = ()
         if axis == "tp" and parts > 1:  # tp is the last axis of the grid, so its ranks follow one another
             tp = tuple(range(rank - part, rank - part + parts))
-        declarations.append(Sharded(pattern, dim, parts, part, tp))
+        declarations.append(DeclaredSharding(pattern, dim, parts, part, tp))
     return tuple(declarations)
 
 
 # ---- the recorder
 
 
-SELDOM = 20
+WRITE_INTERVAL = 20
 """How many times as long as writing took has to pass before it is done again without need."""
 
 _recorder: Recorder | None = None
@@ -81,7 +89,7 @@ def imported(module: str) -> None:
     global _recorder
     if module == "torch":
         _recorder = Recorder(
-            Path(os.environ["HARNESS_RECORD"]), Chosen.parse(os.environ.get("HARNESS_RECORD_STEPS", ""))
+            Path(os.environ["HARNESS_RECORD"]), StepSelection.parse(os.environ.get("HARNESS_RECORD_STEPS", ""))
         )
         _recorder.install()
     elif module == COMPILER:
@@ -104,54 +112,56 @@ class Claim(Enum):
 class Recorder:
     """The recorder of one process: it sees models, optimizers and collectives, and writes a record for its rank."""
 
-    def __init__(self, directory: Path, chosen: Chosen) -> None:
+    def __init__(self, directory: Path, chosen: StepSelection) -> None:
         self.directory = directory
         self.chosen = chosen
         self.clock = Clock()
         self.progress = Progress(self.clock)
         self.collectives = TracedCollectives(self.clock, self.is_chosen, self.progress)
         self.pipeline = PipelineRecorder(self.clock)
-        self.numbers = Numbers(
+        self.numbers = NumbersRecorder(
             self.clock,
             os.environ.get("HARNESS_RECORD_NOISE", ""),
-            sharded_here(os.environ.get("HARNESS_RECORD_SHARDED", "")),
+            declared_shardings(os.environ.get("HARNESS_RECORD_SHARDED", "")),
             int(os.environ.get("HARNESS_RECORD_ROWS", "0")),
         )
-        self.seen = Seen(self.clock, self.collectives, self.pipeline, lambda: self.own, self.numbers)
-        self.drawn = Drawn()
-        self.ends = Ends(directory, end=self.end, leave=self._left_at_once)
+        self.observer = RankObserver(
+            self.clock, self.collectives, self.pipeline, lambda: self.own_seconds, self.numbers
+        )
+        self.drawn = DrawnSamples()
+        self.ends = ProcessEnd(directory, end=self.end, leave=self._note_exit_at_once)
         self.ended = ""
         self.failed = ""
-        self.own = 0.0
+        self.own_seconds = 0.0
         self._inside = self._leaving_join = False
         self._saved = True
         self._recorded = 0
         self._written = 0.0
-        self._took = 0.0
+        self._write_seconds = 0.0
         self._claim = Claim.OPEN
-        self._place: tuple[int, int] | None = None
+        self._rank_and_world: tuple[int, int] | None = None
 
     def install(self) -> None:
         self.collectives.install()
         torch_optimizer.register_optimizer_step_pre_hook(self._before_optimizer)
         torch_optimizer.register_optimizer_step_post_hook(self._after_optimizer)
-        self.clock.between_steps = self._between_steps
-        self._see_calls()
-        self._see_joins()
+        self.clock.on_between_steps = self._between_steps
+        self._watch_calls()
+        self._watch_joins()
         atexit.register(self.end)
         self.ends.install()
         self.progress.install()
-        self.drawn.install(self._timed)
-        self.numbers.install(self._timed, lambda: self.seen.parts)
+        self.drawn.install(self._call_timed)
+        self.numbers.install(self._call_timed, lambda: self.observer.parts)
 
     def is_chosen(self) -> bool:
         """Return whether what happens now is recorded; in step 0 what sets the job up is."""
-        joined = self._leaving_join or self.seen.joined is not None
+        joined = self._leaving_join or self.observer.joined is not None
         return not joined and self.clock.step in self.chosen
 
     # ---- uneven inputs
 
-    def _see_joins(self) -> None:
+    def _watch_joins(self) -> None:
         """Note that a rank leaves torch's Join before others. It shadows their collectives, in steps that it does not count."""
         if not dist.is_available():
             return
@@ -173,9 +183,9 @@ class Recorder:
         @functools.wraps(count)
         def count_and_note(join: Join) -> Any:
             joined_ranks = count(join)
-            if joined_ranks and self.seen.joined is None and self.seen.classes:
-                self.seen.joined = self.clock.finished
-                self.seen.step_is_over()
+            if joined_ranks and self.observer.joined is None and self.observer.classes:
+                self.observer.joined = self.clock.last_finished_step
+                self.observer.step_is_over()
                 self.save()
             return joined_ranks
 
@@ -184,13 +194,13 @@ class Recorder:
 
     # ---- forward passes
 
-    def _see_calls(self) -> None:
+    def _watch_calls(self) -> None:
         """Watch calls of all modules, and DDP's forward method, because some trainers call it."""
-        nn.Module.__call__ = self._watched(nn.Module.__call__)
+        nn.Module.__call__ = self._with_calls_recorded(nn.Module.__call__)
         wrapper = nn.parallel.DistributedDataParallel
-        wrapper.forward = self._watched(wrapper.forward)
+        wrapper.forward = self._with_calls_recorded(wrapper.forward)
 
-    def _watched(self, original: Callable[..., Any]) -> Any:
+    def _with_calls_recorded(self, original: Callable[..., Any]) -> Any:
         """Return the function with calls of a model recorded.
 
         Trap: a compiler that traces this sees only that it is compiling, and goes on to the module.
@@ -201,42 +211,42 @@ class Recorder:
         def call_recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self._inside:
                 return original(module, *args, **kwargs)
-            return self._called(original, module, args, kwargs)
+            return self._record_call(original, module, args, kwargs)
 
         return call_recorded
 
     @not_compiled
-    def _called(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _record_call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Record a pass that begins here. A call inside of a known model, or by a recomputation, begins none."""
         if torch._C._current_graph_task_id() != -1 or not self._is_model(module):
             return original(module, *args, **kwargs)
         self._inside = True
         self.clock.enter_forward(recording=torch.is_grad_enabled(), in_training_mode=module.training)
         self.progress.pass_begins()
-        self.ends.trains_on()
+        self.ends.forget_exits()
         output = None
         try:
-            self._timed(self._first_look)
-            self._timed(self.seen.pass_begins, module, args, kwargs)
+            self._call_timed(self._write_first_record)
+            self._call_timed(self.observer.pass_begins, module, args, kwargs)
             if self.clock.account.kind == "training":
-                self.drawn.trained_on()
+                self.drawn.note_trained_on()
             output = original(module, *args, **kwargs)
-            self._timed(self.seen.pass_ends, module)
+            self._call_timed(self.observer.pass_ends, module)
             self.progress.pass_ended()
         finally:
-            leave_pass(self.clock, output)
+            end_forward_pass(self.clock, output)
             self._inside = False
         return output
 
     @not_compiled
     def _is_model(self, module: nn.Module) -> bool:
         """Return whether calls of the module are passes: of a known model, or of one that trains and is attached now."""
-        if self.seen.is_part(module):
+        if self.observer.is_part(module):
             return True
-        return trains(module) and bool(self._timed(self.seen.attach, module))
+        return records_gradients(module) and bool(self._call_timed(self.observer.attach, module))
 
     @not_compiled
-    def _timed(self, act: Callable[..., Any], *args: Any) -> Any:
+    def _call_timed(self, act: Callable[..., Any], *args: Any) -> Any:
         """Call `act` of the recorder in chosen steps, and add up how long it takes. Return its result, None if not called."""
         if self.failed or not self.is_chosen():
             return None
@@ -249,29 +259,29 @@ class Recorder:
             print(f"harness: nothing more is recorded: {self.failed}", file=sys.stderr)
             return None
         finally:
-            self.own += time.perf_counter() - began
+            self.own_seconds += time.perf_counter() - began
 
     # ---- optimizers
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        self._timed(self.seen.optimizer_begins, optimizer)
+        self._call_timed(self.observer.optimizer_begins, optimizer)
         self.clock.enter_optimizer()
         self.progress.optimizer_begins()
-        self._timed(self._first_look, True)
+        self._call_timed(self._write_first_record, True)
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self.progress.optimizer_ended()
         self.clock.leave_optimizer()
-        self._timed(self.seen.optimizer_ended, optimizer)
+        self._call_timed(self.observer.optimizer_ended, optimizer)
         self._saved = False
 
     def _between_steps(self) -> None:
         if self.clock.step and not self._saved:
-            self.seen.step_is_over()
-            self._timed(self.seen.read_again)
-            self._timed(self.seen.see_what_was_left)
+            self.observer.step_is_over()
+            self._call_timed(self.observer.reread_averaged)
+            self._call_timed(self.observer.see_what_was_left)
             if self._is_due():
-                self._timed(self.save)
+                self._call_timed(self.save)
 
     def _is_due(self) -> bool:
         """Return whether to write after this step.
@@ -281,47 +291,49 @@ class Recorder:
         """
         self._recorded += self.clock.step in self.chosen
         may_wait = self._recorded & (self._recorded - 1) and self.clock.step + 1 in self.chosen
-        return not may_wait or time.perf_counter() - self._written > SELDOM * self._took
+        return not may_wait or time.perf_counter() - self._written > WRITE_INTERVAL * self._write_seconds
 
     # ---- the end
 
-    def _first_look(self, stepping: bool = False) -> None:
+    def _write_first_record(self, stepping: bool = False) -> None:
         """Write a first record, so that a rank that is killed in its first step leaves one, too.
 
         Trap: before a process joins others its rank may be unknown, and a process that loads data for a rank has that rank's
         environment.
         """
-        if self._claim is not Claim.OPEN or not self.seen.classes:
+        if self._claim is not Claim.OPEN or not self.observer.classes:
             return
-        is_rank_known = (dist.is_available() and dist.is_initialized()) or is_named() or stepping
+        is_rank_known = (dist.is_available() and dist.is_initialized()) or is_rank_named() or stepping
         if is_rank_known and not multiprocessing.current_process().daemon:
             self.save()
         else:
-            called(self.directory)
+            note_called(self.directory)
 
-    def _left_at_once(self, code: int) -> None:
+    def _note_exit_at_once(self, code: int) -> None:
         """Record an exit by os._exit. Evidence is not saved: such a process may hang, and reading a device would wait."""
-        if self._claim is Claim.HELD and self._place and self.seen.pid == os.getpid():
-            left_at_once(self.directory, self._place[0], code, self.ends.error)
-        elif self.ends.error and not self.seen.classes:
-            raised_early(self.directory, self.ends.error)
+        if self._claim is Claim.HELD and self._rank_and_world and self.observer.pid == os.getpid():
+            note_exit_at_once(self.directory, self._rank_and_world[0], code, self.ends.error)
+        elif self.ends.error and not self.observer.classes:
+            note_early_error(self.directory, self.ends.error)
 
     def end(self) -> None:
         """Write the evidence for the last time, as the process ends."""
-        if self.seen.classes and self.seen.pid == os.getpid():
+        if self.observer.classes and self.observer.pid == os.getpid():
             self.ended = "raised" if self.ends.error else "ok"
             if self.ended == "ok":
-                self._timed(self.seen.read_again)
+                self._call_timed(self.observer.reread_averaged)
             self.save()
-        elif self.ends.error and not self.seen.classes:
-            raised_early(self.directory, self.ends.error)
+        elif self.ends.error and not self.observer.classes:
+            note_early_error(self.directory, self.ends.error)
 
     def save(self) -> None:
         """Write what this rank recorded. A failure is reported, and training goes on."""
         self._saved = True
-        rank, world = self._place = self._place if self._place and not dist.is_initialized() else place_of()
+        rank, world = self._rank_and_world = (
+            self._rank_and_world if self._rank_and_world and not dist.is_initialized() else rank_and_world()
+        )
         if self._claim is Claim.OPEN:
-            folder = claimed(self.directory, rank)
+            folder = claim_folder(self.directory, rank)
             self._claim = Claim.HELD if folder is not None else Claim.REFUSED
             self.directory = folder or self.directory
         if self._claim is Claim.REFUSED:
@@ -330,36 +342,36 @@ class Recorder:
         try:
             record = self._record(rank, world)
             save_record(record_file(self.directory, rank), summary_of(record), record)
-            rank_sketches = self.numbers.left(rank, world, record.evidence.launch, record.optimizers)
+            rank_sketches = self.numbers.build_sketches(rank, world, record.evidence.launch, record.optimizers)
             save_sketches(sketch_file(self.directory, rank), rank_sketches)
-            self.progress.open(record_file(self.directory, rank), finished=bool(self.ended))
-            self.collectives.leave_beside(record_file(self.directory, rank), finished=bool(self.ended))
+            self.progress.open_page(record_file(self.directory, rank), finished=bool(self.ended))
+            self.collectives.write_concurrent_beside(record_file(self.directory, rank), finished=bool(self.ended))
         except Exception as error:
-            unsaved(self.directory, rank, f"the recording of rank {rank} cannot be written: {error!r}")
+            report_unsaved(self.directory, rank, f"the recording of rank {rank} cannot be written: {error!r}")
         self._written = time.perf_counter()
-        self._took = self._written - began
+        self._write_seconds = self._written - began
 
     def _record(self, rank: int, world: int) -> RankRecord:
         return RankRecord(
             evidence=dataclasses.replace(
-                self.seen.evidence(rank, world), launch=os.environ.get("HARNESS_RECORD_LAUNCH", "")
+                self.observer.evidence(rank, world), launch=os.environ.get("HARNESS_RECORD_LAUNCH", "")
             ),
-            steps=self.seen.steps(),
-            parts=self.seen.classes,
-            optimizers=self.seen.optimizers,
-            stepped=self.seen.stepped,
+            steps=self.observer.steps(),
+            parts=self.observer.classes,
+            optimizers=self.observer.optimizers,
+            stepped=self.observer.stepped,
             argv=tuple(sys.argv),
-            left_out=tuple(self.seen.left_out),
+            left_out=tuple(self.observer.left_out),
             failed=tuple(filter(None, [self.failed, self.collectives.failed])),
             ended=self.ended,
             error=self.ends.error if self.ended else "",
-            steps_seen=self.clock.finished,
+            steps_seen=self.clock.last_finished_step,
             last=self.collectives.last,
             host=os.uname().nodename,
-            own=self.own,
+            own=self.own_seconds,
             reached=self.progress.reached,
-            beside=self.collectives.beside,
+            beside=self.collectives.concurrent_calls,
             drawn=self.drawn.digests,
-            buffers=self.seen.buffers,
+            buffers=self.observer.buffers,
             samples=self.numbers.samples,
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from harness.core.cli import main
 
 
-def judged(folder: Path, trusted: str, other: str, *, noise: bool, after: int = 0) -> str:
+def compare_commands(folder: Path, trusted: str, other: str, *, noise: bool, after: int = 0) -> str:
     """Record both commands and compare. Return the text of the failure; empty if both are the same training."""
     trusted_folder = folder / "one"
     steps_options = ["--steps", f"1-{after + 3}"] if after else []
@@ -19,17 +19,17 @@ def judged(folder: Path, trusted: str, other: str, *, noise: bool, after: int = 
         [[*steps_options, "--noise", "-o", f"{trusted_folder}_noise", "--", *shlex.split(trusted)]] if noise else []
     )
     for words in trusted_commands:
-        code, text = _recorded(words)
+        code, text = _record_command(words)
         if code:
             return f"the trusted command, exit code {code}:\n{text}"
     after_options = ["--after", str(after)] if after else []
-    code, text = _recorded(
+    code, text = _record_command(
         ["--same-as", str(trusted_folder), *after_options, "-o", str(folder / "other"), "--", *shlex.split(other)]
     )
     return text if code else ""
 
 
-def _recorded(words: list[str]) -> tuple[int, str]:
+def _record_command(words: list[str]) -> tuple[int, str]:
     """Return the exit code of `harness record`, and what it prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):

@@ -21,45 +21,45 @@ from torch.optim import Optimizer
 from harness.core.evidence.recording import Fed, RecordedStep
 from harness.core.evidence.records import Group, RankEvidence, TensorEvidence, Wrapper
 from harness.core.evidence.step import AfterForward, StepEvidence
-from harness.core.evidence.store import without_values
-from harness.core.probe import environment, structure
+from harness.core.evidence.store import array_without_values
+from harness.core.probe import describe_environment, structure
 from harness.core.probe.clock import Account, Clock
 from harness.core.probe.collectives import CollectiveRecorder
-from harness.core.probe.compiler import compiler
+from harness.core.probe.compiler import compiler_counts
 from harness.core.probe.pipeline import PipelineRecorder
-from harness.core.probe.resharding import GatheredRecorder, after_forward
-from harness.core.probe.settings import settings
-from harness.core.probe.structure import local, name_apart, named_parameters, sharded_parameters
-from harness.core.probe.values import held_bytes
-from harness.recording.digests import constant, digest, not_finite
-from harness.recording.inputs import begins_of, inputs_of, tensors_in
-from harness.recording.numbers import Numbers
-from harness.recording.optimizers import Optimizers, gradient_bytes, parameters_of
+from harness.core.probe.resharding import GatheredRecorder, measure_after_forward
+from harness.core.probe.settings import read_settings
+from harness.core.probe.structure import local_tensor_of, named_parameters, set_name_prefix, sharded_parameters
+from harness.core.probe.values import storage_bytes_of
+from harness.recording.digests import digest, has_nonfinite, is_constant_tensor
+from harness.recording.inputs import inputs_of, sample_begins, tensors_in
+from harness.recording.numbers import NumbersRecorder
+from harness.recording.optimizers import Optimizers, gradient_bytes, parameter_ids_of
 
-REPLICATED = ("ddp", "replicate")
-LEAST = 100
+REPLICATED_WRAPPERS = ("ddp", "replicate")
+AVERAGED_PART = 100
 """A hundredth of the bytes of a rank's parameters: less cannot average them."""
 
 
 @dataclass
-class Step:
+class ObservedStep:
     """What was seen of one step. What is computed on a device is read when the step is over."""
 
     began: float = 0.0
     """When the first pass began, by perf_counter without the recorder's own time; 0 if none did."""
-    at: float = 0.0
+    wall_time: float = 0.0
     """When the first pass began, in seconds since the epoch."""
     ended: float = 0.0
     """When the step was over, on the clock of `began`; 0 if it is not."""
     digests: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parameter -> digest of its contents after the step. int64 []"""
-    bad: dict[str, torch.Tensor] = field(default_factory=dict)
+    nonfinite: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parameter -> whether any number of it is not finite. bool []"""
     constant: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parameter -> whether all its numbers are equal, before training. bool []"""
-    fed: list[tuple[Account, list[torch.Tensor], tuple[int, ...], str]] = field(default_factory=list)
+    received: list[tuple[Account, list[torch.Tensor], tuple[int, ...], str]] = field(default_factory=list)
     """For each pass: its account, digests of its inputs, and shape and dtype of the first input."""
-    after: list[tuple[Account, AfterForward]] = field(default_factory=list)
+    after_forward: list[tuple[Account, AfterForward]] = field(default_factory=list)
     """For each pass: its account, and what was gathered as it ended."""
     settings: dict[str, set[str]] = field(default_factory=dict)
     """Setting of torch -> its values."""
@@ -69,7 +69,7 @@ class Step:
     """Learning rate of the optimizer's first group."""
     peak: int = 0
     """Peak of memory, in bytes."""
-    ungraded: tuple[str, ...] | None = None
+    without_gradient: tuple[str, ...] | None = None
     """Parameters without a gradient before every optimizer; None if none has begun."""
     read_late: bool = False
     """Whether parameters are read in the next step, since optimizers step on other tensors."""
@@ -79,7 +79,7 @@ class Step:
     """Number of collectives on record as the optimizer's step ended."""
 
 
-class Seen:
+class RankObserver:
     """What was seen of one rank: its models, steps, optimizers and tensors."""
 
     def __init__(
@@ -88,9 +88,9 @@ class Seen:
         collectives: CollectiveRecorder,
         pipeline: PipelineRecorder,
         own: Callable[[], float],
-        numbers: Numbers | None = None,
+        numbers: NumbersRecorder | None = None,
     ) -> None:
-        self.numbers = numbers or Numbers(clock)
+        self.numbers = numbers or NumbersRecorder(clock)
         self._parts: list[weakref.ref[nn.Module]] = []
         self._classes: dict[str, None] = {}
         self.left_out: list[str] = []
@@ -100,12 +100,12 @@ class Seen:
         self._collectives = collectives
         self._pipeline = pipeline
         self._parameters: tuple[TensorEvidence, ...] = ()
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, ObservedStep] = {}
         self._optimizers = Optimizers()
-        self._known: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-        self._started = settings()
+        self._is_model: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._first_settings = read_settings()
         self._layout: tuple[tuple[Group, ...], dict[str, Wrapper], tuple[str, ...]] = ((), {}, ())
-        self._own = own
+        self._own_seconds = own
         self._gathered = GatheredRecorder(clock)
         self.buffers = 0  # of floating-point numbers
         self.reads_contents = True  # not of tensors without memory
@@ -121,7 +121,7 @@ class Seen:
         return tuple(self._classes)
 
     def is_part(self, module: nn.Module) -> bool:
-        return self._known.get(module, False)
+        return self._is_model.get(module, False)
 
     def attach(self, module: nn.Module) -> bool:
         """Return whether calls of the module are passes, and attach it if so.
@@ -129,16 +129,16 @@ class Seen:
         Calls of a module inside of a known model are none. A loss that holds the output layer trains, and no parameter of it
         is its own.
         """
-        if module in self._known:
-            return self._known[module]
+        if module in self._is_model:
+            return self._is_model[module]
         known_modules = set(itertools.chain.from_iterable(part.modules() for part in self.parts))
         if module not in known_modules and self._only_borrows(module, known_modules):
-            self._known[module] = True
+            self._is_model[module] = True
             return True
-        is_model = self._known[module] = module not in known_modules
+        is_model = self._is_model[module] = module not in known_modules
         if is_model:
-            self._name(module)
-            self._add(module)
+            self._give_own_names(module)
+            self._attach_model(module)
         return is_model
 
     def _only_borrows(self, module: nn.Module, known_modules: set[nn.Module]) -> bool:
@@ -151,11 +151,11 @@ class Seen:
             if next(submodule.parameters(recurse=False), None) is not None
         )
 
-    def _add(self, module: nn.Module) -> None:
+    def _attach_model(self, module: nn.Module) -> None:
         """Attach a model: its parameters, its class, and its first contents."""
         modules = set(module.modules())
         for part in [part for part in self.parts if part in modules]:  # it was called alone before
-            self._known[part] = False
+            self._is_model[part] = False
         self._parts = [ref for ref in self._parts if ref() not in modules]
         self._parts.append(weakref.ref(module))
         self._classes[type(module).__name__] = None
@@ -165,15 +165,15 @@ class Seen:
             fqn: id(parameter) for fqn, parameter in sharded_parameters([module]) if fqn not in known_fqns
         }
         if new_parameters and not self._is_as_it_began(without=module):
-            self.left_out.append(f"{type(module).__name__} before step {self._clock.finished + 1}")
-        self._parameters = tuple(_claim(fqn, parameter) for fqn, parameter in sharded_parameters(self.parts))
+            self.left_out.append(f"{type(module).__name__} before step {self._clock.last_finished_step + 1}")
+        self._parameters = tuple(_tensor_evidence(fqn, parameter) for fqn, parameter in sharded_parameters(self.parts))
         buffers = itertools.chain.from_iterable(part.buffers() for part in self.parts)
         self.buffers = sum(buffer.is_floating_point() for buffer in buffers)
         self._note_contents(
-            0, {*new_parameters.values()} if self._clock.finished else None
+            0, {*new_parameters.values()} if self._clock.last_finished_step else None
         )  # a wrapper may cut what it wraps
         if self.reads_contents:
-            self.numbers.start(self.parts)
+            self.numbers.note_first_weights(self.parts)
 
     def _is_as_it_began(self, without: nn.Module) -> bool:
         """Return whether every step so far is on record, and stepped on nothing but parameters of the other models.
@@ -182,10 +182,12 @@ class Seen:
         """
         other_models = [part for part in self.parts if part is not without]
         other_parameter_ids = {id(parameter) for _, parameter in sharded_parameters(other_models)}
-        earlier_steps = [self._steps.get(number, Step()) for number in range(1, self._clock.finished + 1)]
+        earlier_steps = [
+            self._steps.get(number, ObservedStep()) for number in range(1, self._clock.last_finished_step + 1)
+        ]
         return all(step.stepped and step.stepped <= other_parameter_ids for step in earlier_steps)
 
-    def _name(self, module: nn.Module) -> None:
+    def _give_own_names(self, module: nn.Module) -> None:
         """Give a model other names, if an earlier one has the same: parameters of a second one begin with `model2`."""
         own_modules = set(module.modules())
         other_models = [part for part in self.parts if part not in own_modules]
@@ -193,7 +195,7 @@ class Seen:
         number = 1
         while any(other_ids.get(fqn, id(parameter)) != id(parameter) for fqn, parameter in named_parameters([module])):
             number += 1
-            name_apart(module, f"model{number}")
+            set_name_prefix(module, f"model{number}")
 
     # ---- passes
 
@@ -201,55 +203,55 @@ class Seen:
         """Note what a pass of a model is called with, and which parameters changed since the last step."""
         self._optimizers.pass_begins()
         step = self._step()
-        step.began = step.began or time.perf_counter() - self._own()
-        step.at = step.at or time.time()
+        step.began = step.began or time.perf_counter() - self._own_seconds()
+        step.wall_time = step.wall_time or time.time()
         of_model = any(part is known_part for known_part in self.parts)  # a loss is fed by a model
         inputs = inputs_of(args, kwargs) if of_model else []
         in_training = self._clock.account.kind != "evaluation"
         if inputs and in_training and self.reads_contents and inputs[0].device.type != "meta":
             dtype = str(inputs[0].dtype).removeprefix("torch.")
-            step.fed.append((self._clock.account, [*map(digest, inputs)], tuple(inputs[0].shape), dtype))
+            step.received.append((self._clock.account, [*map(digest, inputs)], tuple(inputs[0].shape), dtype))
         if in_training and self.reads_contents:
-            previous_step = self._steps.get(self._clock.step - 1, Step())
-            self.numbers.changed.look(
+            previous_step = self._steps.get(self._clock.step - 1, ObservedStep())
+            self.numbers.changed.compare_weights(
                 self._clock.step, self.parts, {} if previous_step.read_late else previous_step.digests
             )
-            begins = begins_of(args, kwargs, inputs[0]) if inputs else None
+            begins = sample_begins(args, kwargs, inputs[0]) if inputs else None
             self.numbers.pass_begins(self.parts, inputs[0] if inputs else None, begins)
 
     def pass_ends(self, part: nn.Module) -> None:
         if self._clock.account.kind != "evaluation":
-            self._step().after.append((self._clock.account, after_forward(part, finished_only=True)))
+            self._step().after_forward.append((self._clock.account, measure_after_forward(part, finished_only=True)))
             self._note_settings()
-            self._note_late(part)
+            self._note_late_contents(part)
             self.numbers.pass_ends()
 
-    def _step(self) -> Step:
+    def _step(self) -> ObservedStep:
         """Return the step that is now."""
-        return self._steps.setdefault(self._clock.step, Step())
+        return self._steps.setdefault(self._clock.step, ObservedStep())
 
     def _note_settings(self) -> None:
-        for name, value in settings().items():
+        for name, value in read_settings().items():
             self._step().settings.setdefault(name, set()).add(value)
 
     # ---- optimizers
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
-        self._optimizers.begins(optimizer)
+        self._optimizers.begin_step(optimizer)
         self._note_settings()
         self._note_gradients(self._step(), optimizer)
         if self.reads_contents:
-            self.numbers.gradients(self.parts, parameters_of(optimizer))
+            self.numbers.note_gradients(self.parts, parameter_ids_of(optimizer))
 
-    def _note_gradients(self, step: Step, optimizer: Optimizer) -> None:
+    def _note_gradients(self, step: ObservedStep, optimizer: Optimizer) -> None:
         """Note them before each optimizer: one that steps inside of backward may free its gradients before the next begins."""
-        earlier_ungraded = step.ungraded
+        earlier_ungraded = step.without_gradient
         missing = [
             fqn
             for fqn, parameter in sharded_parameters(self.parts)
-            if parameter.grad is None and local(parameter).numel()
+            if parameter.grad is None and local_tensor_of(parameter).numel()
         ]
-        step.ungraded = tuple(fqn for fqn in missing if earlier_ungraded is None or fqn in earlier_ungraded)
+        step.without_gradient = tuple(fqn for fqn in missing if earlier_ungraded is None or fqn in earlier_ungraded)
         for kind, size in gradient_bytes(
             (parameter for _, parameter in named_parameters(self.parts)), optimizer
         ).items():
@@ -262,24 +264,24 @@ class Seen:
         pass comes after its optimizer begins, and brings the gradients.
         """
         step = self._step()
-        if step.ungraded is None or step.ungraded:
+        if step.without_gradient is None or step.without_gradient:
             self._note_gradients(step, optimizer)
         if "lr" in optimizer.param_groups[0]:
             step.lr = float(optimizer.param_groups[0]["lr"])
-        if not (stepped := self._optimizers.ended(optimizer)):
+        if not (stepped := self._optimizers.end_step(optimizer)):
             return
         self._layout = self._layout_now()  # a script may give up its model before it ends
         self._note_contents(self._clock.step, stepped)
         if self.reads_contents:
-            self.numbers.stepped(
+            self.numbers.note_step(
                 self.parts, stepped, [known_optimizer.state for known_optimizer in self._optimizers], step.lr
             )
         step.read_late = not step.digests
         step.stepped = stepped
         step.issued = len(self._collectives.records)
-        step.memory["parameters"] = held_bytes(parameter for _, parameter in sharded_parameters(self.parts))
-        step.memory["optimizer_state"] = held_bytes(self._state_tensors())
-        step.peak = _peak()
+        step.memory["parameters"] = storage_bytes_of(parameter for _, parameter in sharded_parameters(self.parts))
+        step.memory["optimizer_state"] = storage_bytes_of(self._state_tensors())
+        step.peak = _peak_bytes()
 
     def _state_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors with dims in the state of all optimizers. Shampoo's states are maps of maps."""
@@ -289,49 +291,56 @@ class Seen:
 
     def _note_contents(self, number: int, owned: set[int] | None = None) -> None:
         """Note the contents of all parameters, or of those with these ids."""
-        step = self._steps.setdefault(number, Step())
+        step = self._steps.setdefault(number, ObservedStep())
         for fqn, parameter in sharded_parameters(self.parts):
             if owned is None or id(parameter) in owned:
                 self._note_content(step, fqn, parameter)
                 if number == 0 and fqn in step.digests:
-                    step.constant[fqn] = constant(parameter)
+                    step.constant[fqn] = is_constant_tensor(parameter)
 
-    def _note_content(self, step: Step, fqn: str, parameter: torch.Tensor) -> None:
+    def _note_content(self, step: ObservedStep, fqn: str, parameter: torch.Tensor) -> None:
         if self.reads_contents and parameter.device.type != "meta":
             step.digests[fqn] = digest(parameter)
-            step.bad[fqn] = not_finite(parameter)
+            step.nonfinite[fqn] = has_nonfinite(parameter)
 
-    def _note_late(self, part: nn.Module) -> None:
+    def _note_late_contents(self, part: nn.Module) -> None:
         """Read a step's parameters when the next step's first forward pass ends, where optimizers step on other tensors: ZeRO
         may gather parameters in that pass. What it has freed again cannot be read."""
         previous_step = self._steps.get(self._clock.step - 1)
         if previous_step is None or not previous_step.read_late:
             return
         for fqn, parameter in sharded_parameters([part]):
-            if fqn not in previous_step.digests and local(parameter).numel():
+            if fqn not in previous_step.digests and local_tensor_of(parameter).numel():
                 self._note_content(previous_step, fqn, parameter)
 
-    def read_again(self) -> None:
-        """Read parameters again that a trainer averages after the optimizer's step, as local SGD does. Sharded parameters are
-        final after the optimizer's step."""
-        last = self._clock.finished
+    def reread_averaged(self) -> None:
+        """Read parameters of the last finished step again if they were averaged after the optimizer's step, as by local SGD.
+
+        They were if collectives after it moved at least 1 / AVERAGED_PART of the parameters' bytes. Nothing is read if that
+        step is not on record, or stepped no parameters. Sharded parameters are final after the optimizer's step.
+        """
+        last = self._clock.last_finished_step
         step = self._steps.get(last)
-        if step is None or not step.stepped or any(not w.kind.startswith(REPLICATED) for w in self._layout[1].values()):
+        if (
+            step is None
+            or not step.stepped
+            or any(not w.kind.startswith(REPLICATED_WRAPPERS) for w in self._layout[1].values())
+        ):
             return
         calls = (
             call for call in self._collectives.records[step.issued :] if (call.step, call.phase) == (last, "other")
         )
-        if sum(call.bytes for call in calls if len(call.ranks) > 1) * LEAST >= step.memory["parameters"]:
+        if sum(call.bytes for call in calls if len(call.ranks) > 1) * AVERAGED_PART >= step.memory["parameters"]:
             self._note_contents(last, step.stepped)
 
     def see_what_was_left(self) -> None:
-        self._gathered.see_what_was_left(self.parts)
+        self._gathered.note_leftovers(self.parts)
 
     def step_is_over(self) -> None:
         """Note that the last step is over, as another begins."""
-        last = self._clock.finished
+        last = self._clock.last_finished_step
         if last in self._steps:
-            self._steps[last].ended = time.perf_counter() - self._own()
+            self._steps[last].ended = time.perf_counter() - self._own_seconds()
         for number in [number for number in self._pipeline.actions if number not in self._steps]:
             del self._pipeline.actions[number]
 
@@ -345,15 +354,15 @@ class Seen:
             world_size=world,
             parameters=self._parameters,
             groups=groups,
-            collectives=self._collectives.settled(),
+            collectives=self._collectives.final_records(),
             steps=tuple(self._step_evidence(n, step) for n, step in sorted(self._steps.items()) if n and step.memory),
             structure=wrappers,
-            environment=environment(),
-            compiler=compiler(),
-            settings=self._started,
+            environment=describe_environment(),
+            compiler=compiler_counts(),
+            settings=self._first_settings,
             after_evaluation=tuple(self._gathered.after_evaluation),
             joined=self.joined,
-            own_groups=self._collectives.own.settled(),
+            own_groups=self._collectives.own_groups.final_groups(),
         )
 
     def _layout_now(self) -> tuple[tuple[Group, ...], dict[str, Wrapper], tuple[str, ...]]:
@@ -362,14 +371,14 @@ class Seen:
         A script may leave its groups and give up its model before it ends. Then these are what they were last.
         """
         groups, wrappers, stepped = self._layout
-        owned = self._optimizers.owned()
+        owned = self._optimizers.parameter_ids()
         stepped = tuple(fqn for fqn, parameter in sharded_parameters(self.parts) if id(parameter) in owned) or stepped
         if not dist.is_initialized():
-            own_groups = self._collectives.own.settled()
-            return groups, wrappers or (structure.wrappers(self.parts) if own_groups else {}), stepped
-        return structure.groups(), structure.wrappers(self.parts) or wrappers, stepped
+            own_groups = self._collectives.own_groups.final_groups()
+            return groups, wrappers or (structure.wrapper_evidence(self.parts) if own_groups else {}), stepped
+        return structure.group_evidence(), structure.wrapper_evidence(self.parts) or wrappers, stepped
 
-    def _step_evidence(self, number: int, step: Step) -> StepEvidence:
+    def _step_evidence(self, number: int, step: ObservedStep) -> StepEvidence:
         """Return a step's evidence, as the core's checks read it."""
         return StepEvidence(
             step=number,
@@ -382,47 +391,47 @@ class Seen:
             optimizer_state={},
             memory=step.memory,
             actions=tuple(self._pipeline.actions.get(number, ())),
-            after_forward=tuple(after for account, after in step.after if account.kind == "training"),
+            after_forward=tuple(after for account, after in step.after_forward if account.kind == "training"),
             settings={name: tuple(sorted(values)) for name, values in step.settings.items()},
         )
 
     def steps(self) -> tuple[RecordedStep, ...]:
-        return tuple(self._recorded(number, step) for number, step in sorted(self._steps.items()))
+        return tuple(self._recorded_step(number, step) for number, step in sorted(self._steps.items()))
 
-    def _recorded(self, number: int, step: Step) -> RecordedStep:
+    def _recorded_step(self, number: int, step: ObservedStep) -> RecordedStep:
         """Return what only a recording has of a step."""
         return RecordedStep(
             step=number,
-            digests=dict(zip(step.digests, _read(step.digests.values()), strict=True)),
-            not_finite=_where(step.bad),
-            constant=_where(step.constant),
+            digests=dict(zip(step.digests, _read_values(step.digests.values()), strict=True)),
+            not_finite=_fqns_with_flag(step.nonfinite),
+            constant=_fqns_with_flag(step.constant),
             fed=tuple(_received_inputs(step)),
             seconds=step.ended - step.began if step.ended and step.began else 0.0,
             peak=step.peak,
-            ungraded=step.ungraded or (),
-            began=step.at,
+            ungraded=step.without_gradient or (),
+            began=step.wall_time,
         )
 
     @property
     def optimizers(self) -> tuple[str, ...]:
-        return self._optimizers.texts
+        return self._optimizers.settings_texts
 
     @property
     def stepped(self) -> tuple[str, ...]:
         return self._layout[2]
 
 
-def _received_inputs(step: Step) -> Iterator[Fed]:
+def _received_inputs(step: ObservedStep) -> Iterator[Fed]:
     """Yield the inputs of the passes that trained. A pipeline calls its stages once to see shapes; that is of step 0."""
-    for account, digests, shape, dtype in step.fed:
-        first, *others = _read(digests)
+    for account, digests, shape, dtype in step.received:
+        first, *others = _read_values(digests)
         if account.kind == "training" and account.step:
             yield Fed(first, shape, dtype, tuple(others))
 
 
-def _claim(fqn: str, parameter: nn.Parameter) -> TensorEvidence:
+def _tensor_evidence(fqn: str, parameter: nn.Parameter) -> TensorEvidence:
     """Return the evidence of a parameter: its shape, dtype and placements, without contents."""
-    local_tensor = local(parameter)
+    local_tensor = local_tensor_of(parameter)
     kind = (
         np.dtype(str(local_tensor.dtype).removeprefix("torch."))
         if local_tensor.dtype != torch.bfloat16
@@ -433,8 +442,8 @@ def _claim(fqn: str, parameter: nn.Parameter) -> TensorEvidence:
         global_shape=tuple(parameter.shape),
         dtype=str(parameter.dtype).removeprefix("torch."),
         mesh=_ranks_of(parameter.device_mesh) if hasattr(parameter, "device_mesh") else None,
-        placements=structure.placements(parameter),
-        value=without_values(tuple(local_tensor.shape), kind.name),
+        placements=structure.placement_texts(parameter),
+        value=array_without_values(tuple(local_tensor.shape), kind.name),
     )
 
 
@@ -444,12 +453,12 @@ def _ranks_of(mesh: Any) -> Any:
     return mesh.mesh.tolist()
 
 
-def _where(flag_by_fqn: dict[str, torch.Tensor]) -> tuple[str, ...]:
+def _fqns_with_flag(flag_by_fqn: dict[str, torch.Tensor]) -> tuple[str, ...]:
     """Return the fqns whose flag is true."""
-    return tuple(fqn for fqn, is_set in zip(flag_by_fqn, _read(flag_by_fqn.values()), strict=True) if is_set)
+    return tuple(fqn for fqn, is_set in zip(flag_by_fqn, _read_values(flag_by_fqn.values()), strict=True) if is_set)
 
 
-def _read(values: Any) -> list[Any]:
+def _read_values(values: Any) -> list[Any]:
     """Return the values of tensors with one element, read at once, since each single read would wait for the device."""
     values = list(values)
     devices = {value.device for value in values}
@@ -458,7 +467,7 @@ def _read(values: Any) -> list[Any]:
     return torch.stack(values).tolist()
 
 
-def _peak() -> int:
+def _peak_bytes() -> int:
     """Return the peak of the accelerator's allocator if there is one, else of the process."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())

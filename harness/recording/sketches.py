@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from harness.core.evidence.reading import decompressed, json_of, regular
+from harness.core.evidence.reading import decompress, open_regular_file, parse_json
 from harness.core.evidence.store import EvidenceError
-from harness.core.evidence.whole_file import whole_file
+from harness.core.evidence.whole_file import open_whole_file
 
 BUCKETS = 32
 """Sums of a sketch."""
@@ -33,8 +33,8 @@ AFTER_PASS = "gradient after pass "
 """With the number of a pass from 1, the kind of what was accumulated until then."""
 BY_ROWS = "gradient rows "
 """With an interval of rows, as in 0:16, the kind of a part of a gradient."""
-MOST = 400_000_000  # bytes of one rank's file
-HEAD = struct.Struct("<8sI")
+MOST_BYTES = 400_000_000  # bytes of one rank's file
+HEADER = struct.Struct("<8sI")
 MAGIC = b"sketches"
 
 
@@ -48,7 +48,7 @@ class Sketch:
     """"weights" after the step, "gradient" that the optimizer received or a part of it, or a key of the optimizer's state."""
     fqn: str
     """Name of the parameter."""
-    place: str
+    slice_text: str
     """Which elements of the whole parameter these are, in the words of `Box.text`; slices with equal places are replicas."""
     elements: int
     """Number of elements."""
@@ -118,48 +118,48 @@ def save_sketches(path: Path, rank_sketches: RankSketches) -> None:
     names: dict[str, int] = {}
     table = []
     for sketch in rank_sketches.sketches:
-        name_numbers = [names.setdefault(text, len(names)) for text in (sketch.kind, sketch.fqn, sketch.place)]
+        name_numbers = [names.setdefault(text, len(names)) for text in (sketch.kind, sketch.fqn, sketch.slice_text)]
         table.append([sketch.step, *name_numbers, sketch.elements])
-    plain = {name: getattr(rank_sketches, name) for name in PLAIN}
+    plain = {name: getattr(rank_sketches, name) for name in JSON_FIELDS}
     header = json.dumps({"format": FORMAT, **plain, "names": [*names], "table": table}, separators=(",", ":")).encode()
     packed = zlib.compress(header, 1)
     exact: list[np.ndarray] = []
     rounded: list[np.ndarray] = []
-    weights_before = _Before()
+    weights_before = _WeightsBefore()
     for sketch in rank_sketches.sketches:
         if rank_sketches.dtypes.get(sketch.fqn) == "float64":
             exact.append(sketch.sums)
         else:
-            rounded.append(weights_before.added(sketch.kind, sketch.fqn, sketch.place, sketch.sums))
-    with whole_file(path) as file:
-        file.write(HEAD.pack(MAGIC, len(packed)) + packed)
+            rounded.append(weights_before.sums_to_store(sketch.kind, sketch.fqn, sketch.slice_text, sketch.sums))
+    with open_whole_file(path) as file:
+        file.write(HEADER.pack(MAGIC, len(packed)) + packed)
         file.write(np.array([sketch.squares for sketch in rank_sketches.sketches], "<f8").tobytes())
         file.write(np.array(exact, "<f8").tobytes() + np.array(rounded, "<f4").tobytes())
 
 
-PLAIN = (
+JSON_FIELDS = (
     *("rank", "world", "launch", "shapes", "dtypes", "passes", "tokens", "norms", "norms_off", "rates"),
     *("scales", "optimizers", "computes_in", "noise", "plain", "unplaced", "bare", "drawn", "changed", "tp"),
 )
 """Fields that JSON keeps."""
-OF_STEPS = ("passes", "tokens", "norms", "norms_off", "scales", "rates", "drawn", "changed")
+FIELDS_BY_STEP = ("passes", "tokens", "norms", "norms_off", "scales", "rates", "drawn", "changed")
 
 
-class _Before:
+class _WeightsBefore:
     """A file has what each step added to the weights. float32 has room for that, and too little for the weights."""
 
     def __init__(self) -> None:
         self._weights: dict[tuple[str, str], np.ndarray] = {}
 
-    def added(self, kind: str, fqn: str, slice_text: str, sums: np.ndarray) -> np.ndarray:
+    def sums_to_store(self, kind: str, fqn: str, slice_text: str, sums: np.ndarray) -> np.ndarray:
         """Return what the file keeps of a sketch's sums: of weights, what the step added to them. float32 [BUCKETS]"""
         if kind != WEIGHTS:
             return sums.astype(np.float32)
         stored = (sums - self._weights.get((fqn, slice_text), 0.0)).astype(np.float32)
-        self.whole(kind, fqn, slice_text, stored.astype(np.float64))
+        self.restore_sums(kind, fqn, slice_text, stored.astype(np.float64))
         return stored
 
-    def whole(self, kind: str, fqn: str, slice_text: str, stored: np.ndarray) -> np.ndarray:
+    def restore_sums(self, kind: str, fqn: str, slice_text: str, stored: np.ndarray) -> np.ndarray:
         """Return the sums of a sketch from what the file keeps of them, as float64."""
         if kind == WEIGHTS:
             stored = stored + self._weights.get((fqn, slice_text), 0.0)
@@ -171,48 +171,48 @@ class _Before:
 def load_sketches(path: Path) -> RankSketches | None:
     """Return what a rank left; None where it left nothing. Raises EvidenceError for a damaged file."""
     try:
-        with regular(path) as file:
-            data = file.read(MOST + 1)
+        with open_regular_file(path) as file:
+            data = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise EvidenceError(f"{path}: cannot be read ({error})") from error
     try:
-        return _unpacked(data)
+        return _unpack(data)
     except EvidenceError:
         raise EvidenceError(f"{path}: written by another version of the harness; record the job again") from None
     except Exception as error:  # one flipped byte makes zlib, json and numpy raise almost anything
         raise EvidenceError(f"{path}: damaged recording ({error!r}); record the job again") from error
 
 
-def _unpacked(data: bytes) -> RankSketches:
+def _unpack(data: bytes) -> RankSketches:
     """Return the sketches of a file's bytes. Raises EvidenceError for another version's file."""
-    magic, size = HEAD.unpack_from(data)
+    magic, size = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise ValueError("not a file of sketches")
-    header = json_of(decompressed(data[HEAD.size : HEAD.size + size]))
+    header = parse_json(decompress(data[HEADER.size : HEADER.size + size]))
     if header["format"] != FORMAT:
         raise EvidenceError
     names = header["names"]
     table = header["table"]
     dtypes = header["dtypes"]
     is_float64 = [dtypes.get(names[fqn]) == "float64" for _, _, fqn, _, _ in table]
-    offset = HEAD.size + size
-    squares = _read(data, offset, "<f8", len(table))
+    offset = HEADER.size + size
+    squares = _read_array(data, offset, "<f8", len(table))
     offset += 8 * len(table)
-    exact = _read(data, offset, "<f8", BUCKETS * sum(is_float64))
+    exact = _read_array(data, offset, "<f8", BUCKETS * sum(is_float64))
     offset += 8 * BUCKETS * sum(is_float64)
-    rounded = _read(data, offset, "<f4", BUCKETS * (len(is_float64) - sum(is_float64))).astype(np.float64)
+    rounded = _read_array(data, offset, "<f4", BUCKETS * (len(is_float64) - sum(is_float64))).astype(np.float64)
     exact_rows = iter(exact.reshape(-1, BUCKETS))
     rounded_rows = iter(rounded.reshape(-1, BUCKETS))
-    weights_before = _Before()
+    weights_before = _WeightsBefore()
     sketches = []
     for (step, *name_numbers, elements), square, is_exact in zip(table, squares.tolist(), is_float64, strict=True):
         kind, fqn, slice_text = (names[name_index] for name_index in name_numbers)
-        sums = next(exact_rows) if is_exact else weights_before.whole(kind, fqn, slice_text, next(rounded_rows))
+        sums = next(exact_rows) if is_exact else weights_before.restore_sums(kind, fqn, slice_text, next(rounded_rows))
         sketches.append(Sketch(step, kind, fqn, slice_text, elements, square, sums))
-    plain: dict[str, Any] = {name: header[name] for name in PLAIN if name in header}
-    plain |= {name: _by_step(plain.get(name, {})) for name in OF_STEPS}
+    plain: dict[str, Any] = {name: header[name] for name in JSON_FIELDS if name in header}
+    plain |= {name: _with_step_keys(plain.get(name, {})) for name in FIELDS_BY_STEP}
     plain["passes"] = {step: tuple(map(tuple, values)) for step, values in plain["passes"].items()}
     for name in ("drawn", "changed"):
         plain[name] = {step: tuple(values) for step, values in plain[name].items()}
@@ -223,12 +223,12 @@ def _unpacked(data: bytes) -> RankSketches:
     return RankSketches(**plain, sketches=tuple(sketches))
 
 
-def _by_step(value_by_text: dict[str, Any]) -> dict[int, Any]:
+def _with_step_keys(value_by_text: dict[str, Any]) -> dict[int, Any]:
     """Return the values by step; JSON has steps as text."""
     return {int(step): value for step, value in value_by_text.items()}
 
 
-def _read(data: bytes, offset: int, dtype: str, count: int) -> np.ndarray:
+def _read_array(data: bytes, offset: int, dtype: str, count: int) -> np.ndarray:
     return np.frombuffer(data, dtype, count, offset)
 
 
@@ -260,7 +260,7 @@ def _intervals_text(intervals: Iterable[tuple[int, int]]) -> str:
     return ",".join(f"{start}:{stop}" for start, stop in intervals)
 
 
-def boxes_of(text: str) -> tuple[Box, ...]:
+def boxes_of_text(text: str) -> tuple[Box, ...]:
     """Return the boxes that a slice's text names."""
 
     def intervals(interval_texts: str) -> tuple[tuple[int, int], ...]:
@@ -271,7 +271,7 @@ def boxes_of(text: str) -> tuple[Box, ...]:
     return tuple(Box(intervals(rows), intervals(columns)) for rows, columns in rows_and_columns)
 
 
-def place_text(boxes: Iterable[Box], addend: str = "") -> str:
+def text_of_boxes(boxes: Iterable[Box], addend: str = "") -> str:
     """Return the boxes in words. addend: which part of a sum it is, where ranks hold addends of the same elements."""
     text = ";".join(box.text for box in boxes)
     return f"{text}+{addend}" if addend else text

@@ -9,23 +9,23 @@ from collections.abc import Sequence
 
 import torch
 
-from harness.recording.digests import CHUNK, mixed, room
+from harness.recording.digests import CHUNK, hash_numbers, reused_buffer
 from harness.recording.sketches import BUCKETS, Box
 
-WIDEST = 1 << 16
+WIDEST_COLUMNS = 1 << 16
 """Columns that are summed at once."""
-KEPT = 1 << 26
+MOST_KEPT_BYTES = 1 << 26
 """Bytes of buckets that are kept."""
-SMALL = 1 << 12
+SMALL_SLICE = 1 << 12
 """Elements of a slice whose buckets are kept one by one."""
 
 
-SEEDS = 0x5851F42D4C957F, 0x14057B7EF767814
+AXIS_SEEDS = 0x5851F42D4C957F, 0x14057B7EF767814
 """What rows and columns are hashed with, of all parameters alike."""
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def seed(fqn: str) -> int:
+def noise_seed(fqn: str) -> int:
     """Return what the noise of a parameter is drawn by."""
     return int.from_bytes(hashlib.sha256(fqn.encode()).digest()[:7], "big")
 
@@ -37,16 +37,16 @@ class Sketcher:
         self._known: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._small: dict[tuple[Box, ...], torch.Tensor] = {}
         self.kept_bytes = 0
-        """Of buckets; at most KEPT."""
+        """Of buckets; at most MOST_KEPT_BYTES."""
         self._fold: dict[torch.device, torch.Tensor] = {}
 
     @torch.no_grad()
     def sketch(self, values: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
         """Return the sum of squares and the sketch of a slice. values: its elements in a row. float64 [1 + BUCKETS]"""
-        if values.device.type == "cpu" and 0 < values.numel() <= SMALL:
+        if values.device.type == "cpu" and 0 < values.numel() <= SMALL_SLICE:
             doubles = values.double()
             bucket_sums = torch.zeros(2 * BUCKETS, dtype=torch.float64).index_add_(
-                0, self._one_by_one(tuple(boxes)), doubles
+                0, self._small_slice_buckets(tuple(boxes)), doubles
             )
             return torch.cat([torch.dot(doubles, doubles).view(1), bucket_sums[:BUCKETS] - bucket_sums[BUCKETS:]])
         total = torch.zeros(BUCKETS, BUCKETS, dtype=torch.float64, device=values.device)
@@ -58,19 +58,19 @@ class Sketcher:
             begin += rows * columns
             of_rows = self._buckets(box.rows, 0, values.device)
             of_columns = self._buckets(box.columns, 1, values.device)
-            for first_column in range(0, columns, WIDEST):
-                column_slice = slice(first_column, first_column + WIDEST)
-                squares += _add(
+            for first_column in range(0, columns, WIDEST_COLUMNS):
+                column_slice = slice(first_column, first_column + WIDEST_COLUMNS)
+                squares += _add_matrix(
                     total,
                     matrix[:, column_slice],
                     of_rows,
                     tuple(column_part[column_slice] for column_part in of_columns),
                 )
         folded = torch.zeros(BUCKETS, dtype=torch.float64, device=values.device)
-        folded.index_add_(0, self._folding(values.device), total.view(-1))
+        folded.index_add_(0, self._folding_buckets(values.device), total.view(-1))
         return torch.cat([squares.view(1), folded])
 
-    def _one_by_one(self, boxes: tuple[Box, ...]) -> torch.Tensor:
+    def _small_slice_buckets(self, boxes: tuple[Box, ...]) -> torch.Tensor:
         """Return the bucket of each element of a small slice, BUCKETS more where its sign is negative. int64 [n]"""
         if boxes in self._small:
             return self._small[boxes]
@@ -82,18 +82,18 @@ class Sketcher:
             is_negative = row_sign[:, None] * column_sign < 0
             bucket_parts.append(((row_bucket[:, None] + column_bucket) % BUCKETS + BUCKETS * is_negative).view(-1))
         small = torch.cat(bucket_parts)
-        if self._keeps(8 * len(small)):
+        if self._reserve(8 * len(small)):
             self._small[boxes] = small
         return small
 
-    def _keeps(self, size: int) -> bool:
+    def _reserve(self, size: int) -> bool:
         """Return whether there is room for so many bytes, and take it."""
-        fits = self.kept_bytes + size <= KEPT
+        fits = self.kept_bytes + size <= MOST_KEPT_BYTES
         if fits:
             self.kept_bytes += size
         return fits
 
-    def _folding(self, device: torch.device) -> torch.Tensor:
+    def _folding_buckets(self, device: torch.device) -> torch.Tensor:
         """Return the bucket of each pair of a row's and a column's: their sum, modulo BUCKETS."""
         if device not in self._fold:
             bucket = torch.arange(BUCKETS, device=device)
@@ -107,18 +107,18 @@ class Sketcher:
         key = (intervals, axis, device)
         if key in self._known:
             return self._known[key]
-        hashed = mixed(_numbers(intervals, device) + SEEDS[axis])
+        hashed = hash_numbers(_index_numbers(intervals, device) + AXIS_SEEDS[axis])
         buckets_and_signs = hashed & (BUCKETS - 1), (((hashed >> 13) & 1) * 2 - 1).double()
-        if self._keeps(16 * len(hashed)):
+        if self._reserve(16 * len(hashed)):
             self._known[key] = buckets_and_signs
         return buckets_and_signs
 
 
-def _numbers(intervals: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+def _index_numbers(intervals: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in intervals])
 
 
-def _add(
+def _add_matrix(
     total: torch.Tensor,
     matrix: torch.Tensor,
     of_rows: tuple[torch.Tensor, torch.Tensor],
@@ -138,46 +138,46 @@ def _add(
     for first in range(0, rows, rows_at_once):
         row_slice = slice(first, first + rows_at_once)
         taken_rows = matrix[row_slice]
-        part = room(torch.float64, taken_rows).copy_(taken_rows)
+        part = reused_buffer(torch.float64, taken_rows).copy_(taken_rows)
         flat = part.view(-1)
         squares += torch.dot(flat, flat)
         if on_cpu:
             bucket_sums.index_add_(0, signed[row_slice], part)
         else:
-            bucket_sums.addmm_(_signs(bucket[row_slice], sign[row_slice]), part)
+            bucket_sums.addmm_(_sign_matrix(bucket[row_slice], sign[row_slice]), part)
     bucket_sums = bucket_sums[:BUCKETS] - bucket_sums[BUCKETS:] if on_cpu else bucket_sums
     column_bucket, column_sign = of_columns
     if on_cpu:
         total.index_add_(1, column_bucket, bucket_sums * column_sign)
     else:
-        total.addmm_(bucket_sums, _signs(column_bucket, column_sign).T)
+        total.addmm_(bucket_sums, _sign_matrix(column_bucket, column_sign).T)
     return squares
 
 
-def _signs(bucket: torch.Tensor, sign: torch.Tensor) -> torch.Tensor:
+def _sign_matrix(bucket: torch.Tensor, sign: torch.Tensor) -> torch.Tensor:
     """Return the signs, each in the row of its bucket. float64 [BUCKETS, n]"""
     signs = torch.zeros(BUCKETS, len(bucket), dtype=torch.float64, device=bucket.device)
     return signs.scatter_(0, bucket[None], sign[None])
 
 
 @torch.no_grad()
-def alter(values: torch.Tensor, fqn: str, boxes: Sequence[Box], width: int, relative: float) -> None:
+def alter_by_rounding(values: torch.Tensor, fqn: str, boxes: Sequence[Box], width: int, relative: float) -> None:
     """Change each element in place, by a part of it that a hash of its index in the whole parameter gives.
 
     relative: the largest part. width: columns of the whole parameter.
     """
     begin = 0
     for box in boxes:
-        rows, columns = (_numbers(intervals, values.device) for intervals in (box.rows, box.columns))
+        rows, columns = (_index_numbers(intervals, values.device) for intervals in (box.rows, box.columns))
         rows_at_once = max(1, CHUNK // max(len(columns), 1))
         for first in range(0, len(rows), rows_at_once):
             indices = rows[first : first + rows_at_once, None] * width + columns
-            share = (mixed(indices + seed(fqn)) >> 11).double() / 2.0**52  # from -1 to 1
+            share = (hash_numbers(indices + noise_seed(fqn)) >> 11).double() / 2.0**52  # from -1 to 1
             part = values[begin : begin + indices.numel()].view(indices.shape)
             part.add_((part.double() * share * relative).to(part.dtype))
             begin += indices.numel()
 
 
-def width_of(shape: Sequence[int]) -> int:
+def columns_of(shape: Sequence[int]) -> int:
     """Return how many columns a parameter has as a matrix of shape[0] rows."""
     return math.prod(shape[1:])

@@ -12,17 +12,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.core.evidence.recording import BESIDE, GROUPS, Beside, Last, issued_text
+from harness.core.evidence.recording import BESIDE_SUFFIX, MAX_OTHER_GROUPS, Beside, Last, issued_text
 from harness.core.evidence.records import BACKGROUND, CHECKPOINT
 from harness.core.evidence.store import encoded_without_values
 from harness.core.probe.clock import Clock
-from harness.core.probe.collectives import CollectiveRecorder, _group_of, members
-from harness.core.probe.own_groups import Call, name_of
+from harness.core.probe.collectives import CollectiveRecorder, _group_of, global_ranks_of
+from harness.core.probe.own_groups import DirectCall, name_of
 from harness.recording.progress import Progress
 
-BEFORE = 8
+MOST_BEFORE = 8
 """Collectives of a group before the last one that a killed process leaves, for members come to unlike numbers."""
-MOST = 1000
+MOST_BACKGROUND = 1000
 """Collectives of a group on record that are of no step, so that a job may be of any length: the first ones."""
 
 
@@ -30,40 +30,40 @@ class TracedCollectives(CollectiveRecorder):
     """The recorder of collectives, which keeps those of chosen steps, and of all others only the last one."""
 
     def __init__(self, clock: Clock, chosen: Callable[[], bool], progress: Progress) -> None:
-        super().__init__(clock.where, None, lambda: clock.account)
+        super().__init__(clock.step_and_phase, None, lambda: clock.account)
         self._progress = progress
         self._clock = clock
         self._chosen = chosen
         self._counts: dict[str, int] = {}  # the group used last comes last
         self._in_background: Counter[str] = Counter()
         self._latest: tuple[Any, ...] | None = None
-        self._before: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=BEFORE))
+        self._before: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=MOST_BEFORE))
         self._ranks: dict[str, tuple[int, ...]] = {}
         self._placed: set[int] = set()
         self._beside: dict[str, set[tuple[str, str]]] = defaultdict(set)
         self._file: Path | None = None
         self.failed = ""
 
-    def _note(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
+    def _note_operator(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
         """Record a call. One that cannot be read is not on record, and is made all the same."""
         if self.failed:
             return
         try:
             group = _group_of(args)
             if not self._has_ranks(group):
-                self.own.unplaced(op, group, payload)
+                self.own_groups.note_unknown_group_call(op, group, payload)
                 return
-            self.own.passed()
-            if self._trace(op, group):
-                super()._note(op, payload, args)
+            self.own_groups.note_dispatched_call()
+            if self._note_latest(op, group):
+                super()._note_operator(op, payload, args)
         except Exception as error:
-            self._went_wrong(op, error)
+            self._raise_error(op, error)
 
-    def _called_directly(self, call: Call, group: dist.ProcessGroup) -> None:
-        if not self.failed and self._has_ranks(group) and self._trace(call.op, group):
-            super()._called_directly(call, group)
+    def _note_direct_call(self, call: DirectCall, group: dist.ProcessGroup) -> None:
+        if not self.failed and self._has_ranks(group) and self._note_latest(call.op, group):
+            super()._note_direct_call(call, group)
 
-    def _went_wrong(self, op: str, error: Exception) -> None:
+    def _raise_error(self, op: str, error: Exception) -> None:
         """Note the first error of the recorder itself; nothing more is recorded then."""
         if not self.failed:
             self.failed = f"reading a call of {op} raised {error!r}"
@@ -77,19 +77,19 @@ class TracedCollectives(CollectiveRecorder):
 
         A name comes again where a job destroys its groups and makes others.
         """
-        if self.keep(group) or id(group) not in self._placed:
-            if not (ranks := members(group)):
+        if self.keep_alive(group) or id(group) not in self._placed:
+            if not (ranks := global_ranks_of(group)):
                 return False
             self._placed.add(id(group))
             self._ranks[name_of(group)] = ranks
         return True
 
-    def _trace(self, op: str, group: dist.ProcessGroup) -> bool:
+    def _note_latest(self, op: str, group: dist.ProcessGroup) -> bool:
         """Note the call as the last one. Return whether it is on record, too."""
         name = name_of(group)
         self._counts[name] = self._counts.pop(name, 0) + 1
-        step, phase = self._clock.where()
-        counts = [*self._counts.items()][-1 - GROUPS :]  # a copy: other threads issue as well
+        step, phase = self._clock.step_and_phase()
+        counts = [*self._counts.items()][-1 - MAX_OTHER_GROUPS :]  # a copy: other threads issue as well
         others = {other: count for other, count in counts if other != name}
         self._latest = (text := issued_text(op, step, phase), name, self._counts[name], [*self._before[name]], others)
         self._before[name].appendleft(text)
@@ -97,11 +97,11 @@ class TracedCollectives(CollectiveRecorder):
         if phase != BACKGROUND:
             return self._chosen()
         if (op, thread := threading.current_thread().name) not in self._beside[name]:
-            self._look_beside(op, name, thread)
+            self._note_concurrent(op, name, thread)
         self._in_background[name] += 1
-        return self._in_background[name] <= MOST
+        return self._in_background[name] <= MOST_BACKGROUND
 
-    def _look_beside(self, op: str, name: str, thread: str) -> None:
+    def _note_concurrent(self, op: str, name: str, thread: str) -> None:
         """Note that another thread issues over this group while training goes on.
 
         The note is written at once, so that a process that is killed while both wait leaves it as well.
@@ -109,10 +109,12 @@ class TracedCollectives(CollectiveRecorder):
         if self._clock.is_training_meanwhile():
             self._beside[name].add((op, thread))
             if self._file is not None:
-                self._file.with_suffix(BESIDE).write_text(json.dumps(encoded_without_values(self.beside)))
+                self._file.with_suffix(BESIDE_SUFFIX).write_text(
+                    json.dumps(encoded_without_values(self.concurrent_calls))
+                )
 
     @property
-    def beside(self) -> tuple[Beside, ...]:
+    def concurrent_calls(self) -> tuple[Beside, ...]:
         """Return what other threads issue over groups that the training thread also uses."""
         trains: dict[str, set[str]] = defaultdict(set)
         for call in tuple(self.records):
@@ -133,8 +135,8 @@ class TracedCollectives(CollectiveRecorder):
         text, name, number, before, others = self._latest
         return Last(text, self._ranks.get(name, ()), name, number, tuple(before), others)
 
-    def leave_beside(self, record: Path, *, finished: bool) -> None:
+    def write_concurrent_beside(self, record: Path, *, finished: bool) -> None:
         """Say beside which record a process that is killed leaves what other threads issued."""
         self._file = record
         if finished:
-            record.with_suffix(BESIDE).unlink(missing_ok=True)
+            record.with_suffix(BESIDE_SUFFIX).unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from harness.adapters.deepspeed import shards
 from harness.core import trainers
 from harness.core.case.dims import ParallelDims
 from harness.core.case.loading import load_cases
-from harness.core.case.variants import in_dtype
+from harness.core.case.variants import with_dtype
 from harness.core.judge.result import Verdict
 from harness.core.run.options import Options
 from harness.core.run.run_case import run_case
@@ -46,27 +46,27 @@ def there(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_it_does_not_run_is_refused_with_the_reason(dims, training, wrapper, reason) -> None:
-    told = trainers.load("deepspeed").unsupported(tiny_case(dims, training, wrapper=wrapper))
+    told = trainers.load_adapter("deepspeed").unsupported(tiny_case(dims, training, wrapper=wrapper))
     assert told is None if reason is None else str(told).startswith(reason), told
 
 
 def test_without_deepspeed_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install deepspeed" in str(trainers.load("deepspeed").unsupported(tiny_case("ddp_2")))
+    assert "pip install deepspeed" in str(trainers.load_adapter("deepspeed").unsupported(tiny_case("ddp_2")))
 
 
 def test_a_checkout_goes_before_what_is_installed_and_a_folder_without_it_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", ["installed"])
-    adapter = trainers.load(f"deepspeed@{tmp_path}")
+    adapter = trainers.load_adapter(f"deepspeed@{tmp_path}")
     wanted = tiny_case(ParallelDims(dp_shard=2), FLOAT32, wrapper="zero1")
     assert adapter.unsupported(wanted) == f"{tmp_path}/deepspeed: no DeepSpeed there"
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").touch()
     adapter.importable()
     assert adapter.unsupported(wanted) is None and sys.path == [str(tmp_path), "installed"]
-    assert adapter.preload == () and trainers.load("deepspeed").preload == ("deepspeed",)
+    assert adapter.preload == () and trainers.load_adapter("deepspeed").preload == ("deepspeed",)
 
 
 def test_what_offload_keeps_on_the_host_is_allowed_with_its_bytes_and_nothing_without_it() -> None:
@@ -80,7 +80,7 @@ def test_what_offload_keeps_on_the_host_is_allowed_with_its_bytes_and_nothing_wi
 
 
 def test_all_its_cases_are_refused_by_the_trainer_that_does_not_run_zero() -> None:
-    told = {trainers.load("llama3").unsupported(case) for case in load_cases(CASES)}
+    told = {trainers.load_adapter("llama3").unsupported(case) for case in load_cases(CASES)}
     cut = "this trainer cuts optimizer state and gradients as it cuts parameters (FSDP)"
     assert told == {f"wrapper zero{stage}: {cut}" for stage in (1, 2, 3)}
 
@@ -93,7 +93,9 @@ def test_the_last_rank_holds_what_is_left_of_a_parameter_and_no_padding(monkeypa
         shard = SimpleNamespace(ds_numel=part)
         for rank in range(4):
             monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-            found = shards.PartitionedParameters(model, None).held(SimpleNamespace(ds_tensor=shard, ds_numel=numel))
+            found = shards.PartitionedParameters(model, None).held_numel(
+                SimpleNamespace(ds_tensor=shard, ds_numel=numel)
+            )
             ranks.append(found)
     assert held == {10: [3, 3, 3, 1], 2: [1, 1, 0, 0]}
 
@@ -114,4 +116,4 @@ def test_gradients_are_the_interval_of_the_vector_that_the_engine_says() -> None
 def test_zero2_of_the_real_one_passes_every_check(tmp_path: Path) -> None:
     (wanted,) = (case for case in load_cases(CASES) if case.name == "zero2_2_accum")
     options = Options(out=tmp_path, trainer="deepspeed")
-    assert run_case(in_dtype(wanted, "float32"), options).verdict is Verdict.PASS
+    assert run_case(with_dtype(wanted, "float32"), options).verdict is Verdict.PASS

@@ -23,7 +23,7 @@ from harness.core.run.run_case import run_case
 from harness.reference.config import ModelConfig, RopeScaling, TrainingConfig
 
 THERE = importlib.util.find_spec("megatron") is not None
-ADAPTER = trainers.load("megatron")
+ADAPTER = trainers.load_adapter("megatron")
 CASES = ROOT / "harness" / "adapters" / "megatron" / "cases"
 
 
@@ -60,12 +60,12 @@ def case(dims: ParallelDims = ParallelDims(), **parts: object) -> Case:  # noqa:
 def test_what_it_cannot_do_is_refused_with_the_reason(
     requested: Case, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(megatron, "_missing", lambda _: "")
+    monkeypatch.setattr(megatron, "_missing_text", lambda _: "")
     assert (ADAPTER.unsupported(requested) or "").startswith(reason)
 
 
 def test_a_folder_without_it_is_refused_with_its_name(tmp_path: Path) -> None:
-    told = trainers.load(f"megatron@{tmp_path}").unsupported(case())
+    told = trainers.load_adapter(f"megatron@{tmp_path}").unsupported(case())
     assert told == f"{tmp_path}/megatron/core: no Megatron-core there"
 
 
@@ -73,7 +73,7 @@ def test_a_release_before_the_oldest_that_it_can_run_is_refused(tmp_path: Path) 
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     told = tmp_path / "megatron" / "core" / "package_info.py"
     told.write_text("MAJOR = 0\nMINOR = 12\nPATCH = 3\n")
-    adapter = trainers.load(f"megatron@{tmp_path}")
+    adapter = trainers.load_adapter(f"megatron@{tmp_path}")
     assert adapter.unsupported(case()) == "megatron-core 0.12: a chunk does not get its virtual stage before 0.13"
     told.write_text("MAJOR = 0\nMINOR = 13\nPATCH = 0\n")
     assert adapter.unsupported(case()) is None
@@ -126,7 +126,7 @@ def test_its_names_are_the_references_with_or_without_its_wrapper() -> None:
 def test_without_psutil_a_checkpoint_that_would_be_waited_for_for_ever_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(megatron, "_missing", lambda _: "")
+    monkeypatch.setattr(megatron, "_missing_text", lambda _: "")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     saving = case(ParallelDims(tp=2), last_step=2)
     assert (ADAPTER.unsupported(saving) or "").startswith("checkpoints: psutil is not installed")

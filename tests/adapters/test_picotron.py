@@ -28,7 +28,7 @@ def adapter(tmp_path: Path) -> Any:
     """Of a folder that looks like a checkout."""
     (tmp_path / "picotron").mkdir()
     (tmp_path / "picotron" / "process_group_manager.py").touch()
-    return trainers.load(f"picotron@{tmp_path}")
+    return trainers.load_adapter(f"picotron@{tmp_path}")
 
 
 def other(dims: ParallelDims = ParallelDims(), features: Features = Features(), **recipe: object) -> Case:  # noqa: B008
@@ -56,8 +56,11 @@ def test_what_it_does_not_run_is_refused_with_the_reason(adapter: Any, requested
 
 
 def test_without_a_checkout_it_says_that_it_wants_one(tmp_path: Path) -> None:
-    assert "--source" in str(trainers.load("picotron").unsupported(tiny_case("single")))
-    assert trainers.load(f"picotron@{tmp_path}").unsupported(tiny_case("single")) == f"picotron is not at {tmp_path}"
+    assert "--source" in str(trainers.load_adapter("picotron").unsupported(tiny_case("single")))
+    assert (
+        trainers.load_adapter(f"picotron@{tmp_path}").unsupported(tiny_case("single"))
+        == f"picotron is not at {tmp_path}"
+    )
 
 
 def test_a_pipeline_s_microbatches_are_its_accumulation() -> None:
@@ -94,7 +97,7 @@ class Stage:
 def test_what_a_schedule_calls_is_the_module_itself_and_each_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     from harness.adapters.picotron import lent
 
-    monkeypatch.setattr(lent, "grid", lambda: type("Grid", (), {"pp_rank": 1}))
+    monkeypatch.setattr(lent, "process_grid", lambda: type("Grid", (), {"pp_rank": 1}))
     recorder, stage = PipelineRecorder(Clock()), Stage()
     monkeypatch.setattr("harness.core.probe.pipeline._installed", [recorder])
     lent.show_actions(stage, microbatches=2)

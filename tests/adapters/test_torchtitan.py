@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from harness.adapters.torchtitan import source
-from harness.adapters.torchtitan.job_config import configured, stages
+from harness.adapters.torchtitan.job_config import configure_job, stages
 from harness.core import trainers
 from harness.core.case.case import Case, Saved
 from harness.core.case.dims import ParallelDims
 from harness.core.case.features import Features
-from harness.core.case.traits import settled
+from harness.core.case.traits import with_trainer_choices
 from harness.core.plan.units import fsdp_units
 from harness.reference.config import ModelConfig, RopeScaling, TrainingConfig
 
@@ -30,7 +30,7 @@ def case(dims: ParallelDims = FSDP, **parts: object) -> Case:
 
 
 def test_where_it_is_missing_the_reason_says_how_to_get_it(tmp_path: Path) -> None:
-    adapter = trainers.load(f"torchtitan@{tmp_path}")
+    adapter = trainers.load_adapter(f"torchtitan@{tmp_path}")
     assert adapter.unsupported(case()) == (
         f"{tmp_path}/torchtitan: no torchtitan there; `make titan` prepares an environment with it, or give --source a"
         " checkout of pytorch/torchtitan"
@@ -39,7 +39,7 @@ def test_where_it_is_missing_the_reason_says_how_to_get_it(tmp_path: Path) -> No
 
 def test_a_trainer_without_other_sources_refuses_one() -> None:
     with pytest.raises(ValueError, match="trainer llama3 has no other sources; leave out @/x"):
-        trainers.load("llama3@/x")
+        trainers.load_adapter("llama3@/x")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_trainer_without_other_sources_refuses_one() -> None:
     ],
 )
 def test_what_is_not_requested_of_it_has_a_reason(checkout: Path, requested: Case, reason: str | None) -> None:
-    assert trainers.load(f"torchtitan@{checkout}").unsupported(requested) == reason
+    assert trainers.load_adapter(f"torchtitan@{checkout}").unsupported(requested) == reason
 
 
 @pytest.mark.parametrize(
@@ -81,11 +81,11 @@ def test_what_is_not_requested_of_it_has_a_reason(checkout: Path, requested: Cas
 def test_releases_of_2025_have_pipelines_context_parallel_and_other_dtypes(
     release_of_2025: Path, requested: Case
 ) -> None:
-    assert trainers.load(f"torchtitan@{release_of_2025}").unsupported(requested) is None
+    assert trainers.load_adapter(f"torchtitan@{release_of_2025}").unsupported(requested) is None
 
 
 def test_who_balances_context_parallel_is_an_option_since_0_2_2(release_of_2025: Path) -> None:
-    adapter, unbalanced = trainers.load(f"torchtitan@{release_of_2025}"), Features(cp_load_balance=False)
+    adapter, unbalanced = trainers.load_adapter(f"torchtitan@{release_of_2025}"), Features(cp_load_balance=False)
     reason = "cp_load_balance False: this torchtitan of 2025 has no such option"
     assert adapter.unsupported(case(ParallelDims(cp=2), features=unbalanced)) == reason
     (release_of_2025 / "torchtitan" / "config").mkdir()
@@ -105,7 +105,7 @@ def test_an_option_is_left_out_where_another_took_its_place() -> None:
     older, both = SimpleNamespace(pipeline_parallel_split_points=[]), SimpleNamespace()
     both.pipeline_parallel_split_points, both.module_fqns_per_model_part = [], None
     for parallelism in (older, both):
-        configured(SimpleNamespace(parallelism=parallelism), case(ParallelDims(pp=2), model=ModelConfig(n_layers=2)))
+        configure_job(SimpleNamespace(parallelism=parallelism), case(ParallelDims(pp=2), model=ModelConfig(n_layers=2)))
     assert vars(older) == {"pipeline_parallel_split_points": ["layers.1"]}
     assert vars(both) == {
         "pipeline_parallel_split_points": [],
@@ -114,7 +114,7 @@ def test_an_option_is_left_out_where_another_took_its_place() -> None:
 
 
 def test_its_own_choices_are_the_plans(checkout: Path) -> None:
-    adapter = trainers.load(f"torchtitan@{checkout}")
+    adapter = trainers.load_adapter(f"torchtitan@{checkout}")
     assert adapter.traits(case(ParallelDims(dp_replicate=2))).wrapper == "replicate"
     root, *blocks = fsdp_units(case(), adapter.traits(case()))
     assert (root.parameters, root.degree) == (("tok_embeddings.weight", "norm.weight", "output.weight"), 4)
@@ -132,7 +132,7 @@ def test_every_label_of_an_all_valid_recipe_counts() -> None:
 
 
 def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
-    adapter, replicas = trainers.load(f"torchtitan@{release}"), case(ParallelDims(dp_replicate=2))
+    adapter, replicas = trainers.load_adapter(f"torchtitan@{release}"), case(ParallelDims(dp_replicate=2))
     (release / "torchtitan" / "trainer.py").write_text("")
     assert adapter.traits(replicas).wrapper == "replicate"
     parallelize = release / "torchtitan" / "models" / "llama3" / "parallelize.py"
@@ -175,21 +175,21 @@ def test_who_replicates_in_2026_is_read_from_the_sources(release: Path) -> None:
     ],
 )
 def test_what_is_not_requested_of_0_3_0_has_a_reason(release: Path, requested: Case, reason: str | None) -> None:
-    assert trainers.load(f"torchtitan@{release}").unsupported(requested) == reason
+    assert trainers.load_adapter(f"torchtitan@{release}").unsupported(requested) == reason
 
 
 def test_the_newest_lays_samples_end_to_end_and_cuts_no_sequence(release: Path) -> None:
     (release / "torchtitan" / "trainer.py").write_text("class Trainer:\n    num_pp_microbatches: int\n")
-    found = source.find(str(release))
+    found = source.find_source(str(release))
     assert found.era.flat
     sequences = release / "torchtitan" / "distributed" / "context_parallel" / "api.py"
     sequences.parent.mkdir(parents=True)
     sequences.write_text("parallelism.spmd_backend\n")
-    assert trainers.load(f"torchtitan@{release}").unsupported(case(ParallelDims(cp=2))) == (
+    assert trainers.load_adapter(f"torchtitan@{release}").unsupported(case(ParallelDims(cp=2))) == (
         "cp 2: this torchtitan since 2026-08-20 does that with spmd_types, whose parameters fully_shard of torch 2.13 refuses"
     )
     staged = case(ParallelDims(pp=2, dp_replicate=2, dp_shard=2, tp=2))
-    assert trainers.load(f"torchtitan@{release}").unsupported(staged) is None
+    assert trainers.load_adapter(f"torchtitan@{release}").unsupported(staged) is None
 
 
 def test_with_a_torch_that_starts_its_default_backend_sequences_are_cut_as_one_row(
@@ -200,7 +200,7 @@ def test_with_a_torch_that_starts_its_default_backend_sequences_are_cut_as_one_r
     sequences = release / "torchtitan" / "distributed" / "context_parallel" / "api.py"
     sequences.parent.mkdir(parents=True)
     sequences.write_text("parallelism.spmd_backend\n")
-    adapter = trainers.load(f"torchtitan@{release}")
+    adapter = trainers.load_adapter(f"torchtitan@{release}")
     cut = case(ParallelDims(cp=2))
     assert adapter.unsupported(cut) is None
     assert (adapter.traits(cut).cp_gathers, adapter.traits(cut).cp_cuts_rows) == (True, True)
@@ -216,11 +216,11 @@ def test_with_a_torch_that_starts_its_default_backend_sequences_are_cut_as_one_r
 def test_context_parallel_is_an_option_of_2024_since_there_is_one(checkout: Path) -> None:
     options = checkout / "torchtitan" / "config_manager.py"
     options.write_text('parser.add_argument("--experimental.context_parallel_degree", type=int)\n')
-    assert trainers.load(f"torchtitan@{checkout}").unsupported(case(ParallelDims(cp=2))) is None
+    assert trainers.load_adapter(f"torchtitan@{checkout}").unsupported(case(ParallelDims(cp=2))) is None
 
 
 def test_pipelines_of_2024_are_asked_where_torch_finds_out_what_stages_exchange(checkout: Path) -> None:
-    adapter, staged = trainers.load(f"torchtitan@{checkout}"), case(ParallelDims(pp=2))
+    adapter, staged = trainers.load_adapter(f"torchtitan@{checkout}"), case(ParallelDims(pp=2))
     assert adapter.unsupported(staged) is None
     stages = checkout / "torchtitan" / "parallelisms" / "pipeline_llama.py"
     stages.parent.mkdir()
@@ -233,7 +233,7 @@ def test_pipelines_of_2024_are_asked_where_torch_finds_out_what_stages_exchange(
 
 def test_sequence_parallel_can_be_left_out_where_that_is_an_option(release: Path) -> None:
     whole = case(ParallelDims(tp=2), features=Features(sequence_parallel=False))
-    adapter = trainers.load(f"torchtitan@{release}")
+    adapter = trainers.load_adapter(f"torchtitan@{release}")
     assert adapter.unsupported(whole) == "sequence_parallel False: torchtitan 0.3.0 has no such option"
     (release / "torchtitan" / "config").mkdir()
     (release / "torchtitan" / "config" / "configs.py").write_text(
@@ -246,7 +246,7 @@ def test_sequence_parallel_can_be_left_out_where_that_is_an_option(release: Path
 
 
 def test_sgd_is_added_where_its_container_looks_optimizers_up(release: Path) -> None:
-    adapter, plain = trainers.load(f"torchtitan@{release}"), case(training=TrainingConfig(optimizer="sgd"))
+    adapter, plain = trainers.load_adapter(f"torchtitan@{release}"), case(training=TrainingConfig(optimizer="sgd"))
     assert adapter.unsupported(plain) == "optimizer sgd: torchtitan 0.3.0 has no such option"
     container = release / "torchtitan" / "components" / "optimizer" / "optimizer.py"
     container.parent.mkdir(parents=True)
@@ -256,7 +256,7 @@ def test_sgd_is_added_where_its_container_looks_optimizers_up(release: Path) -> 
 
 
 def test_a_tied_weight_under_tp_fails_as_its_script_shows(release: Path) -> None:
-    adapter, tied = trainers.load(f"torchtitan@{release}"), ModelConfig(tied_embeddings=True)
+    adapter, tied = trainers.load_adapter(f"torchtitan@{release}"), ModelConfig(tied_embeddings=True)
     dims = (ParallelDims(tp=2), ParallelDims(dp_shard=2, tp=2))
     found = [adapter.traits(case(one, model=tied)).expected_failure for one in dims]
     assert [one and one.checks for one in found] == ["memory placements", "memory placements reshard traffic"]
@@ -280,13 +280,13 @@ def test_another_backend_stands_in_for_the_default_only_where_that_cannot_start(
 
 
 def test_positions_begin_anew_after_every_separator() -> None:
-    from harness.adapters.torchtitan.data_loader import anew
+    from harness.adapters.torchtitan.data_loader import document_positions
 
-    assert anew(torch.tensor([[5, 0, 7, 8, 0, 0, 9]])).tolist() == [[0, 1, 0, 1, 2, 0, 0]]
+    assert document_positions(torch.tensor([[5, 0, 7, 8, 0, 0, 9]])).tolist() == [[0, 1, 0, 1, 2, 0, 0]]
 
 
 def test_names_of_0_3_0_are_told_in_the_references_spelling(release: Path) -> None:
-    adapter = trainers.load(f"torchtitan@{release}")
+    adapter = trainers.load_adapter(f"torchtitan@{release}")
     theirs = ["lm_head.weight", "layers.0.attention.qkv_linear.wk.weight", "layers.1.feed_forward.w1.weight", ""]
     assert [adapter.fqn(name) for name in theirs] == [
         "output.weight",
@@ -297,7 +297,7 @@ def test_names_of_0_3_0_are_told_in_the_references_spelling(release: Path) -> No
 
 
 def test_0_3_0_has_its_way_with_what_a_case_leaves_open(release: Path) -> None:
-    adapter = trainers.load(f"torchtitan@{release}")
+    adapter = trainers.load_adapter(f"torchtitan@{release}")
     assert adapter.traits(case(ParallelDims(dp_replicate=2))).wrapper == "fsdp2"
     assert adapter.traits(case(ParallelDims(tp=2))).wrapper == "fsdp2"
     traits = adapter.traits(case(ParallelDims(cp=2)))
@@ -309,13 +309,16 @@ def test_earlier_launches_have_its_choices_too(release: Path) -> None:
     requested = case(resume=(saved,))
     chosen = trainers.traits_by_launch(requested, f"torchtitan@{release}")
     assert [launched.wrapper for launched in requested.launches.values()] == ["ddp", "fsdp2"]
-    assert [launched.wrapper for launched in settled(requested, chosen).launches.values()] == ["fsdp2", "fsdp2"]
+    assert [launched.wrapper for launched in with_trainer_choices(requested, chosen).launches.values()] == [
+        "fsdp2",
+        "fsdp2",
+    ]
     assert chosen["saved_1"].ac_early_stop is False
 
 
 def test_what_an_earlier_launch_gets_wrong_is_expected_of_the_whole_case(release: Path) -> None:
     saved = Saved(after=1, dims=ParallelDims(tp=2), features=Features(sequence_parallel=False))
-    expected = trainers.load(f"torchtitan@{release}").traits(case(resume=(saved,))).expected_failure
+    expected = trainers.load_adapter(f"torchtitan@{release}").traits(case(resume=(saved,))).expected_failure
     assert expected and (expected.checks, expected.named) == ("traffic", "traffic of no plan")
 
 
@@ -323,7 +326,7 @@ RESUMED = case(resume=(Saved(after=1, dims=FSDP, features=Features()),))
 
 
 def test_checkpoints_are_requested_of_0_3_0(release: Path) -> None:
-    assert trainers.load(f"torchtitan@{release}").unsupported(RESUMED) is None
+    assert trainers.load_adapter(f"torchtitan@{release}").unsupported(RESUMED) is None
 
 
 def test_a_loader_of_another_dp_degree_goes_on_with_the_next_step() -> None:
@@ -339,10 +342,10 @@ def test_a_loader_of_another_dp_degree_goes_on_with_the_next_step() -> None:
 
 
 def test_what_a_model_of_its_own_rounds_is_noise_like_that_of_cut_products(release: Path) -> None:
-    adapter, recipe = trainers.load(f"torchtitan@{release}"), case(training=TrainingConfig(dtype="float32"))
+    adapter, recipe = trainers.load_adapter(f"torchtitan@{release}"), case(training=TrainingConfig(dtype="float32"))
     assert (recipe.noise_key, adapter.traits(recipe).noise_key(recipe)) == ("float32 shares", "float32 parts")
 
 
 def test_no_checkpoints_are_requested_of_older_ones(middle: Path) -> None:
     reason = "resume: this adapter does not let this torchtitan of 2025 write checkpoints"
-    assert trainers.load(f"torchtitan@{middle}").unsupported(RESUMED) == reason
+    assert trainers.load_adapter(f"torchtitan@{middle}").unsupported(RESUMED) == reason

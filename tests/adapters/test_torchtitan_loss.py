@@ -54,7 +54,7 @@ def release_in_chunks(release: Path) -> Path:
 
 
 def test_its_loss_runs_in_the_chunks_that_its_users_run(release_in_chunks: Path) -> None:
-    adapter = trainers.load(f"torchtitan@{release_in_chunks}")
+    adapter = trainers.load_adapter(f"torchtitan@{release_in_chunks}")
     traits = adapter.traits(case())
     assert (traits.loss_chunks, traits.keeps_loss_unit) == (8, False)
     assert adapter.unsupported(case()) is None
@@ -64,7 +64,7 @@ def test_its_loss_runs_in_the_chunks_that_its_users_run(release_in_chunks: Path)
 
 
 def test_what_does_not_run_as_its_users_run_it_is_said(release_in_chunks: Path) -> None:
-    adapter = trainers.load(f"torchtitan@{release_in_chunks}")
+    adapter = trainers.load_adapter(f"torchtitan@{release_in_chunks}")
     staged = case(ParallelDims(pp=2, dp_shard=2))
     assert adapter.traits(staged).loss_chunks == 1
     assert adapter.replaced(staged, "cpu") == (
@@ -90,7 +90,7 @@ def test_what_does_not_run_as_its_users_run_it_is_said(release_in_chunks: Path) 
 def test_the_loss_is_computed_at_once_where_its_chunks_do_more_than_is_planned(
     release_in_chunks: Path, requested: Case, chunks: int
 ) -> None:
-    assert trainers.load(f"torchtitan@{release_in_chunks}").traits(requested).loss_chunks == chunks
+    assert trainers.load_adapter(f"torchtitan@{release_in_chunks}").traits(requested).loss_chunks == chunks
 
 
 def test_a_loss_in_chunks_is_one_loss_and_ends_the_forward_pass() -> None:

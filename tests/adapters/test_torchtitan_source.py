@@ -20,18 +20,18 @@ def test_what_a_comment_or_a_string_says_is_no_fact_of_a_version(middle: Path) -
     (middle / "torchtitan" / "train.py").write_text(
         'class Trainer:\n    """gradient_accumulation_steps: int"""\n    # gradient_accumulation_steps: int\n'
     )
-    assert "accumulation" not in source.find(str(middle)).era.features
+    assert "accumulation" not in source.find_source(str(middle)).era.features
 
 
 def test_another_commit_in_the_same_folder_is_another_source(middle: Path) -> None:
     script = middle / "torchtitan" / "train.py"
-    before = source.find(str(middle))
-    assert source.find(str(middle)) is before, "its files are read once"
+    before = source.find_source(str(middle))
+    assert source.find_source(str(middle)) is before, "its files are read once"
     script.write_text("class Trainer:\n    gradient_accumulation_steps: int\n")
-    assert "accumulation" in source.find(str(middle)).era.features
+    assert "accumulation" in source.find_source(str(middle)).era.features
     script.unlink()
     with pytest.raises(source.NotThere):
-        source.find(str(middle))
+        source.find_source(str(middle))
 
 
 def test_a_checkouts_rank_forgets_the_torchtitan_that_its_server_has_imported(
@@ -47,7 +47,7 @@ def test_a_checkouts_rank_forgets_the_torchtitan_that_its_server_has_imported(
 
 
 def test_what_is_called_below_a_condition_is_not_always_called() -> None:
-    always = syntax.called_always("apply_fsdp")
+    always = syntax.a_certain_call("apply_fsdp")
     assert syntax.holds(always, "def parallelize(model):\n    apply_fsdp(model)\n")
     assert not syntax.holds(always, "def parallelize(model):\n    if sharded:\n        apply_fsdp(model)\n")
 
@@ -55,12 +55,12 @@ def test_what_is_called_below_a_condition_is_not_always_called() -> None:
 def test_a_file_that_is_no_python_is_a_reason(middle: Path) -> None:
     script = middle / "torchtitan" / "train.py"
     script.write_text("class Trainer(\n")
-    reason = trainers.load(f"torchtitan@{middle}").unsupported(tiny_case(FSDP))
+    reason = trainers.load_adapter(f"torchtitan@{middle}").unsupported(tiny_case(FSDP))
     assert reason == f"{script}: cannot be parsed: '(' was never closed, line 1"
 
 
 def test_what_a_version_can_do_is_read_from_its_sources(middle: Path) -> None:
-    adapter = trainers.load(f"torchtitan@{middle}")
+    adapter = trainers.load_adapter(f"torchtitan@{middle}")
     accumulating = tiny_case(FSDP, accumulation=2, defer_sync=False)
     assert adapter.unsupported(accumulating) is None
     assert (adapter.reports, adapter.traits(tiny_case(FSDP)).fsdp_units) == (("loss",), "root")

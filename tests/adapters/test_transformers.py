@@ -14,13 +14,13 @@ from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
 from harness.core.case.features import Features
 from harness.core.case.loading import find_case, load_all, load_cases
-from harness.core.case.variants import in_dtype
+from harness.core.case.variants import with_dtype
 from harness.core.judge.result import Verdict
 from harness.core.run.options import Options
 from harness.core.run.run_case import run_case
 from harness.reference.config import ModelConfig, TrainingConfig
 
-TRANSFORMERS = trainers.load("transformers")
+TRANSFORMERS = trainers.load_adapter("transformers")
 
 
 def case(dims: ParallelDims, **parts: object) -> Case:
@@ -78,7 +78,7 @@ THERE = all(map(importlib.util.find_spec, ("deepspeed", "accelerate", "transform
 def test_zero2_through_transformers_and_accelerate_passes_every_check(tmp_path: Path) -> None:
     cases = load_cases(ROOT / "harness" / "adapters" / "deepspeed" / "cases" / "zero.yaml")
     (wanted,) = (one for one in cases if one.name == "zero2_2_accum")
-    judgement = run_case(in_dtype(wanted, "float32"), Options(out=tmp_path, trainer="transformers"))
+    judgement = run_case(with_dtype(wanted, "float32"), Options(out=tmp_path, trainer="transformers"))
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
 
 

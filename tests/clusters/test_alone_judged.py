@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from literal import tiny_case, trial_of
 
-from harness.clusters.judging import of_lone_ranks
+from harness.clusters.judging import run_of_lone_ranks
 from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
-from harness.core.checks import all_checks, judging, run_check
-from harness.core.evidence.provided import ALONE
+from harness.core.checks import all_checks, applicable_checks, run_check
+from harness.core.evidence.provided import SINGLE_RANKS
 from harness.core.evidence.text import ranks_text
 from harness.core.judge.result import Result, Verdict
 from harness.core.judge.trial import Trial
@@ -22,7 +22,7 @@ def alone(case: Case, ran: Case | None = None, *, ranks: tuple[int, ...] = (0, 3
     whole = trial_of(case, ran)
     exits = tuple(exit for exit in whole.run.exits if exit.rank in ranks)
     run = replace(whole.run, exits=exits, ranks={r: whole.ranks[r] for r in ranks if r not in left})
-    return replace(whole, run=of_lone_ranks(run, ranks, {}), reference=NO_REFERENCE)
+    return replace(whole, run=run_of_lone_ranks(run, ranks, {}), reference=NO_REFERENCE)
 
 
 def results(trial: Trial) -> dict[str, Result]:
@@ -40,7 +40,7 @@ def test_checks_of_structure_judge_the_ranks_that_ran_and_no_others() -> None:
 
 def test_checks_that_need_numbers_are_not_applicable_and_say_so() -> None:
     found = results(alone(tiny_case("hsdp_2x2")))
-    of_numbers = {name: found[name] for name in found if name not in judging(ALONE)}
+    of_numbers = {name: found[name] for name in found if name not in applicable_checks(SINGLE_RANKS)}
     assert {result.verdict for result in of_numbers.values()} == {Verdict.NOT_APPLICABLE}
     assert of_numbers["loss"].note == "needs numbers: ranks alone have no data"
 

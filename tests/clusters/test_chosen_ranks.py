@@ -6,37 +6,37 @@ from dataclasses import replace
 
 import pytest
 
-from harness.clusters.chosen import chosen
+from harness.clusters.chosen import choose_ranks
 from harness.clusters.request import Request
 from harness.core.case.case import CaseError
 
 
 def test_of_a_large_layout_whole_lines_the_ends_of_long_ones_and_all_corners_are_run() -> None:
-    case = Request(dims="pp=16,dp_shard=32,tp=8", model="405B").case()
-    assert dict(chosen(case, seed=7).why) == {
+    case = Request(dims="pp=16,dp_shard=32,tp=8", model="405B").build_case()
+    assert dict(choose_ranks(case, seed=7).ranks_by_reason) == {
         "pp line": tuple(range(0, 4096, 256)),
         "dp_shard ends": (8, 248),
         "tp line": (1, 2, 3, 4, 5, 6, 7),
         "corners": (255, 3847, 4088, 4095),
-        "drawn": chosen(case, seed=7).why["drawn"],
+        "drawn": choose_ranks(case, seed=7).ranks_by_reason["drawn"],
     }
-    assert len(chosen(case, seed=7).ranks) == 32
+    assert len(choose_ranks(case, seed=7).ranks) == 32
 
 
 def test_other_seeds_draw_other_ranks() -> None:
-    case = Request(dims="dp_shard=512", model="8B").case()
-    assert chosen(case, seed=1).why["drawn"] != chosen(case, seed=2).why["drawn"]
+    case = Request(dims="dp_shard=512", model="8B").build_case()
+    assert choose_ranks(case, seed=1).ranks_by_reason["drawn"] != choose_ranks(case, seed=2).ranks_by_reason["drawn"]
 
 
 def test_shards_that_get_less_than_the_one_before_are_run() -> None:
-    case = Request(dims="dp_shard=512", model="8B").case()
+    case = Request(dims="dp_shard=512", model="8B").build_case()
     odd = replace(case, model=replace(case.model, vocab_size=128_000 + 3))
-    ends = chosen(odd).why["dp_shard ends"]
+    ends = choose_ranks(odd).ranks_by_reason["dp_shard ends"]
     assert ends == (1, 509, 510, 511)  # 509 chunks of 251 rows, one of 244, then nothing
 
 
 def test_of_a_small_world_all_ranks_are_run() -> None:
-    assert chosen(Request(dims="dp_shard=4,tp=2").case()).ranks == tuple(range(8))
+    assert choose_ranks(Request(dims="dp_shard=4,tp=2").build_case()).ranks == tuple(range(8))
 
 
 @pytest.mark.parametrize(
@@ -50,4 +50,4 @@ def test_of_a_small_world_all_ranks_are_run() -> None:
 )
 def test_what_does_not_fit_is_refused_before_anything_runs(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(CaseError, match=said):
-        Request(**({"dims": "pp=4,dp_shard=2,tp=2", "model": "8B"} | wrong)).case()  # type: ignore[arg-type]
+        Request(**({"dims": "pp=4,dp_shard=2,tp=2", "model": "8B"} | wrong)).build_case()  # type: ignore[arg-type]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.clusters.commands import CommandRun, how_it_ended, judged, log_file, run_alone
-from harness.clusters.launches import LATE
+from harness.clusters.commands import CommandRun, exit_of_rank, judge_command, log_file, run_alone
+from harness.clusters.launches import TIMEOUT_REASON
 from harness.core.case.dims import ParallelDims
-from harness.core.cli import parser
+from harness.core.cli import make_parser
 from harness.core.evidence.records import Exit
 from harness.core.report.cause_text import diagnosis_line
 
@@ -30,9 +30,9 @@ def test_a_script_without_an_adapter_that_runs_hsdp_as_fsdp_is_named_on_one_of_6
         text.replace(joins, f'{joins}    dist.new_group(backend="gloo")\n')
     )  # one of objects, as many have
     run = run_alone([sys.executable, str(forever)], (3,), 64, tmp_path / "command")
-    assert (run.codes, run.unable) == ({3: 0}, {}), log_file(run.directory, 3).read_text()
+    assert (run.exit_codes, run.unable_reasons) == ({3: 0}, {}), log_file(run.directory, 3).read_text()
     assert (run.records[3].ended, run.records[3].steps_seen) == ("ok", 3)
-    verdicts = judged(run, ParallelDims(dp_replicate=2, dp_shard=32))
+    verdicts = judge_command(run, ParallelDims(dp_replicate=2, dp_shard=32))
     assert verdicts.diagnosis is not None
     assert diagnosis_line(verdicts.diagnosis) == (
         "HSDP ran as FSDP: parameters are sharded over 64 ranks, requested 32, replicated 2 times"
@@ -42,22 +42,22 @@ def test_a_script_without_an_adapter_that_runs_hsdp_as_fsdp_is_named_on_one_of_6
 def test_a_rank_in_which_the_recorder_cannot_be_installed_ends_and_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.clusters.commands.BY", "harness.no_such_module")
+    monkeypatch.setattr("harness.clusters.commands.LISTENER_MODULE", "harness.no_such_module")
     run = run_alone([sys.executable, "-c", "import torch, time; time.sleep(600)"], (3,), 64, tmp_path / "command", 1)
-    assert run.codes == {3: 1} and "could not be installed" in run.unable[3]
-    assert "no_such_module" in run.unable[3] and "no_such_module" in log_file(run.directory, 3).read_text()
+    assert run.exit_codes == {3: 1} and "could not be installed" in run.unable_reasons[3]
+    assert "no_such_module" in run.unable_reasons[3] and "no_such_module" in log_file(run.directory, 3).read_text()
 
 
 def test_a_rank_that_trains_nothing_within_the_limit_is_killed_and_unknown(tmp_path: Path) -> None:
     idle = [sys.executable, "-c", "import time; time.sleep(600)"]
     run = run_alone(idle, (3,), 64, tmp_path / "idle", timeout=0.5)
-    assert (run.codes, run.unable) == ({3: -9}, {3: LATE.format(0.5)})
+    assert (run.exit_codes, run.unable_reasons) == ({3: -9}, {3: TIMEOUT_REASON.format(0.5)})
 
 
 def ended(tmp_path: Path, code: int, log: str) -> Exit:
     """Of a rank that left no record."""
     log_file(tmp_path, 3).write_text(log)
-    return how_it_ended(CommandRun(tmp_path, {3: code}, {}, {}, 1.0), Exit(3, "lost", error="it left no evidence"))
+    return exit_of_rank(CommandRun(tmp_path, {3: code}, {}, {}, 1.0), Exit(3, "lost", error="it left no evidence"))
 
 
 def test_a_rank_that_trained_nothing_is_known_by_its_last_words(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_a_rank_that_ended_well_and_trained_nothing_has_left_no_evidence(tmp_pat
 
 
 def test_options_behind_a_case_are_options_and_behind_two_dashes_they_are_the_commands() -> None:
-    of_case = parser("preflight").parse_args(["preflight", "llama3_8b_512", "--ranks", "3"])
+    of_case = make_parser("preflight").parse_args(["preflight", "llama3_8b_512", "--ranks", "3"])
     assert (of_case.case, of_case.ranks) == (["llama3_8b_512"], "3")
     told = ["--world", "512", "--layout", "dp_shard=512", "--", "python", "train.py", "--ranks", "7"]
-    of_command = parser("preflight").parse_args(["preflight", *told])
+    of_command = make_parser("preflight").parse_args(["preflight", *told])
     assert (of_command.case, of_command.ranks) == (["python", "train.py", "--ranks", "7"], "auto")

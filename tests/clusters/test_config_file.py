@@ -82,7 +82,7 @@ def test_the_words_of_earlier_years_are_read_as_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "world", "said"),
     [
-        (OF_2025, 100, "8 ranks of the other degrees do not divide the 100 of the world"),
+        (OF_2025, 100, "8 ranks of the other degrees do not divide the world size 100"),
         (OF_2025.replace("405B", "671B"), 512, "model llama3 671B"),
         (OF_2025.replace("shard_degree = -1", "shard_degree = 4"), 512, "= 32 ranks, --world says 512"),
         ("[model", 512, "train.toml"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.clusters.config_function import case_of
+from harness.clusters.config_function import case_of_config
 from harness.core.case.case import CaseError
 from harness.core.case.dims import ParallelDims
 from harness.reference.config import RopeScaling
@@ -132,7 +132,7 @@ class Config:
 
 
 def test_sizes_are_those_of_the_model_that_is_returned() -> None:
-    case = case_of("ours:big", Config(), 64).case
+    case = case_of_config("ours:big", Config(), 64).case
     model = case.model
     assert (model.dim, model.n_layers, model.n_heads, model.n_kv_heads, model.ffn_dim) == (512, 6, 8, 2, 1536)
     assert (model.vocab_size, model.norm_eps, model.rope_scaling) == (4096, 1e-6, RopeScaling(8.0))
@@ -142,11 +142,11 @@ def test_sizes_are_those_of_the_model_that_is_returned() -> None:
 
 def test_the_first_stage_has_a_layer_less_unless_it_is_told_otherwise() -> None:
     pipeline = Parallelism(pipeline_parallel_degree=2, tensor_parallel_degree=2, enable_sequence_parallel=False)
-    case = case_of("ours:big", Config(parallelism=pipeline), 64).case
+    case = case_of_config("ours:big", Config(parallelism=pipeline), 64).case
     assert case.dims == ParallelDims(pp=2, dp_shard=16, tp=2)
     assert (case.features.first_stage_less_layers, case.features.sequence_parallel, case.microbatches) == (1, False, 8)
     told = replace(pipeline, pipeline_parallel_first_stage_less_layers=0)
-    assert case_of("ours:big", Config(parallelism=told), 64).case.features.first_stage_less_layers == 0
+    assert case_of_config("ours:big", Config(parallelism=told), 64).case.features.first_stage_less_layers == 0
 
 
 def test_what_is_not_run_is_said_by_its_name() -> None:
@@ -157,7 +157,7 @@ def test_what_is_not_run_is_said_by_its_name() -> None:
         parallelism=Parallelism(enable_fsdp_symm_mem=True, pipeline_parallel_layers_per_stage=3),
         compile=Compile(True, True),
     )
-    assert case_of("ours:big", config, 64).set_aside == (
+    assert case_of_config("ours:big", config, 64).set_aside == (
         *("torch.compile", "enable_async_tensor_parallel"),
         *("pipeline_parallel_layers_per_stage", "enable_fsdp_symm_mem"),
         *("FlexAttention", "Float8Linear"),
@@ -170,10 +170,10 @@ def test_what_is_not_run_is_said_by_its_name() -> None:
         (object(), 64, "ours:big: returns no configuration of torchtitan's llama3"),
         (Config(model_spec=Spec(name="qwen3")), 64, "returns no configuration of torchtitan's llama3"),
         (Config(activation_checkpoint=MemoryBudgetAC.Config()), 64, "activation_checkpoint MemoryBudgetAC"),
-        (Config(parallelism=Parallelism(tensor_parallel_degree=8)), 100, "do not divide the 100 of the world"),
+        (Config(parallelism=Parallelism(tensor_parallel_degree=8)), 100, "do not divide the world size 100"),
         (Config(model_spec=Spec(model=Llama3Model.Config(layers=()))), 64, "layers of its model are not spelled out"),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(config: Any, world: int, said: str) -> None:
     with pytest.raises(CaseError, match=said):
-        case_of("ours:big", config, world)
+        case_of_config("ours:big", config, world)

@@ -9,45 +9,45 @@ import pytest
 from json_documents import valid
 
 from harness.clusters import fitting as planner
-from harness.clusters.fitting import Wanted
+from harness.clusters.fitting import FittingRequest
 from harness.core.case.case import CaseError
-from harness.core.case.traits import USUAL
+from harness.core.case.traits import USUAL_TRAITS
 from harness.core.cli import main
 from harness.core.plan.figures.gpus import MACHINES
-from harness.core.plan.figures.step_time import COMPUTES, bubble_of, step_time
+from harness.core.plan.figures.step_time import COMPUTE_EFFICIENCY, bubble_ratio_of, step_time
 from harness.core.plan.make_plan import make_plan
 from harness.reference.config import PRESETS
 
-fitting = functools.cache(planner.fitting)
+fitting = functools.cache(planner.find_fitting_layouts)
 """A search takes seconds, and several tests look at the same one."""
-SMALL = Wanted(PRESETS["8B"], world=16, memory=80e9, nodes_of=8)
+SMALL = FittingRequest(PRESETS["8B"], world=16, memory=80e9, gpus_per_node=8)
 
 
 def test_those_that_fit_are_sorted_by_time_and_no_larger_than_a_gpu() -> None:
-    found = fitting(SMALL).found
-    assert 0 < len(found) <= fitting(SMALL).looked
+    found = fitting(SMALL).layouts
+    assert 0 < len(found) <= fitting(SMALL).examined_count
     assert [fit.time.seconds for fit in found] == sorted(fit.time.seconds for fit in found)
-    assert all(fit.most.reserved <= 80e9 for fit in found)
+    assert all(fit.peak_rank.reserved <= 80e9 for fit in found)
     assert all(fit.case.dims.world_size == 16 and fit.case.training.global_batch == 16 for fit in found)
-    assert all(0 < fit.time.utilization < COMPUTES for fit in found)
+    assert all(0 < fit.time.utilization < COMPUTE_EFFICIENCY for fit in found)
     assert {fit.case.dims.tp for fit in found} <= {1, 2, 4, 8}
 
 
 @pytest.mark.slow("every layout of a world is planned; the first one's are counted in the same way", after=1)
 @pytest.mark.parametrize("world", [48, 64])
 def test_every_layout_has_all_ranks(world: int) -> None:
-    found = fitting(replace(SMALL, world=world)).found
+    found = fitting(replace(SMALL, world=world)).layouts
     assert {fit.case.dims.world_size for fit in found} == {world}
     assert (2 in {fit.case.dims.dp_replicate for fit in found}) is (world == 64)
 
 
 def test_less_memory_leaves_fewer_and_none_is_said() -> None:
-    most = fitting(SMALL).found
-    fewer = fitting(replace(SMALL, memory=20e9)).found
+    most = fitting(SMALL).layouts
+    fewer = fitting(replace(SMALL, memory=20e9)).layouts
     kept = {(fit.case.dims, fit.case.features) for fit in fewer}
     assert len(fewer) < len(most)
     assert kept < {(fit.case.dims, fit.case.features) for fit in most}
-    assert fitting(replace(SMALL, memory=1e9)).found == ()
+    assert fitting(replace(SMALL, memory=1e9)).layouts == ()
 
 
 def test_a_batch_that_nothing_divides_is_refused() -> None:
@@ -56,13 +56,15 @@ def test_a_batch_that_nothing_divides_is_refused() -> None:
 
 
 def test_an_estimate_is_made_of_what_its_parts_say() -> None:
-    found = fitting(SMALL).found
+    found = fitting(SMALL).layouts
     case = next(fit.case for fit in found if fit.case.dims.pp == 2 and fit.case.stages_per_rank == 1)
-    plan, machine = make_plan(case, USUAL), MACHINES["H100"]
-    bubble = bubble_of(case)
+    plan, machine = make_plan(case, USUAL_TRAITS), MACHINES["H100"]
+    bubble = bubble_ratio_of(case)
     assert bubble == pytest.approx(1 / case.microbatches)  # 1F1B's (pp - 1) / microbatches
     time = step_time(case, plan, 0, machine, 8, bubble)
-    twice = step_time(case, plan, 0, replace(machine, peak=machine.peak / 2), 8, bubble)
+    twice = step_time(
+        case, plan, 0, replace(machine, operations_per_second=machine.operations_per_second / 2), 8, bubble
+    )
     assert (twice.computing, twice.bubble, twice.waited) == pytest.approx(
         (2 * time.computing, 2 * time.bubble, time.waited)
     )
@@ -70,12 +72,12 @@ def test_an_estimate_is_made_of_what_its_parts_say() -> None:
 
 
 def test_published_layouts_stand_in_the_list_as_they_are_or_it_says_why_not() -> None:
-    asked = Wanted(PRESETS["8B"], world=8, memory=96e9, nodes_of=8, batch=16)
+    asked = FittingRequest(PRESETS["8B"], world=8, memory=96e9, gpus_per_node=8, batch=16)
     fits = fitting(asked)
     ((place, name),) = fits.published.items()
-    mine = fits.found[place].case
+    mine = fits.layouts[place].case
     assert (name, mine.dims.dp_shard, mine.features.activation_checkpointing) == ("torchtitan_8b_8", 8, "op")
-    assert len({(fit.case.dims, fit.case.features) for fit in fits.found}) == len(fits.found)
+    assert len({(fit.case.dims, fit.case.features) for fit in fits.layouts}) == len(fits.layouts)
     assert set(fits.unlisted) == {"torchtitan_8b_8_cp8", "megatron_8b_8", "nemo_8b_8"}
     assert "--batch 128" in fits.unlisted["megatron_8b_8"]
     fits = fitting(replace(asked, batch=128, memory=80e9))
@@ -84,21 +86,21 @@ def test_published_layouts_stand_in_the_list_as_they_are_or_it_says_why_not() ->
 
 @pytest.mark.slow("512 ranks; test_published_layouts_stand_in_the_list_as_they_are_or_it_says_why_not has fewer")
 def test_a_published_layout_with_its_own_schedule_is_at_its_own_place() -> None:
-    fits = fitting(Wanted(PRESETS["405B"], world=512, memory=96e9, nodes_of=8, batch=256))
-    names = {name: fits.found[place].case.stages_per_rank for place, name in fits.published.items()}
+    fits = fitting(FittingRequest(PRESETS["405B"], world=512, memory=96e9, gpus_per_node=8, batch=256))
+    names = {name: fits.layouts[place].case.stages_per_rank for place, name in fits.published.items()}
     assert names == {"torchtitan_405b_512": 1, "torchtitan_405b_512_interleaved": 2}
     (best,) = set(fits.degrees.values())
-    assert fits.found[best].case.dims == fits.found[min(fits.published)].case.dims
+    assert fits.layouts[best].case.dims == fits.layouts[min(fits.published)].case.dims
     assert best < min(fits.published)
 
 
 def test_float8_halves_linear_layers_alone_and_changes_nothing_where_a_gpu_has_none() -> None:
-    fit = fitting(SMALL).found[0]
+    fit = fitting(SMALL).layouts[0]
     time, eight = fit.time, fit.time.in_float8
     assert time.computing / 2 < eight.computing < time.computing
     assert (eight.waited, eight.data) == (time.waited, time.data)
     assert eight.computing == pytest.approx(time.computing - time.spared)
-    old = fitting(replace(SMALL, machine=MACHINES["A100"])).found[0].time
+    old = fitting(replace(SMALL, machine=MACHINES["A100"])).layouts[0].time
     assert old.in_float8.seconds == pytest.approx(old.seconds)
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness.clusters.chosen import Chosen
-from harness.clusters.judging import judged
-from harness.clusters.launches import fly
+from harness.clusters.chosen import ChosenRanks
+from harness.clusters.judging import judge_lone_ranks
+from harness.clusters.launches import run_lone_ranks
 from harness.clusters.request import Request
 from harness.clusters.text import preflight_text
 from harness.core.case.loading import find_case, load_all
@@ -68,18 +68,18 @@ def test_a_rank_alone_leaves_the_evidence_that_it_leaves_among_its_peers(tmp_pat
     case = find_case("fsdp_2_tp_2", load_all())
     short = replace(case, training=replace(case.training, steps=1), file="")
     run_case(short, Options(out=tmp_path))
-    real, alone = load_run(tmp_path / case.name / "run"), fly(short, (0, 3), tmp_path / "alone").run
+    real, alone = load_run(tmp_path / case.name / "run"), run_lone_ranks(short, (0, 3), tmp_path / "alone").run
     assert {rank: differences(real.ranks[rank], alone.ranks[rank]) for rank in (0, 3)} == {0: {}, 3: {}}
 
 
 def test_hsdp_that_runs_as_fsdp_is_named_on_one_of_64_ranks(tmp_path: Path) -> None:
-    case = Request(dims="dp_replicate=2,dp_shard=32", seq=64).case()
-    flown = fly(case, (3,), tmp_path / "ranks", fault="hsdp_runs_as_fsdp")
-    verdicts = judged(case, flown)
+    case = Request(dims="dp_replicate=2,dp_shard=32", seq=64).build_case()
+    flown = run_lone_ranks(case, (3,), tmp_path / "ranks", fault="hsdp_runs_as_fsdp")
+    verdicts = judge_lone_ranks(case, flown)
     assert verdicts.diagnosis is not None
     assert diagnosis_line(verdicts.diagnosis) == (
         "HSDP ran as FSDP: parameters are sharded over 64 ranks, requested 32, replicated 2 times"
     )
-    text = preflight_text(case, Chosen({"as requested": (3,)}, 0), flown, verdicts, 0)
+    text = preflight_text(case, ChosenRanks({"as requested": (3,)}, 0), flown, verdicts, 0)
     assert "FAIL for 1 of 64 ranks" in text
-    assert "63 other ranks" in text
+    assert "63 other ranks" in " ".join(text.split())

@@ -87,7 +87,7 @@ model:
 
 def case(folder: Path, name: str, text: str, **more: object) -> Case:
     (folder / name).write_text(text)
-    return Request(dims=str(folder / name), **more).case()  # type: ignore[arg-type]
+    return Request(dims=str(folder / name), **more).build_case()  # type: ignore[arg-type]
 
 
 def test_a_shard_degree_of_minus_1_is_the_rest_of_the_world_that_an_option_says(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_what_a_file_leaves_open_is_asked_for(
 ) -> None:
     (tmp_path / name.partition(":")[0]).write_text(text)
     with pytest.raises(CaseError, match=asked):
-        Request(dims=str(tmp_path / name), **options).case()  # type: ignore[arg-type]
+        Request(dims=str(tmp_path / name), **options).build_case()  # type: ignore[arg-type]
 
 
 def test_a_file_that_leaves_its_world_open_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,12 +210,12 @@ def test_a_file_that_leaves_its_world_open_ends_with_2(tmp_path: Path, capsys: p
 
 
 def test_stages_of_a_rank_can_be_asked_for() -> None:
-    found = Request(dims="pp=4,dp_shard=2", model="8B", stages_per_rank=4).case()
+    found = Request(dims="pp=4,dp_shard=2", model="8B", stages_per_rank=4).build_case()
     assert (found.n_stages, found.features.schedule) == (16, "Interleaved1F1B")
 
 
 def test_megatrons_optimizer_cuts_its_state_over_cp_too_and_in_bfloat16_moves_2_bytes_a_parameter() -> None:
-    case = Request(dims="dp_shard=2,cp=2", model="8B", wrapper="zero1").case()
+    case = Request(dims="dp_shard=2,cp=2", model="8B", wrapper="zero1").build_case()
     plan = make_plan(case)
     flows = {(flow.role, flow.op): flow.bytes for flow in plan.flows[0] if flow.axis == "dp_shard_cp"}
     elements = sum(math.prod(shape) for shape in case.model.parameter_shapes().values())
@@ -224,15 +224,15 @@ def test_megatrons_optimizer_cuts_its_state_over_cp_too_and_in_bfloat16_moves_2_
 
 
 def test_fsdp1_gathers_in_the_dtype_that_it_computes_with() -> None:
-    flows = make_plan(Request(dims="dp_shard=2", model="8B", wrapper="fsdp1").case()).flows[0]
+    flows = make_plan(Request(dims="dp_shard=2", model="8B", wrapper="fsdp1").build_case()).flows[0]
     gathered = next(flow.bytes for flow in flows if (flow.op, flow.phase) == ("all_gather", "forward"))
     assert next(flow.bytes for flow in flows if flow.op == "reduce_scatter") == 2 * gathered
 
 
 def test_where_cp_replicates_fsdp_shards_over_dp_shard_and_gradients_are_reduced_over_cp_too() -> None:
-    apart = make_plan(Request(dims="dp_shard=4,cp=2", model="8B", cp_replicates=True).case())
-    over = make_plan(Request(dims="dp_shard=4,cp=2", model="8B").case())
-    assert (apart.shards, over.shards, apart.shard_axis) == (4, 8, "dp_shard")
+    apart = make_plan(Request(dims="dp_shard=4,cp=2", model="8B", cp_replicates=True).build_case())
+    over = make_plan(Request(dims="dp_shard=4,cp=2", model="8B").build_case())
+    assert (apart.shard_degree, over.shard_degree, apart.shard_axis) == (4, 8, "dp_shard")
     assert apart.parameter_bytes[0][0] == 2 * over.parameter_bytes[0][0]
     assert apart.slices[0] == apart.slices[1] != apart.slices[2]
     reduced = {(flow.axis, flow.op): flow.bytes for flow in apart.flows[0] if flow.role == "gradients"}
@@ -240,7 +240,7 @@ def test_where_cp_replicates_fsdp_shards_over_dp_shard_and_gradients_are_reduced
 
 
 def test_of_replicas_and_cp_together_gradients_are_reduced_over_both() -> None:
-    plan = make_plan(Request(dims="dp_replicate=2,dp_shard=2,cp=2", model="8B", cp_replicates=True).case())
+    plan = make_plan(Request(dims="dp_replicate=2,dp_shard=2,cp=2", model="8B", cp_replicates=True).build_case())
     assert plan.groups["dp_replicate_cp"] == ((0, 1, 4, 5), (2, 3, 6, 7))
     assert [flow.bytes for flow in plan.flows[0] if flow.axis == "dp_replicate_cp"] == [2 * EIGHT_B]
 
@@ -248,4 +248,4 @@ def test_of_replicas_and_cp_together_gradients_are_reduced_over_both() -> None:
 @pytest.mark.parametrize("dims", ["dp_shard=4", "cp=4", "dp_replicate=2,cp=2"])
 def test_cp_that_replicates_means_something_with_cp_and_shards_alone(dims: str) -> None:
     with pytest.raises(CaseError, match="shards_over_cp"):
-        Request(dims=dims, model="8B", cp_replicates=True).case()
+        Request(dims=dims, model="8B", cp_replicates=True).build_case()

@@ -14,7 +14,7 @@ from test_alone_judged import alone, results
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.clusters.judging import of_lone_ranks
+from harness.clusters.judging import run_of_lone_ranks
 from harness.clusters.unable import why_unable
 from harness.core.evidence.records import Exit
 from harness.core.judge.result import Verdict
@@ -101,7 +101,7 @@ def stopped(unable: dict[int, str]) -> Trial:
     """Rank 3 raised."""
     trial = without_rank(alone(tiny_case("hsdp_2x2")), 3)
     exits = (trial.run.exits[0], Exit(3, "raised", 1, error="RuntimeError: no", blamed=True))
-    return replace(trial, run=of_lone_ranks(replace(trial.run, exits=exits), (0, 3), unable))
+    return replace(trial, run=run_of_lone_ranks(replace(trial.run, exits=exits), (0, 3), unable))
 
 
 def test_a_rank_that_could_not_be_run_alone_is_unknown_to_all_checks() -> None:

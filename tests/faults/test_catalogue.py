@@ -19,13 +19,13 @@ from harness.core.checks import all_checks
 from harness.core.evidence.records import Exit, Run
 from harness.core.evidence.store import save_run
 from harness.core.judge.judgement import Judgement
-from harness.core.judge.result import Firing, Result, Verdict, one_cause
+from harness.core.judge.result import Firing, Result, Verdict, diagnosis_of_one_cause
 from harness.core.run.options import Options
 from harness.faults import FAMILIES, Fault, FaultError, all_faults, faults_of_file
 from harness.faults import catalogue_text as shown
 from harness.faults import run_catalogue as lot
-from harness.faults.attempt import METHODS, Attempt, Outcome, accepted, from_json, to_json
-from harness.faults.cli.work.faults import faults_code
+from harness.faults.attempt import METHODS, Attempt, Outcome, accepted_attempts, from_json, to_json
+from harness.faults.cli.work.faults import exit_code_of
 from harness.faults.run_catalogue import Baseline
 
 FAULT = Fault(
@@ -48,7 +48,13 @@ def judgement(
     save_run(Run(str(folder / "run"), 1, (exit or Exit(0, "ok"),), {}))
     results = tuple(Result(check, Verdict.FAIL, 1) for check in broken.split()) or (Result("loss", Verdict.PASS, 1),)
     return Judgement(
-        tiny_case("fsdp_2"), folder, results, one_cause(cause, kind=kind) if cause else None, 1.0, "halved", firing
+        tiny_case("fsdp_2"),
+        folder,
+        results,
+        diagnosis_of_one_cause(cause, kind=kind) if cause else None,
+        1.0,
+        "halved",
+        firing,
     )
 
 
@@ -117,8 +123,8 @@ def test_a_listing_of_groups_notices_what_breaks_the_check_of_groups() -> None:
 
 
 def test_a_curve_that_lacks_steps_is_not_close_to_any() -> None:
-    assert lot.off(CURVE, CURVE[:2]) is None
-    assert lot.off(CURVE, [*CURVE[:-1], None]) == math.inf
+    assert lot.curve_error(CURVE, CURVE[:2]) is None
+    assert lot.curve_error(CURVE, [*CURVE[:-1], None]) == math.inf
 
 
 def told(**noticed: bool) -> dict[str, bool]:
@@ -132,7 +138,7 @@ def test_the_table_counts_real_bugs_only() -> None:
         replace(ATTEMPT, weaker=told(exit_code=True), real=False),
         replace(ATTEMPT, weaker=told(), kinds=("not explained",)),
     ]
-    assert shown.table(done).splitlines() == [
+    assert shown.methods_table(done).splitlines() == [
         "| of 3 real bugs, re-created | notices |",
         "|---|---|",
         "| exit code only | 0 |",
@@ -146,10 +152,10 @@ def test_the_table_counts_real_bugs_only() -> None:
 
 def test_the_listing_says_what_breaks_and_below_it_what_it_was_named(tmp_path: Path) -> None:
     stored = tmp_path / "results.json"
-    alone = shown.listing([FAULT], accepted(stored))
+    alone = shown.faults_text([FAULT], accepted_attempts(stored))
     assert alone.splitlines() == ["gradient reduction", "  halved  tiny  halves [G01 a/b #1]"]
     stored.write_text(to_json([ATTEMPT]))
-    assert shown.listing([FAULT], accepted(stored)) == alone + "\n    -> gradients are 0.5 times"
+    assert shown.faults_text([FAULT], accepted_attempts(stored)) == alone + "\n    -> gradients are 0.5 times"
 
 
 def test_the_report_lists_all_first_lines_and_what_is_lacking() -> None:
@@ -164,7 +170,7 @@ def test_the_report_lists_all_first_lines_and_what_is_lacking() -> None:
         note="not broken: memory",
     )
     control = replace(ATTEMPT, fault="control", outcome=Outcome.MISSED)
-    text = shown.report([replace(ATTEMPT, weaker=told()), missed], control, 12.34)
+    text = shown.report_text([replace(ATTEMPT, weaker=told()), missed], control, 12.34)
     assert text.splitlines()[1:4] == [
         "CAUGHT  ----  halved  tiny  gradients are 0.5 times",
         "MISSED  a---  other   tiny  ",
@@ -181,11 +187,11 @@ def test_the_report_lists_all_first_lines_and_what_is_lacking() -> None:
 )
 def test_exit_codes(outcome: str, code: int) -> None:
     control = replace(ATTEMPT, outcome=Outcome.MISSED)
-    assert faults_code([ATTEMPT, replace(ATTEMPT, outcome=Outcome(outcome))], control) == code
+    assert exit_code_of([ATTEMPT, replace(ATTEMPT, outcome=Outcome(outcome))], control) == code
 
 
 def test_a_control_that_is_caught_makes_all_worthless() -> None:
-    assert faults_code([ATTEMPT], ATTEMPT) == 2
+    assert exit_code_of([ATTEMPT], ATTEMPT) == 2
 
 
 def test_results_are_read_back_as_they_were() -> None:
@@ -196,10 +202,10 @@ def test_results_are_read_back_as_they_were() -> None:
 def test_a_file_that_has_a_control_of_its_own_is_judged_by_it_and_does_not_count_it() -> None:
     for name in ("megatron", "deepspeed"):
         known = faults_of_file(ROOT / "harness" / "faults" / f"{name}.py")
-        control, others = lot.with_control(known)
+        control, others = lot.split_control(known)
         assert (control.case, control.name) == ("zero1_2", "nothing_is_wrong")
         assert len(others) == len(known) - 1
-    assert lot.with_control([])[0].case == "fsdp_2"
+    assert lot.split_control([])[0].case == "fsdp_2"
 
 
 # ---- on real ranks, through the command line
@@ -305,7 +311,7 @@ def test_every_check_of_the_trainer_is_tripped_by_two_faults() -> None:
 
 def test_what_was_measured_is_of_the_faults_there_are() -> None:
     """`harness faults -k NAME` measures a new one, `python -m tools.tables out/faults.json` stores it."""
-    assert [attempt.fault for attempt in accepted()] == [f.name for f in all_faults()]
+    assert [attempt.fault for attempt in accepted_attempts()] == [f.name for f in all_faults()]
 
 
 def test_checks_that_faults_name_exist() -> None:
@@ -317,14 +323,14 @@ def test_an_unexpected_exception_leaves_one_fault_untried_and_is_told(monkeypatc
         raise KeyError("nobody thought of this")
 
     monkeypatch.setattr(lot, "run_case", raising)
-    tried = lot.attempt_of(all_faults()[0], Baseline(Case("fsdp_2", "a test")), Options())
+    tried = lot.try_fault(all_faults()[0], Baseline(Case("fsdp_2", "a test")), Options())
     assert tried.outcome is Outcome.NOT_TRIED and "KeyError('nobody thought of this') in raising, " in tried.note
-    assert "KeyError" in lot.baseline_of(Case("fsdp_2", "a test"), Options(), curves=False).problem
+    assert "KeyError" in lot.make_baseline(Case("fsdp_2", "a test"), Options(), curves=False).problem
 
 
 def test_what_is_not_caught_is_told_once_more_at_the_end() -> None:
     missed = replace(ATTEMPT, fault="lost", outcome=Outcome.MISSED, cause="", note="no check fails")
-    *_, again, counts = shown.report([ATTEMPT, missed, ATTEMPT], None, 1.0).split("\n\n")
+    *_, again, counts = shown.report_text([ATTEMPT, missed, ATTEMPT], None, 1.0).split("\n\n")
     assert again.split() == ["MISSED", "lost", "tiny", "no", "check", "fails"]
     assert counts == "3 faults in 1.0 s: 2 CAUGHT, 1 MISSED"
-    assert shown.report([ATTEMPT], None, 1.0).count("halved") == 1
+    assert shown.report_text([ATTEMPT], None, 1.0).count("halved") == 1

@@ -20,9 +20,9 @@ def test_correct_runs_lie_within_the_bound_and_each_mistake_beyond_also_where_ra
         Case("flat", "x", ParallelDims(dp_shard=2), features=Features(wrapper="fsdp1"), training=recipe),
         Case("whole", "x", ParallelDims(dp_shard=2), training=recipe),
     ]
-    one = margins.margin(cases, Options(out=tmp_path))
+    one = margins.make_margin(cases, Options(out=tmp_path))
     assert all(max(one.ratios(distances).values()) < 1 for distances in one.correct.values())
     assert all(max(one.ratios(distances).values()) > 1 for distances in one.mistakes.values())
     assert one.recipe.startswith("float32, float32 shares")
-    assert margins.table(one).count("within") == 2
+    assert margins.margin_table(one).count("within") == 2
     assert margins.draw_all([one, one], tmp_path).stat().st_size > 0

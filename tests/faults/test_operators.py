@@ -149,7 +149,7 @@ def test_an_act_comes_just_before_the_step_it_is_due_in(monkeypatch: pytest.Monk
 
 
 def test_an_act_imports_its_target_when_it_comes_to_that() -> None:
-    act = op.call("operated_on:scaled", 2, ranks=3)
+    act = op.make_call("operated_on:scaled", 2, ranks=3)
     assert act("whatever", its="call was given") == 6
 
 
@@ -170,7 +170,7 @@ def test_a_target_that_does_not_exist_is_refused_with_the_nearest_name(does: op.
 
 
 def test_a_target_without_a_package_is_one_of_the_trainers() -> None:
-    owner, name = op.find(".clip:sum_of_squares")
+    owner, name = op.find_target(".clip:sum_of_squares")
     assert (owner.__name__, name) == ("harness.core.trainers.llama3.clip", "sum_of_squares")
 
 

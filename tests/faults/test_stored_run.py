@@ -14,7 +14,7 @@ from harness.core.run.run_case import run_case
 from harness.faults import load_fault
 from harness.faults import run_catalogue as catalogue
 from harness.faults.attempt import Outcome
-from harness.faults.run_catalogue import judged_again
+from harness.faults.run_catalogue import judge_stored
 from harness.reference.config import ModelConfig, TrainingConfig
 
 CASE = Case("alone", "a test", model=ModelConfig(n_layers=1), training=TrainingConfig(steps=1))
@@ -29,8 +29,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_baseline_of_the_same_case_and_sources_is_not_run_again(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "run_case", None)
-    baseline = catalogue.baseline_of(CASE, Options(out=out), curves=False)
-    assert (baseline.outcome, baseline.stored) == ("PASS, as stored,", True)
+    baseline = catalogue.make_baseline(CASE, Options(out=out), curves=False)
+    assert (baseline.outcome, baseline.is_stored) == ("PASS, as stored,", True)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_stored_evidence_of_a_fault_is_taken_where_it_is_caught_in_it(
 
 
 def test_evidence_of_other_sources_is_none(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "digest", lambda options: "0123")
-    assert judged_again(CASE, Options(out=out)) is None
+    monkeypatch.setattr(catalogue, "digest_of_run", lambda options: "0123")
+    assert judge_stored(CASE, Options(out=out)) is None
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ def test_evidence_of_other_sources_is_none(out: Path, monkeypatch: pytest.Monkey
     ids=["another recipe", "a file of tokens", "no evidence"],
 )
 def test_evidence_of_another_case_is_none(case: Case, out: Path) -> None:
-    assert judged_again(case, Options(out=out)) is None
+    assert judge_stored(case, Options(out=out)) is None
 
 
 @pytest.mark.parametrize("trainer", ["llama3@elsewhere", "own.py"])
 def test_a_trainer_whose_sources_nobody_follows_runs_again(trainer: str, out: Path) -> None:
-    assert catalogue.digest(Options(out=out, trainer=trainer)) == ""
+    assert catalogue.digest_of_run(Options(out=out, trainer=trainer)) == ""
 
 
 def test_a_run_that_was_cut_short_is_none(out: Path) -> None:
     (out / "alone" / "run" / "run.json").unlink()
-    assert judged_again(CASE, Options(out=out)) is None
+    assert judge_stored(CASE, Options(out=out)) is None

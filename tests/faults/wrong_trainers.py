@@ -102,7 +102,8 @@ short_step_is_cut_after_sharding = wrong(
     "cp_2_variable_length_contiguous",
     "samples",
     op.together(
-        op.instead(".data:Microbatches.step", _whole), op.instead(".trainer:sequence_part", _cut_after_sharding)
+        op.instead(".data:Microbatches.step", _whole),
+        op.instead(".trainer:sequence_part", _cut_after_sharding),
     ),
     "sequence cut otherwise",
 )

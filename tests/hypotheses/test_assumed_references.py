@@ -48,8 +48,10 @@ def test_weights_that_are_alike_on_all_ranks_are_those_of_one_training_and_other
 ) -> None:
     trial, copies = trial_of(tiny_case("hsdp_2x2")), []
     of = Pieces(trial)
-    monkeypatch.setattr(pieces, "clipping_apart", lambda trial: trial)
-    monkeypatch.setattr(assume, "apart", lambda trial, replicas, *rest, **named: (copies.append(replicas), trial)[1])
+    monkeypatch.setattr(pieces, "assume_separate_clipping", lambda trial: trial)
+    monkeypatch.setattr(
+        assume, "assume_separate_copies", lambda trial, replicas, *rest, **named: (copies.append(replicas), trial)[1]
+    )
     once, twice = np.ones(len(of.all)), np.full(len(of.all), 2.0)
     for weights in (lambda step, rank: twice, lambda step, rank: twice if rank > 1 else once):
         assuming(trial, of, tuple(trial.plan.shapes), weights, (1,))

@@ -27,16 +27,16 @@ from literal import (
 from noisy import with_noise
 
 from harness.core.case.dims import ParallelDims
-from harness.core.causes.differences import wrong_pairs
+from harness.core.causes.differences import pairs_with_wrong_gradient
 from harness.core.causes.hypothesis import Fact
 from harness.core.evidence.records import Collective
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
 from harness.core.plan.traffic.flow import OUTSIDE, Flow
 from harness.hypotheses.backward import (
-    OF_ATTENTION,
+    KV_FLOWS,
     coarse,
-    depth,
+    forward_order,
     random_state_not_restored,
     rounding,
     silent_axes,
@@ -181,7 +181,7 @@ def test_a_flow_of_attention_of_which_nothing_is_seen_is_no_exchange(
     for wrong, more in ((changed(silent, 1, NORM), OF_GRADIENTS), (silent, set())):
         facts = [fact for fact in found(wrong) if fact.cause.kind == "K/V not exchanged"]
         assert [({*fact.checks}, fact.cause.observed) for fact in facts] == [
-            (OF_CP | more, OF_ATTENTION[place]) for place in [place] if place
+            (OF_CP | more, KV_FLOWS[place]) for place in [place] if place
         ]
         assert found(wrong, "gradients") == [] or place is None
     if place:
@@ -240,10 +240,10 @@ def test_a_parameter_lies_as_deep_as_forward_comes_to_it() -> None:
     order = ["tok_embeddings", "layers.0.attention_norm", "layers.0.attention.wq", "layers.0.attention.wo"]
     order += ["layers.0.ffn_norm", "layers.0.feed_forward.w1", "layers.0.feed_forward.w2", "layers.1.attention_norm"]
     order += ["layers.11.feed_forward.w2", "norm", "output"]
-    depths = [depth(f"{name}.weight") for name in order]
+    depths = [forward_order(f"{name}.weight") for name in order]
     assert depths == sorted(set(depths))
     for alike in (["attention.wq", "attention.wk", "attention.wv"], ["feed_forward.w1", "feed_forward.w3"]):
-        assert len({depth(f"layers.0.{name}.weight") for name in alike}) == 1
+        assert len({forward_order(f"layers.0.{name}.weight") for name in alike}) == 1
 
 
 # ---- rounding
@@ -308,7 +308,7 @@ def test_a_gradient_is_as_wrong_as_the_check_says_relative_to_the_whole_paramete
     steps = (replace(trial.reference.steps[0], gradients=small), *trial.reference.steps[1:])
     trial = replace(trial, reference=replace(trial.reference, steps=steps))
     trial = with_step_1_gradients(trial, lambda rank, fqn: small[fqn] * (1 + 1e-3 * rank))
-    assert wrong_pairs(trial, 1) == []
+    assert pairs_with_wrong_gradient(trial, 1) == []
     assert judged("gradients", trial).verdict is Verdict.PASS
 
 

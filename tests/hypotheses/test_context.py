@@ -25,7 +25,7 @@ from literal_ranks import microbatch_of
 
 from harness.core.case.dims import ParallelDims
 from harness.core.causes import diagnose
-from harness.core.causes.pieces import Pieces, fit_of
+from harness.core.causes.pieces import Pieces, fit_weights
 from harness.core.checks import judge
 from harness.core.evidence.text import positions_text
 from harness.core.judge.finding import Finding
@@ -220,9 +220,9 @@ def with_parts(trial: Trial, weights: dict[int, list[float]]) -> Trial:
 def test_the_weights_of_cp_ranks_are_found_from_the_gradient() -> None:
     trial = with_parts(cp_trial(), dict.fromkeys((0, 1), [2.0, 2.0, 0.5, 0.5, 0.5, 0.5, 2.0, 2.0]))
     pieces = Pieces(trial)
-    fit = fit_of(trial, pieces, pieces.gradients(1), 1)
+    fit = fit_weights(trial, pieces, pieces.gradients(1), 1)
     assert fit is not None
-    counted = [number for number, count in enumerate(pieces.tokens(1)) if count]
+    counted = [number for number, count in enumerate(pieces.valid_tokens(1)) if count]
     assert {(pieces.all[n][2], round(w[n], 6)) for w in fit.weights.values() for n in counted} == {
         (0, 2.0),
         (1, 0.5),

@@ -78,7 +78,7 @@ def proven_in_noise(trial: Trial) -> list[dict[str, object]]:
     apart = ("replica_agreement", "features", "traffic", "update")
     results = [result for result in judge(trial) if result.check not in apart]
     found = explain(trial, results, (sums_of_pieces,), ())
-    return [dict(one.cause.details) for proof in found.proofs if proof.complete for one in proof.hypotheses]
+    return [dict(one.cause.details) for proof in found.proofs if proof.is_complete for one in proof.hypotheses]
 
 
 # ---- where nothing is proposed
@@ -98,7 +98,7 @@ def test_where_all_is_scaled_or_ranks_have_other_samples_or_references_of_their_
     ]  # one step is no test of weights
     assert proposed(scaled("ddp_2", 0.5, accumulation=2)) == []
     assert proposed(received(uneven, 1, 1, [0, 1])) == []
-    assert proposed(uneven.assuming(references=dict.fromkeys(uneven.ranks, uneven.reference))) == []
+    assert proposed(uneven.with_assumption(references=dict.fromkeys(uneven.ranks, uneven.reference))) == []
 
 
 def test_weights_of_no_rule_are_found_where_no_noise_can_have_made_them() -> None:

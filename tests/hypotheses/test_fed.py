@@ -18,17 +18,17 @@ from trained import RECIPE, Ran, _ran, case_of, reference  # noqa: F401
 from harness.core.case.case import Saved
 from harness.core.case.dims import ParallelDims
 from harness.core.causes import diagnose
-from harness.core.causes.factors import how_far
-from harness.core.causes.words import rank_words
+from harness.core.causes.factors import step_distance_text
+from harness.core.causes.words import rank_text
 from harness.core.checks import judge
 from harness.core.evidence.step import Microbatch
 from harness.core.judge.losses import global_loss
-from harness.core.judge.received_samples import received_samples
+from harness.core.judge.received_samples import received_sample_ids
 from harness.core.judge.trial import Trial
 from harness.core.plan.stages import positions
 from harness.hypotheses.fed import other_samples, wrong_samples
-from harness.hypotheses.received import Rows, seen_labels, shift_of, trained_on, wrong_positions
-from harness.hypotheses.received import received as rows_of
+from harness.hypotheses.received import Rows, assume_trained_on, labels_of_part, shift_of, wrong_positions
+from harness.hypotheses.received import rows_of_step as rows_of
 from harness.reference.data import build_dataset, sample_order
 
 IGNORED = -100
@@ -102,12 +102,12 @@ def test_samples_that_are_repeated_are_those_of_all_ranks_that_repeat_them(ranks
         trial = received(trial, rank, step, [*own[:3], own[0]])
     cause = cause_of(trial)
     assert data_of(cause, "ranks", "step") == ("samples overlap", ranks, step)
-    assert rank_words(ranks) in cause.observed
+    assert rank_text(ranks) in cause.observed
 
 
 def test_microbatches_of_another_size_are_those_of_all_ranks() -> None:
     cause = cause_of(every(ACCUMULATING, 2, lambda rank: [*range(8 + 4 * rank, 12 + 4 * rank)]))
-    assert data_of(cause, "ranks") == ("microbatches", (0, 1)) and rank_words((0, 1)) in cause.observed
+    assert data_of(cause, "ranks") == ("microbatches", (0, 1)) and rank_text((0, 1)) in cause.observed
 
 
 def test_a_microbatch_that_goes_through_the_model_again_without_a_loss_is_a_pass_besides_training() -> None:
@@ -151,7 +151,10 @@ def test_what_is_lost_is_lost_from_the_divisor_as_well_or_for_one_choice_more_is
             loss = (own[step.step] or 0) * (reported if step.step == 1 else 1)
             shown = with_step(shown, rank, step.step, reported_loss=loss)
         found = list(other_samples(shown, {"samples": judged("samples", shown)}))
-        assert [(one.fitted, one.seen, one.given) for one in found] == [(1, seen, ("samples",)), (2, (), ("samples",))]
+        assert [(one.fitted_count, one.seen_by, one.given_checks) for one in found] == [
+            (1, seen, ("samples",)),
+            (2, (), ("samples",)),
+        ]
 
 
 def test_rows_with_the_same_tokens_at_the_places_of_a_cp_rank_are_the_steps_own() -> None:
@@ -160,7 +163,7 @@ def test_rows_with_the_same_tokens_at_the_places_of_a_cp_rank_are_the_steps_own(
     rows = [trial.reference.sample_ids.index(id_) for id_ in (own, other)]
     tokens[rows[1], 8:] = tokens[rows[0], 8:]
     trial = replace(trial, reference=replace(trial.reference, tokens=tokens))
-    assert received_samples(trial, 1)[1] == received_samples(trial, 1)[0] == [*trial.reference.samples[0]]
+    assert received_sample_ids(trial, 1)[1] == received_sample_ids(trial, 1)[0] == [*trial.reference.samples[0]]
 
 
 # ---- how a data set's samples are dealt
@@ -369,9 +372,9 @@ def test_a_shift_is_known_of_labels_whose_loss_is_computed_in_chunks() -> None:
 def test_labels_lie_as_their_tokens_where_those_that_do_not_count_are_left_out() -> None:
     own = np.array([[1, 2, IGNORED, 3, 4, 5, 6, 7], [8, 9, 1, IGNORED, 2, 3, 4, 5]])
     part = Microbatch(tokens=own, labels=own[:, 1:], loss_sum=1.0, valid_tokens=12)
-    laid = seen_labels(part, own)
+    laid = labels_of_part(part, own)
     assert laid is not None and laid.tolist() == [[*row[1:], IGNORED] for row in own.tolist()]
-    laid = seen_labels(replace(part, labels=own[own >= 0]), own)
+    laid = labels_of_part(replace(part, labels=own[own >= 0]), own)
     assert laid is not None and laid.tolist() == own.tolist()
     assert [shift_of(shifted(by)(own)[:, : 8 - max(by, 0)], own) for by in (0, 1, 2)] == [0, 1, 2]
     assert shift_of(own[:, :3], own) is None
@@ -385,7 +388,7 @@ def test_labels_lie_as_their_tokens_where_those_that_do_not_count_are_left_out()
 def test_what_ranks_received_makes_up_the_samples_of_the_step(layout: ParallelDims, balanced: bool) -> None:
     trial = trial_of(tiny_case(layout, LENGTH_16, cp_load_balance=balanced))
     rows = rows_of(trial, 2)
-    assert rows is not None and rows.whole
+    assert rows is not None and rows.is_one_label_a_token
     places = [trial.reference.sample_ids.index(id_) for id_ in trial.reference.samples[1]]
     assert rows.tokens.tolist() == trial.reference.tokens[places].tolist()
     assert rows.labels.tolist() == trial.reference.labels[places].tolist()
@@ -400,13 +403,13 @@ def test_samples_that_are_known_keep_their_numbers_and_others_get_the_next(ran: 
     assert rows is not None
     strange = rows.tokens.copy()
     strange[0] = 31 - strange[0]
-    found = trained_on(trial, {1: Rows(strange, rows.labels)}).reference
+    found = assume_trained_on(trial, {1: Rows(strange, rows.labels)}).reference
     assert found.samples[0] == (max(trial.reference.sample_ids) + 1, *trial.reference.samples[0][1:])
     assert found.samples[1:] == trial.reference.samples[1:]
     assert found.tokens[-1].tolist() == strange[0].tolist()
     twice = np.vstack([rows.tokens[:1], rows.tokens[:1]])
     labels = np.vstack([rows.labels[:1], np.roll(rows.labels[:1], 1)])
-    assert len({*trained_on(trial, {1: Rows(twice, labels)}).reference.samples[0]}) == 2
+    assert len({*assume_trained_on(trial, {1: Rows(twice, labels)}).reference.samples[0]}) == 2
 
 
 def test_right_samples_have_no_cause() -> None:
@@ -422,10 +425,10 @@ def test_the_distance_of_samples_that_are_another_steps_is_said_where_it_is_a_kn
     anew = trial_of(tiny_case("fsdp_2", resume=(Saved(2, shards, model_only=True),)))
     epoch = plain.case.training.made_samples // plain.case.training.global_batch
     told = {
-        "": how_far(plain, 2, 1),
-        "as if those of one step were passed over": how_far(plain, 2, 3),
-        "as if the data began anew": how_far(resumed, 3, 1),
-        "as if the epoch had the order of the one before": how_far(plain, epoch + 2, 2),
-        "as if more than the weights were taken from the checkpoint": how_far(anew, 1, 3),
+        "": step_distance_text(plain, 2, 1),
+        "as if those of one step were passed over": step_distance_text(plain, 2, 3),
+        "as if the data began anew": step_distance_text(resumed, 3, 1),
+        "as if the epoch had the order of the one before": step_distance_text(plain, epoch + 2, 2),
+        "as if more than the weights were taken from the checkpoint": step_distance_text(anew, 1, 3),
     }
     assert [*told] == [*told.values()]

@@ -16,9 +16,9 @@ from harness.core.case.dims import ParallelDims
 from harness.core.causes.engine import failing_checks
 from harness.core.causes.hypothesis import Hypothesis
 from harness.core.checks import judge
-from harness.core.judge.places import one_rank_per_share
+from harness.core.judge.places import representative_of_shares
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate
+from harness.core.plan.grid import coordinate_of_rank
 from harness.hypotheses.piece_weights import sums_of_pieces
 
 HSDP = trial_of(tiny_case("hsdp_2x2"))
@@ -36,10 +36,10 @@ def own_only(
 ) -> Trial:
     """Samples of these microbatches (all) count so often where a rank with the same place along these axes received them."""
     size = trial.case.training.global_batch // trial.case.dims.dp
-    shares = one_rank_per_share(trial)
+    shares = representative_of_shares(trial)
 
     def place(rank: int) -> list[int]:
-        return [coordinate(trial.case.dims, rank)[axis] for axis in missing]
+        return [coordinate_of_rank(trial.case.dims, rank)[axis] for axis in missing]
 
     def weight(rank: int, number: int) -> float:
         own = place(shares[number // size]) == place(rank)
@@ -114,7 +114,7 @@ PAIRS = ((0, 1), (2, 3))
 def test_replicas_that_are_averaged_in_groups_of_no_axis_are_named_with_these(counted: float) -> None:
     """counted: a mean over the pair, or a sum that is divided by all four."""
     trial, pair = trial_of(tiny_case(ParallelDims(dp_replicate=4))), {rank: group for group in PAIRS for rank in group}
-    shares = [*one_rank_per_share(trial)]
+    shares = [*representative_of_shares(trial)]
     size = len(trial.reference.samples[0]) // len(shares)
 
     def gradient(rank: int, fqn: str) -> np.ndarray:

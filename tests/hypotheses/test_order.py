@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.core.causes import ORDER, ORDER_OF_FACTS, all_facts, all_suspects, in_order
+from harness.core.causes import ORDER, ORDER_OF_FACTS, all_facts, all_suspects, sort_functions
 
 
 def test_every_function_has_its_place() -> None:
@@ -15,4 +15,4 @@ def test_a_function_without_a_place_is_asked_last() -> None:
 
     def layers_lost() -> None: ...
 
-    assert in_order([of_a_new_ring, layers_lost], ORDER) == (layers_lost, of_a_new_ring)
+    assert sort_functions([of_a_new_ring, layers_lost], ORDER) == (layers_lost, of_a_new_ring)

@@ -30,12 +30,12 @@ from harness.core.causes.engine import failing_checks
 from harness.core.causes.hypothesis import Fact, Hypothesis
 from harness.core.causes.words import Arrays
 from harness.core.checks import judge
-from harness.core.judge.contents import take
+from harness.core.judge.contents import view_of_slice
 from harness.core.judge.trial import Trial
 from harness.hypotheses.backward import wrong_backward
 from harness.hypotheses.piece_weights import sums_of_pieces
 from harness.reference.model import seed_masks
-from harness.reference.spellings import evaluating, output_detached, passing_back
+from harness.reference.spellings import detach_output_weight, in_eval_mode, scale_output_gradients
 
 WQ = "layers.0.attention.wq.weight"
 
@@ -112,7 +112,9 @@ def with_shares(trial: Trial, step: int, fqns: list[str]) -> Trial:
             share = whole * (part if trial.plan.group_of(rank, "tp").index(rank) == 0 else 1 - part)
             cut = trial.gradient_slice_of(rank, fqn)
             assert cut is not None
-            trial = with_value(trial, rank, step, "gradients", fqn, lambda _, share=share, cut=cut: take(share, cut))
+            trial = with_value(
+                trial, rank, step, "gradients", fqn, lambda _, share=share, cut=cut: view_of_slice(share, cut)
+            )
     return trial
 
 
@@ -184,8 +186,8 @@ def test_a_tensor_that_a_rank_adds_to_another_one_is_named(rank: int, fqn: str, 
 
 def test_where_one_gradient_is_no_such_sum_where_all_ranks_differ_and_in_noise_nothing_is_exchanged() -> None:
     wrong = exchanged(HSDP, {(1, W1): (W3, 1.0)})
-    assert [one.fitted for one in swapped(wrong)] == [2] and swapped(with_noise(wrong)) == []
-    assert [one.fitted for one in swapped(exchanged(HSDP, {(1, W1): (W3, 1.0), (1, W3): (W1, 0.5)}))] == [3]
+    assert [one.fitted_count for one in swapped(wrong)] == [2] and swapped(with_noise(wrong)) == []
+    assert [one.fitted_count for one in swapped(exchanged(HSDP, {(1, W1): (W3, 1.0), (1, W3): (W1, 0.5)}))] == [3]
     assert swapped(with_value(wrong, 1, 1, "gradients", W2, np.cos)) == []
     assert swapped(exchanged(HSDP, {(rank, W1): (W3, 1.0) for rank in range(4)})) == []
     other = replace(HSDP.case, dims=replace(HSDP.case.dims, dp_replicate=1, dp_shard=4))
@@ -197,7 +199,7 @@ def test_where_one_gradient_is_no_such_sum_where_all_ranks_differ_and_in_noise_n
 
 def test_a_tied_weight_that_lacks_the_outputs_part_is_proven(ran: Ran) -> None:
     case = case_of(model=replace(case_of().model, tied_embeddings=True))
-    found = diagnosed(ran(case, altered=output_detached))
+    found = diagnosed(ran(case, altered=detach_output_weight))
     assert found.kinds == ("tied weight without the output's part",)
     assert {"gradients", "loss"} <= {*found.causes[0].explains}
 
@@ -206,7 +208,7 @@ def test_a_tied_weight_that_lacks_the_outputs_part_is_proven(ran: Ran) -> None:
 @pytest.mark.parametrize("steps", [(1, 2, 3), (2, 3), (2,)])
 def test_a_model_that_trains_in_eval_mode_is_proven(ran: Ran, steps: tuple[int, ...]) -> None:
     case = case_of(model=replace(case_of().model, dropout=0.2))
-    trial = ran(case, altered=evaluating(steps))
+    trial = ran(case, altered=in_eval_mode(steps))
     assert diagnosed(trial).kinds == ("not explained",)  # whose masks were drawn all the same
     for rank, step in ((rank, step) for rank in trial.ranks for step in steps):
         drawn = trial.ranks[rank].steps[step - 1].activity
@@ -261,5 +263,5 @@ def test_a_loss_whose_chunks_are_averaged_by_themselves_is_named(ran: Ran) -> No
     trial = in_chunks(ran(case, batch=batch), 4)
     (cause,) = diagnosed(trial).causes
     assert cause.kind == "averaged locally" and dict(cause.details)["units"] == ("chunk of each microbatch",)
-    scaled = in_chunks(ran(case, altered=passing_back(("norm",), 3.0, (1, 2, 3))), 4)
+    scaled = in_chunks(ran(case, altered=scale_output_gradients(("norm",), 3.0, (1, 2, 3))), 4)
     assert diagnosed(scaled).kinds == ("gradients scaled",)

@@ -18,7 +18,7 @@ from harness.core.causes.engine import explain
 from harness.core.checks import judge
 from harness.core.judge.result import Cause, Verdict
 from harness.core.judge.trial import Trial
-from harness.hypotheses.recipe import HALF, wrong_recipe
+from harness.hypotheses.recipe import FIRST_STEP_CHOICES, wrong_recipe
 from harness.reference.config import TrainingConfig
 
 Arrays = dict[str, np.ndarray]
@@ -43,7 +43,7 @@ def kind(trial: Trial) -> str:
 
 def proposed(trial: Trial) -> dict[str, int]:
     """By kind, of how many choices the simplest is."""
-    found = [(one.fitted, one.cause.kind) for one in wrong_recipe(trial, broken("update"))]
+    found = [(one.fitted_count, one.cause.kind) for one in wrong_recipe(trial, broken("update"))]
     return {kind: fitted for fitted, kind in sorted(found, reverse=True)}
 
 
@@ -144,7 +144,7 @@ def test_a_number_that_nobody_uses_and_noise_are_explained_by_nothing() -> None:
             trial = trained_otherwise(trial_of(tiny_case(layout, recipe)), left=left)
             assert [*wrong_recipe(trial, broken("update"))] == []
     one = with_value(trial_of(tiny_case("fsdp_2")), 1, 2, "parameters", NORM, lambda value: value + 1e-3)
-    assert explain(one, judge(one), (wrong_recipe,), ()).left == ("update",)
+    assert explain(one, judge(one), (wrong_recipe,), ()).unexplained == ("update",)
 
 
 def test_what_takes_too_much_of_a_weight_is_no_decay() -> None:
@@ -159,7 +159,7 @@ def test_a_number_that_explains_the_first_step_alone_costs_more() -> None:
     for rank in (0, 1):
         last = trial.ranks[rank].steps[2].parameters
         trial = with_step(trial, rank, 3, parameters={fqn: value + 0.01 for fqn, value in last.items()})
-    assert proposed(trial) == {"eps": 2 + HALF}
+    assert proposed(trial) == {"eps": 2 + FIRST_STEP_CHOICES}
     assert proposed(trial_of(tiny_case("fsdp_2"))) == {}
 
 

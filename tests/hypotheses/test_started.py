@@ -30,7 +30,7 @@ from harness.core.causes import diagnose
 from harness.core.causes.hypothesis import Hypothesis
 from harness.core.checks import judge
 from harness.core.evidence.records import HeldTensor
-from harness.core.judge.contents import take
+from harness.core.judge.contents import view_of_slice
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
 from harness.hypotheses.resumed import resumed_otherwise
@@ -60,7 +60,7 @@ def starting(trial: Trial, changes: dict[str, Change], ranks: tuple[int, ...] = 
         for fqn in changes.keys() & trial.plan.slices[rank].keys():
             part = trial.plan.slices[rank][fqn]
             trial = with_parameter(
-                trial, rank, fqn, value=take(changes[fqn](trial.reference.weights[fqn]), part).copy()
+                trial, rank, fqn, value=view_of_slice(changes[fqn](trial.reference.weights[fqn]), part).copy()
             )
     return trial
 
@@ -212,7 +212,7 @@ def test_only_what_was_changed_is_assumed_to_be_other() -> None:
     (one,) = changed_weights(trial, broken("update"))
     usual, assumed = trial.reference.steps[0].parameters, under(one, trial).reference.steps[0].parameters
     moved = {fqn: np.zeros_like(value) for fqn, value in usual.items()}
-    take(moved[NORM], trial.plan.slices[1][NORM])[...] = 1.0
+    view_of_slice(moved[NORM], trial.plan.slices[1][NORM])[...] = 1.0
     for fqn, value in usual.items():
         np.testing.assert_allclose(assumed[fqn], value + moved[fqn], rtol=1e-14)
     assert not list(changed_weights(trial, broken("gradients")))
@@ -382,7 +382,7 @@ def test_each_of_what_is_wrong_may_be_all_and_what_else_it_is_stands_below_the_f
     assert [one.cause.kind for one in found] == [CHANGED, "optimizer state lost", "schedule starts anew"]
     assert [set(under(one, trial).assumption.reference) for one in found] == [{"left"}, {"state"}, {"rate"}]
     assert [label for label, _ in found[0].lines if label == "also"] == ["also", "also"]
-    assert [one.seen for one in found] == [("resume",), (), ()]
+    assert [one.seen_by for one in found] == [("resume",), (), ()]
 
 
 @pytest.mark.parametrize("beyond", [False, True])
@@ -395,7 +395,7 @@ def test_what_starts_from_scratch_has_one_cause(beyond: bool) -> None:
         trial = with_rank(trial, 0, steps=(last, replace(last, step=4), replace(last, step=5)))
     (one,) = resumed_otherwise(trial, broken("resume"))
     assert data_of(one.cause, "moment") == ("resumed elsewhere", "before training")
-    assert one.seen == (("resume", "completed") if beyond else ("resume",))
+    assert one.seen_by == (("resume", "completed") if beyond else ("resume",))
     assumed = under(one, trial).assumption
     assert {"left", "state"} == set(assumed.reference) and assumed.optimizer.counter is not None
     assert [assumed.optimizer.counter(step, W1) for step in (3, 4)] == [1, 2]

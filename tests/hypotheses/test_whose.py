@@ -19,8 +19,8 @@ from harness.core.checks import judge
 from harness.core.judge.contents import to_bfloat16
 from harness.core.judge.result import Cause
 from harness.core.judge.trial import Trial
-from harness.hypotheses.whose import Source, changes, relation_of
-from harness.reference.spellings import put_instead
+from harness.hypotheses.whose import MatchSource, find_match, find_transforms
+from harness.reference.spellings import replace_forward
 
 WQ, W1, W2, W3 = (f"layers.0.{name}.weight" for name in ("attention.wq", *(f"feed_forward.w{n}" for n in (1, 2, 3))))
 NORM, LAST_NORM = "layers.0.ffn_norm.weight", "norm.weight"
@@ -151,7 +151,7 @@ def test_weights_in_place_of_a_gradient_are_those_that_the_step_begins_with(ran:
 
 def other_activation(model: nn.Module, step: int) -> None:
     gate = model.get_submodule("layers.0.feed_forward.w1")
-    put_instead(gate, lambda before, *args, **named: before(*args, **named).tanh())
+    replace_forward(gate, lambda before, *args, **named: before(*args, **named).tanh())
 
 
 def test_another_model_has_gradients_that_are_nobodys(ran: Ran) -> None:
@@ -230,15 +230,15 @@ def test_a_bit_that_differs_fails_no_check() -> None:
 
 # ---- one tensor
 
-SOURCE, OTHER = Source("gradient", W2, ()), Source("gradient", W3, ())
+SOURCE, OTHER = MatchSource("gradient", W2, ()), MatchSource("gradient", W3, ())
 
 
 def test_of_two_that_are_equal_a_tensor_is_neither() -> None:
     right, theirs = random((4, 4)), np.cos(random((4, 4)))
-    one = relation_of(2 * theirs, right, [(SOURCE, theirs)])
+    one = find_match(2 * theirs, right, [(SOURCE, theirs)])
     assert one is not None and (one.source, one.factor) == (SOURCE, 2.0)
-    assert relation_of(2 * theirs, right, [(SOURCE, theirs), (OTHER, theirs)]) is None
-    assert relation_of(right + theirs, right, [(SOURCE, theirs), (OTHER, theirs)]) is None
+    assert find_match(2 * theirs, right, [(SOURCE, theirs), (OTHER, theirs)]) is None
+    assert find_match(right + theirs, right, [(SOURCE, theirs), (OTHER, theirs)]) is None
 
 
 @pytest.mark.parametrize(
@@ -246,21 +246,21 @@ def test_of_two_that_are_equal_a_tensor_is_neither() -> None:
 )
 def test_the_less_closely_a_tensor_is_known_the_larger_it_has_to_be(size: int, close: float, known: bool) -> None:
     theirs = random((size,))
-    assert (relation_of(theirs, np.cos(theirs), [(SOURCE, theirs)], close) is not None) is known
+    assert (find_match(theirs, np.cos(theirs), [(SOURCE, theirs)], close) is not None) is known
 
 
 def test_the_type_in_which_all_is_computed_is_no_rounding() -> None:
     right, theirs = random((4, 4)), np.cos(random((4, 4)))
     of_rank = theirs.astype(np.float32)
-    assert [name for name, _ in changes(of_rank, theirs)] == ["rounded to float32"]
-    assert [*changes(of_rank, theirs, close=1e-6)] == []
-    one = relation_of(of_rank, right, [(SOURCE, theirs)], close=1e-6)
+    assert [name for name, _ in find_transforms(of_rank, theirs)] == ["rounded to float32"]
+    assert [*find_transforms(of_rank, theirs, close=1e-6)] == []
+    one = find_match(of_rank, right, [(SOURCE, theirs)], close=1e-6)
     assert one is not None and (one.source, one.change, one.factor) == (SOURCE, "", 1.0)
 
 
 @pytest.mark.parametrize("value", [np.zeros((4, 4)), np.ones((4, 4)), np.full((4, 4), np.inf), np.empty((0, 4))])
 def test_constants_and_what_is_not_finite_are_nobodys(value: np.ndarray) -> None:
-    assert relation_of(value, random(value.shape), [(SOURCE, value)]) is None
+    assert find_match(value, random(value.shape), [(SOURCE, value)]) is None
 
 
 def test_a_right_run_has_no_such_cause() -> None:

@@ -9,7 +9,7 @@ import pytest
 from diagnosed import broken, dims, kinds, proven
 from literal import ADAMW, UNEVEN, tiny_case, trial_of, with_every_rank, with_step
 
-from harness.core.causes.reported import norms
+from harness.core.causes.reported import norm_sources
 from harness.core.judge.norms import norm_of
 from harness.core.judge.trial import Trial
 from harness.hypotheses.recipe import wrong_recipe
@@ -43,13 +43,13 @@ def test_a_stage_that_ran_as_another_is_named(requested: str, ran: str) -> None:
 @pytest.mark.parametrize("wrapper", ["zero1", None])
 def test_a_norm_counts_replicas_again_only_along_axes_that_have_any(wrapper: str | None) -> None:
     trial = trial_of(tiny_case("fsdp_2_tp_2", wrapper=wrapper))
-    counted = {d[0][1]: number(0, 1) for d, number in norms(trial) if d[0][0] == "with replicas counted along"}
+    counted = {d[0][1]: number(0, 1) for d, number in norm_sources(trial) if d[0][0] == "with replicas counted along"}
     assert {axis for axis, norm in counted.items() if not math.isclose(norm, norm_of(trial, 1))} == {"tp"}
 
 
 def test_a_rate_is_named_by_the_part_that_each_rank_steps_on() -> None:
     def doubled(trial: Trial, rank: int) -> Trial:
-        start, moved = trial.start_of(rank), trial.ranks[rank].steps[0].parameters
+        start, moved = trial.initial_parameters(rank), trial.ranks[rank].steps[0].parameters
         return with_step(trial, rank, 1, parameters={fqn: 2 * value - start[fqn] for fqn, value in moved.items()})
 
     found = [one.cause for one in wrong_recipe(with_every_rank(ZERO_1, doubled), broken("update"))]

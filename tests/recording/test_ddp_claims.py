@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.core.probe.structure import wrappers
+from harness.core.probe.structure import wrapper_evidence
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def test_a_communication_hook_is_seen_however_it_is_registered() -> None:
     plain, hooked, built_in = (DistributedDataParallel(nn.Linear(2, 2)) for _ in range(3))
     hooked.register_comm_hook(None, fp16_compress_hook)
     built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    told = [wrappers([model])[""].comm_hook for model in (plain, hooked, built_in)]
+    told = [wrapper_evidence([model])[""].comm_hook for model in (plain, hooked, built_in)]
     assert told == ["", "fp16_compress_hook", "BuiltinCommHookType.FP16_COMPRESS"]
 
 
@@ -38,4 +38,4 @@ def test_parameters_that_ddp_was_told_to_ignore_are_seen_and_those_that_it_reduc
         model, delay_all_reduce_named_params=late, param_to_hook_all_reduce=model[1][1].weight
     )
     outer = nn.Sequential(wrapped, nn.Linear(2, 2))
-    assert wrappers([outer])["0"].ignored == ("0.1.0.weight", "0.1.0.bias")
+    assert wrapper_evidence([outer])["0"].ignored == ("0.1.0.weight", "0.1.0.bias")

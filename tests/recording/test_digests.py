@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.recording.digests import constant, digest, not_finite, packed_digests, row_digests
+from harness.recording.digests import digest, has_nonfinite, is_constant_tensor, packed_digests, row_digests
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
@@ -35,13 +35,15 @@ def test_tensors_without_elements_have_a_digest() -> None:
 
 
 def test_infinite_numbers_are_noticed_and_integers_are_finite() -> None:
-    assert not_finite(torch.tensor([1.0, float("inf")]))
-    assert not not_finite(torch.tensor([1.0]))
-    assert not not_finite(torch.tensor([1]))
+    assert has_nonfinite(torch.tensor([1.0, float("inf")]))
+    assert not has_nonfinite(torch.tensor([1.0]))
+    assert not has_nonfinite(torch.tensor([1]))
 
 
 def test_numbers_that_are_all_the_same_are_no_sign_of_a_replica() -> None:
-    assert [bool(constant(t)) for t in (torch.zeros(3, 2), torch.ones(1), torch.empty(0), torch.arange(3))] == [
+    assert [
+        bool(is_constant_tensor(t)) for t in (torch.zeros(3, 2), torch.ones(1), torch.empty(0), torch.arange(3))
+    ] == [
         True,
         True,
         True,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from harness.recording.ends import in_one_line
+from harness.recording.ends import error_line
 
 
 class Broken:
@@ -21,7 +21,7 @@ class Broken:
 
 
 def told(error: BaseException) -> str:
-    return in_one_line(type(error), error)
+    return error_line(type(error), error)
 
 
 def test_what_a_worker_of_a_loader_raised_is_told_and_not_only_that_one_raised() -> None:

@@ -11,7 +11,7 @@ import pytest
 from literal_recording import hsdp
 
 from harness.core.cli.exit_codes import NOT_JUDGED, PASSED
-from harness.core.evidence.recording import head, record_file
+from harness.core.evidence.recording import record_file, summary_line
 from harness.recording.cli.work.recording_report import exit_code
 from harness.recording.judged.stored_recording import STARTED, load_recording
 
@@ -20,7 +20,7 @@ def recorded(directory: Path, changed: Any = None, **told: Any) -> Path:
     """Summaries of an HSDP job on four ranks; `changed` alters what rank 1 left."""
     (directory / "ranks").mkdir(parents=True)
     for rank in range(4):
-        line = json.loads(head(hsdp(rank, launch="this")))
+        line = json.loads(summary_line(hsdp(rank, launch="this")))
         if rank == 1 and changed:
             changed(line["summary"])
         record_file(directory, rank).write_bytes(json.dumps(line).encode() + b"\n")

@@ -13,8 +13,8 @@ from torch import nn
 from harness.core.probe.clock import Clock
 from harness.core.probe.collectives import CollectiveRecorder
 from harness.core.probe.pipeline import PipelineRecorder
-from harness.recording.inputs import INPUTS, begins_of, inputs_of
-from harness.recording.seen import Seen
+from harness.recording.inputs import MOST_INPUTS, inputs_of, sample_begins
+from harness.recording.seen import RankObserver
 
 TOKENS, MASK, ROWS = torch.arange(4).reshape(1, 4), torch.ones(1, 4, dtype=torch.int64), torch.rand(1, 4)
 
@@ -67,13 +67,15 @@ def test_where_there_is_only_a_mask_it_is_told_and_where_there_is_no_tensor_noth
 def test_samples_in_one_row_begin_where_positions_do(
     shape: tuple[int, ...], positions: torch.Tensor | None, begins: list[int] | None
 ) -> None:
-    found = begins_of((torch.ones(shape, dtype=torch.int64),), {"more": {"positions": positions}}, torch.ones(shape))
+    found = sample_begins(
+        (torch.ones(shape, dtype=torch.int64),), {"more": {"positions": positions}}, torch.ones(shape)
+    )
     assert begins == (None if found is None else found.nonzero().flatten().tolist())
 
 
 def test_a_model_that_is_called_with_a_batch_of_names_was_fed_its_tokens() -> None:
     clock, model = Clock(), nn.Linear(4, 4)
-    seen = Seen(clock, CollectiveRecorder(clock.where), PipelineRecorder(clock), lambda: 0.0)
+    seen = RankObserver(clock, CollectiveRecorder(clock.step_and_phase), PipelineRecorder(clock), lambda: 0.0)
     assert seen.attach(model)
     clock.enter_forward()
     seen.pass_begins(model, ({"attention_mask": MASK.bool(), "input_ids": TOKENS},), {})
@@ -90,4 +92,4 @@ def test_labels_and_noise_are_inputs_too_and_counts_of_a_batch_are_not() -> None
     for kwargs in ({"y": LABELS}, {"y": LABELS, "attention_mask": MASK, "num_items_in_batch": COUNT}):
         assert [id(one) for one in inputs_of((ROWS, NOISE), kwargs)] == [id(ROWS), id(NOISE), id(LABELS)]
     assert inputs_of((COUNT,), {}) == [COUNT]
-    assert len(inputs_of(tuple(torch.rand(1) for _ in range(20)), {})) == INPUTS
+    assert len(inputs_of(tuple(torch.rand(1) for _ in range(20)), {})) == MOST_INPUTS

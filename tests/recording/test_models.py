@@ -12,11 +12,11 @@ from harness.core.probe.clock import Clock
 from harness.core.probe.collectives import CollectiveRecorder
 from harness.core.probe.pipeline import PipelineRecorder
 from harness.recording.digests import digest
-from harness.recording.seen import Seen
+from harness.recording.seen import RankObserver
 
 
-def seen_at(clock: Clock) -> Seen:
-    return Seen(clock, CollectiveRecorder(clock.where), PipelineRecorder(clock), lambda: 0.0)
+def seen_at(clock: Clock) -> RankObserver:
+    return RankObserver(clock, CollectiveRecorder(clock.step_and_phase), PipelineRecorder(clock), lambda: 0.0)
 
 
 def train(clock: Clock) -> None:
@@ -25,7 +25,7 @@ def train(clock: Clock) -> None:
     clock.leave_optimizer()
 
 
-def train_with(seen: Seen, clock: Clock, optimizer: torch.optim.Optimizer) -> None:
+def train_with(seen: RankObserver, clock: Clock, optimizer: torch.optim.Optimizer) -> None:
     clock.enter_forward()
     clock.leave_forward()
     seen.optimizer_begins(optimizer)
@@ -35,7 +35,7 @@ def train_with(seen: Seen, clock: Clock, optimizer: torch.optim.Optimizer) -> No
     seen.optimizer_ended(optimizer)
 
 
-def names(seen: Seen) -> list[str]:
+def names(seen: RankObserver) -> list[str]:
     return [tensor.fqn for tensor in seen.evidence(0, 1).parameters]
 
 
@@ -78,7 +78,7 @@ def test_a_wrapper_of_a_model_that_was_called_alone_takes_its_place_among_names(
     assert names(seen) == ["weight", "bias", "model2.weight", "model2.bias"]
 
 
-def step_on_a_copy(seen: Seen, clock: Clock, model: nn.Linear, *, gathers: bool) -> None:
+def step_on_a_copy(seen: RankObserver, clock: Clock, model: nn.Linear, *, gathers: bool) -> None:
     """As ZeRO by hand; the optimizer has no parameter of the model."""
     clock.enter_forward()
     seen.pass_begins(model, (torch.ones(1, 2),), {})

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_recorded_jobs import record
 
-from harness.recording.injection import why_nothing
+from harness.recording.injection import why_no_evidence
 
 
 def test_a_job_that_ignores_its_environment_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +129,7 @@ def test_of_two_ranks_that_raised_the_one_that_lost_its_peer_is_not_the_one_quot
         (tmp_path / "processes" / f"{name}.raised").write_text(text)
     for state in ("started", "raised"):
         (tmp_path / "processes" / f"a helper.{state}").write_text("OSError: of a process that is no rank")
-    told = why_nothing(tmp_path, ["torchrun", "train.py"], 1)
+    told = why_no_evidence(tmp_path, ["torchrun", "train.py"], 1)
     assert told == "2 Python processes imported torch; 1 raised before training anything: ValueError: no such option"
 
 
@@ -148,7 +148,7 @@ def test_a_rank_that_left_by_itself_is_told_where_others_only_lost_it(tmp_path: 
     for name in ("a.started", "a.torch", "b.started", "b.torch"):
         (tmp_path / "processes" / name).touch()
     (tmp_path / "processes" / "a.raised").write_text(error)
-    told = why_nothing(tmp_path, ["torchrun", "train.py"], 1)
+    told = why_no_evidence(tmp_path, ["torchrun", "train.py"], 1)
     assert told == f"2 Python processes imported torch; {first}1 raised before training anything: {error}"
 
 
@@ -157,7 +157,7 @@ def test_ranks_that_raised_the_same_but_for_their_number_are_counted_together(tm
     for rank in (0, 1):
         for state, text in (("started", ""), ("torch", ""), ("raised", f"ValueError: rank {rank} has no device")):
             (tmp_path / "processes" / f"here-{rank}.{state}").write_text(text)
-    told = why_nothing(tmp_path, ["torchrun", "train.py"], 1)
+    told = why_no_evidence(tmp_path, ["torchrun", "train.py"], 1)
     assert (
         told == "2 Python processes imported torch; 2 raised before training anything: ValueError: rank 0 has no device"
     )
@@ -165,5 +165,5 @@ def test_ranks_that_raised_the_same_but_for_their_number_are_counted_together(tm
 
 def test_where_a_signal_came_before_a_rank_started_pythonpath_is_not_blamed(tmp_path: Path) -> None:
     (tmp_path / "processes").mkdir()
-    told = why_nothing(tmp_path, ["torchrun", "train.py"], -signal.SIGINT)
+    told = why_no_evidence(tmp_path, ["torchrun", "train.py"], -signal.SIGINT)
     assert told.endswith("no rank's Python process had started") and "PYTHONPATH" not in told

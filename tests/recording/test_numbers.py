@@ -9,7 +9,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from harness.core.probe.clock import Account, Clock
 from harness.recording.digests import row_digests
-from harness.recording.numbers import Numbers, see_scalers
+from harness.recording.numbers import NumbersRecorder, watch_scalers
 
 
 def test_a_norm_of_half_a_million_elements_is_measured() -> None:
@@ -19,7 +19,7 @@ def test_a_norm_of_half_a_million_elements_is_measured() -> None:
     model.weight.grad = sizes
     exact = float(torch.linalg.vector_norm(sizes, dtype=torch.float64))
     clock = Clock()
-    numbers = Numbers(clock)
+    numbers = NumbersRecorder(clock)
     numbers.note_norms_off([model])
     off = abs(float(torch.linalg.vector_norm(sizes)) / exact - 1)
     assert numbers.norms_off.get(clock.step) == pytest.approx(off)
@@ -28,25 +28,25 @@ def test_a_norm_of_half_a_million_elements_is_measured() -> None:
 def test_what_a_later_stage_of_the_same_rank_is_fed_is_no_sample() -> None:
     """Interleaved pipelines have several stages on a rank. The first one gets tokens, and the others what it made of them."""
     clock = Clock()
-    clock.account, numbers = Account(1), Numbers(clock)
+    clock.account, numbers = Account(1), NumbersRecorder(clock)
     tokens = torch.arange(12).reshape(2, 6)
     for inputs in (tokens, torch.rand(2, 6, 4)):
         numbers.pass_begins([], inputs)
-    left = numbers.left(0, 2, "", ())
+    left = numbers.build_sketches(0, 2, "", ())
     assert left.passes == {1: (tuple(row_digests(tokens)[0].tolist()),)}
-    numbers.fed = numbers.fed[1:]
-    assert len(numbers.left(0, 2, "", ()).passes[1][0]) == 2, "without tokens, rows of floats may be samples"
+    numbers.pass_inputs = numbers.pass_inputs[1:]
+    assert len(numbers.build_sketches(0, 2, "", ()).passes[1][0]) == 2, "without tokens, rows of floats may be samples"
 
 
 def test_passes_of_a_step_that_a_loss_scaler_leaves_out_are_fed_nothing() -> None:
     clock, model = Clock(), nn.Linear(2, 1)
-    numbers, scaler = Numbers(clock), torch.amp.GradScaler("cpu", init_scale=2.0)
+    numbers, scaler = NumbersRecorder(clock), torch.amp.GradScaler("cpu", init_scale=2.0)
     optimizer, rows = torch.optim.SGD(model.parameters()), [torch.full((1, 2), value) for value in (torch.inf, 1.0)]
     optimizer.register_step_pre_hook(lambda *_: clock.enter_optimizer())
     optimizer.register_step_post_hook(lambda *_: clock.leave_optimizer())
     kept = torch.amp.GradScaler.step, torch.amp.GradScaler.update, ShardedGradScaler.update
     try:
-        see_scalers(clock, numbers.note_scale)
+        watch_scalers(clock, numbers.note_scale)
         for row in rows:
             clock.enter_forward()
             numbers.pass_begins([], row)
@@ -58,6 +58,6 @@ def test_passes_of_a_step_that_a_loss_scaler_leaves_out_are_fed_nothing() -> Non
             optimizer.zero_grad()
     finally:
         torch.amp.GradScaler.step, torch.amp.GradScaler.update, ShardedGradScaler.update = kept
-    left = numbers.left(0, 1, "", ())
+    left = numbers.build_sketches(0, 1, "", ())
     assert left.passes == {1: (tuple(row_digests(rows[1])[0].tolist()),)}
     assert left.scales == {1: 1.0}

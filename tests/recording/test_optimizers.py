@@ -13,7 +13,7 @@ from harness.core.probe.collectives import CollectiveRecorder
 from harness.core.probe.pipeline import PipelineRecorder
 from harness.recording.digests import digest
 from harness.recording.optimizers import Optimizers, gradient_bytes
-from harness.recording.seen import Seen
+from harness.recording.seen import RankObserver
 
 
 def sgd() -> torch.optim.Optimizer:
@@ -22,13 +22,13 @@ def sgd() -> torch.optim.Optimizer:
 
 def test_an_optimizer_that_has_others_step_for_it_is_none_itself() -> None:
     seen, container, inner = Optimizers(), torch.optim.Adam([nn.Parameter(torch.zeros(1))]), sgd()
-    seen.begins(container)
-    seen.begins(inner)
+    seen.begin_step(container)
+    seen.begin_step(inner)
     stepped = {id(each.param_groups[0]["params"][0]) for each in (container, inner)}
-    assert (seen.ended(inner), seen.ended(container)) == (set(), stepped)
+    assert (seen.end_step(inner), seen.end_step(container)) == (set(), stepped)
     assert list(seen) == [inner]
-    assert seen.owned() == stepped
-    assert [text.partition("(")[0] for text in seen.texts] == ["SGD in Adam"]
+    assert seen.parameter_ids() == stepped
+    assert [text.partition("(")[0] for text in seen.settings_texts] == ["SGD in Adam"]
 
 
 class Listed(torch.optim.Optimizer, list[torch.optim.Optimizer]):
@@ -43,18 +43,18 @@ def test_a_container_that_is_a_list_and_so_has_no_hash_is_none_itself() -> None:
     seen, inner = Optimizers(), sgd()
     for optimizers in ((Listed(inner), inner), (Listed(inner), inner)):
         for each in optimizers:
-            seen.begins(each)
+            seen.begin_step(each)
         for each in reversed(optimizers):
-            seen.ended(each)
+            seen.end_step(each)
     assert [id(each) for each in seen] == [id(inner)]
-    assert [text.partition("(")[0] for text in seen.texts] == ["SGD in Listed"]
+    assert [text.partition("(")[0] for text in seen.settings_texts] == ["SGD in Listed"]
 
 
 def test_an_optimizer_that_is_a_list_and_steps_by_itself_is_one() -> None:
     seen, one, other = Optimizers(), Listed(sgd()), Listed(sgd())
     for each in (one, other, one):
-        seen.begins(each)
-        seen.ended(each)
+        seen.begin_step(each)
+        seen.end_step(each)
     assert [id(each) for each in seen] == [id(one), id(other)]
 
 
@@ -73,7 +73,7 @@ class Broadcasting(torch.optim.Optimizer):
 
 def test_contents_are_those_after_the_outermost_step() -> None:
     clock, model = Clock(), nn.Linear(1, 1)
-    seen = Seen(clock, CollectiveRecorder(clock.where), PipelineRecorder(clock), lambda: 0.0)
+    seen = RankObserver(clock, CollectiveRecorder(clock.step_and_phase), PipelineRecorder(clock), lambda: 0.0)
     assert seen.attach(model)
     optimizer = Broadcasting(model.weight, model.bias)
     model(torch.ones(1)).sum().backward()
@@ -97,18 +97,20 @@ def test_each_value_that_groups_of_parameters_have_is_told_and_that_a_schedule_c
     for betas in ((0.95, 0.999), (0.9, 0.999), (0.85, 0.999)):
         for group in optimizer.param_groups:
             group["betas"] = betas
-        seen.begins(optimizer)
-        seen.ended(optimizer)
-    assert seen.texts == ("AdamW(betas (0.95, 0.999) at first, eps 1e-08, weight_decay 0.1 and 0.0, amsgrad False)",)
+        seen.begin_step(optimizer)
+        seen.end_step(optimizer)
+    assert seen.settings_texts == (
+        "AdamW(betas (0.95, 0.999) at first, eps 1e-08, weight_decay 0.1 and 0.0, amsgrad False)",
+    )
 
 
 def test_optimizers_that_step_one_after_the_other_are_two_whatever_raised_before() -> None:
     seen, one, other = Optimizers(), sgd(), sgd()
-    seen.begins(one)
+    seen.begin_step(one)
     seen.pass_begins()
     for optimizer in (one, other):
-        seen.begins(optimizer)
-        assert seen.ended(optimizer)
+        seen.begin_step(optimizer)
+        assert seen.end_step(optimizer)
     assert {id(each) for each in seen} == {id(one), id(other)}
 
 
@@ -131,7 +133,7 @@ def test_sparse_gradients_are_counted_by_their_indices_and_values_and_apart_from
 
 def test_a_gradient_that_an_optimizer_inside_backward_has_used_up_was_there() -> None:
     clock, model = Clock(), nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
-    seen = Seen(clock, CollectiveRecorder(clock.where), PipelineRecorder(clock), lambda: 0.0)
+    seen = RankObserver(clock, CollectiveRecorder(clock.step_and_phase), PipelineRecorder(clock), lambda: 0.0)
     model[1].weight.requires_grad_(False)
     assert seen.attach(model)
     for parameter in (p for p in model.parameters() if p.requires_grad):
@@ -153,7 +155,7 @@ def test_a_gradient_that_an_optimizer_inside_backward_has_used_up_was_there() ->
 
 def test_gradients_that_a_closure_brings_inside_the_step_were_found_there() -> None:
     clock, model = Clock(), nn.Linear(1, 1)
-    seen = Seen(clock, CollectiveRecorder(clock.where), PipelineRecorder(clock), lambda: 0.0)
+    seen = RankObserver(clock, CollectiveRecorder(clock.step_and_phase), PipelineRecorder(clock), lambda: 0.0)
     assert seen.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -174,6 +176,6 @@ def test_settings_that_come_back_from_a_checkpoint_as_lists_are_the_same() -> No
     seen, optimizer = Optimizers(), torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.1)
     for betas in ((0.9, 0.999), [0.9, 0.999]):
         optimizer.param_groups[0]["betas"] = betas
-        seen.begins(optimizer)
-        seen.ended(optimizer)
-    assert seen.texts == ("AdamW(betas (0.9, 0.999), eps 1e-08, weight_decay 0.01, amsgrad False)",)
+        seen.begin_step(optimizer)
+        seen.end_step(optimizer)
+    assert seen.settings_texts == ("AdamW(betas (0.9, 0.999), eps 1e-08, weight_decay 0.01, amsgrad False)",)

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from forked_jobs import Main
 
-from harness.core.case.layout import layout
+from harness.core.case.layout import parse_layout
 from harness.core.evidence.records import OwnGroup
 from harness.core.judge.result import Verdict
-from harness.core.judge.separate_models import joined_sets
+from harness.core.judge.separate_models import connected_rank_sets
 from harness.core.probe.clock import Clock
-from harness.recording.judged.recorded_layout import judged
+from harness.recording.judged.recorded_layout import judge_recording
 from harness.recording.judged.stored_recording import Recording, load_recording
-from harness.recording.pages.recording_page import page
+from harness.recording.pages.recording_page import recording_text
 from harness.recording.progress import Progress
 from harness.recording.trace import TracedCollectives
 
@@ -41,7 +41,7 @@ def recorded(how: str, folder: Path, monkeypatch: pytest.MonkeyPatch, forked_mai
 
 
 def verdicts(recording: Recording) -> dict[str, Verdict]:
-    results, _ = judged(recording, layout("dp_replicate=2", 2))
+    results, _ = judge_recording(recording, parse_layout("dp_replicate=2", 2))
     return {result.check: result.verdict for result in results}
 
 
@@ -67,8 +67,8 @@ def test_what_runs_over_a_group_without_ranks_is_on_record_and_not_judged(
         assert {c.step: (c.calls, c.bytes) for c in group.calls} == {step: (2, GRADIENTS) for step in (1, 2, 3)}
     found = verdicts(recording)
     assert {found[check] for check in ON_MEMBERS} == {Verdict.UNKNOWN}
-    assert joined_sets([*recording.summaries.values()]) == ()
-    assert "trains alone" not in " ".join(page(recording).split())
+    assert connected_rank_sets([*recording.summaries.values()]) == ()
+    assert "trains alone" not in " ".join(recording_text(recording).split())
 
 
 @pytest.mark.parametrize("how", ["backend_of_a_group", "registered_class", "registered_creator"])
@@ -113,7 +113,7 @@ def gloo(folder: Path) -> dist.ProcessGroup:
 
 
 def only(traced: TracedCollectives) -> OwnGroup:
-    (group,) = traced.own.settled()
+    (group,) = traced.own_groups.final_groups()
     return group
 
 
@@ -140,7 +140,7 @@ def test_where_it_was_made_is_a_line_outside_its_constructors(traced: TracedColl
 
     kept = [Own(2), Silent(2)]
     line = sys._getframe().f_lineno - 1
-    found = [(one.kind, one.made, one.size, one.issued) for one in traced.own.settled()]
+    found = [(one.kind, one.made, one.size, one.issued) for one in traced.own_groups.final_groups()]
     assert found == [("Own", f"test_own_groups.py:{line}", 2, 0), ("Silent", f"test_own_groups.py:{line}", None, 0)]
     assert kept
 
@@ -167,5 +167,5 @@ def test_a_method_that_raises_still_raises_and_leaves_nothing_behind(traced: Tra
     with pytest.raises(KeyError, match="its own"):
         dist.all_reduce(torch.ones(1), group=broken)
     gloo(tmp_path).allreduce([torch.ones(1)]).wait()
-    assert {one.kind: one.issued for one in traced.own.settled()} == {"Broken": 1, "ProcessGroupGloo": 1}
+    assert {one.kind: one.issued for one in traced.own_groups.final_groups()} == {"Broken": 1, "ProcessGroupGloo": 1}
     assert traced.failed == ""

@@ -13,13 +13,13 @@ from literal_recording import summary, with_changes
 from harness.core.case.dims import ParallelDims
 from harness.core.cli import main
 from harness.core.cli.exit_codes import BROKEN
-from harness.core.evidence.recording import RankRecord, head, record_file, save_record
+from harness.core.evidence.recording import RankRecord, record_file, save_record, summary_line
 from harness.core.evidence.records import RankEvidence
 from harness.core.judge.result import Verdict
 from harness.recording import place
-from harness.recording.folders import JOB, job_folders
+from harness.recording.folders import JOB_FILE, job_folders
 from harness.recording.judged.anomalies import anomalies
-from harness.recording.judged.recorded_layout import judged
+from harness.recording.judged.recorded_layout import judge_recording
 from harness.recording.judged.stored_recording import Recording, load_recording
 from harness.recording.pages.recording_jobs import job_rows
 from harness.recording.pages.recording_layout import jobs_report
@@ -28,14 +28,14 @@ SCRIPT = str(Path(__file__).parents[1] / "two_jobs_script.py")
 
 
 def of_job(monkeypatch: pytest.MonkeyPatch, **names: str) -> None:
-    for name in (*place.OF_JOB, "TORCHELASTIC_RESTART_COUNT"):
+    for name in (*place.JOB_VARIABLES, "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     for name, text in names.items():
         monkeypatch.setenv(name, text)
 
 
 def claimed(directory: Path, rank: int) -> str:
-    folder = place.claimed(directory, rank)
+    folder = place.claim_folder(directory, rank)
     assert folder is not None
     return str(folder.relative_to(directory))
 
@@ -92,10 +92,10 @@ def stored(directory: Path, jobs: int) -> Recording:
     for number, folder in zip(range(jobs), job_folders(directory), strict=False):
         (folder / "processes").mkdir(parents=True)
         (folder / "ranks").mkdir()
-        (folder / "processes" / JOB).write_text(f"MASTER_PORT={number}")
+        (folder / "processes" / JOB_FILE).write_text(f"MASTER_PORT={number}")
         for rank in range(2):
             one = summary(rank, 2, launch="this", ended="" if rank else "ok")
-            record_file(folder, rank).write_bytes(head(one))
+            record_file(folder, rank).write_bytes(summary_line(one))
             told = json.dumps({"host": "h", "pid": 20 + 2 * number + rank, "parent": 10 + number})
             (folder / "processes" / f"rank_{rank:05d}.0").write_text(told)
     (directory / "recording.json").write_text(json.dumps({"launch": "this", "command": "train", "code": 1}))
@@ -112,11 +112,15 @@ def test_each_of_several_jobs_is_judged_by_a_layout_of_its_own_ranks_and_by_no_o
             evidence = RankEvidence(rank, 2, parameters=(), groups=(), collectives=(), steps=())
             save_record(record_file(job.directory, rank), left, RankRecord(evidence, (), ended="ok", steps_seen=1))
     both = load_recording(tmp_path)
-    found = [{one.check: one.verdict for one in judged(job, ParallelDims(dp_replicate=2))[0]} for job in both.jobs]
+    found = [
+        {one.check: one.verdict for one in judge_recording(job, ParallelDims(dp_replicate=2))[0]} for job in both.jobs
+    ]
     assert [one["samples"] for one in found] == [Verdict.PASS, Verdict.FAIL]
-    of_all = [judged(job, ParallelDims(dp_replicate=4)) for job in both.jobs]
+    of_all = [judge_recording(job, ParallelDims(dp_replicate=4)) for job in both.jobs]
     assert {one.verdict for results, _ in of_all for one in results} == {Verdict.UNKNOWN}
-    lines = jobs_report(ParallelDims(dp_replicate=2), [judged(job, ParallelDims(dp_replicate=2)) for job in both.jobs])
+    lines = jobs_report(
+        ParallelDims(dp_replicate=2), [judge_recording(job, ParallelDims(dp_replicate=2)) for job in both.jobs]
+    )
     assert lines[0].startswith("FAIL") and [line.split()[:3] for line in lines if line.startswith("  job")] == [
         ["job", "1", "UNKNOWN,"],
         ["job", "2", "FAIL,"],

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from harness.recording.boxes import boxes_of_dims, chunk_of, rows_between, rows_of_interval
-from harness.recording.sketches import BUCKETS, Box, boxes_of, place_text
-from harness.recording.sketching import Sketcher, alter, width_of
+from harness.recording.sketches import BUCKETS, Box, boxes_of_text, text_of_boxes
+from harness.recording.sketching import Sketcher, alter_by_rounding, columns_of
 
 SHAPES = [(7,), (6, 4), (5, 3, 2), (90, 60), ()]
 """Of one, slices are small and the whole is not: their buckets are looked up in other ways."""
@@ -90,19 +90,19 @@ def test_the_length_of_a_difference_estimates_the_distance(wrong: str) -> None:
 def test_any_layout_alters_weights_alike() -> None:
     tensor = torch.randn((6, 4), generator=torch.Generator().manual_seed(3))
     full = tensor.clone()
-    alter(full.view(-1), "a", whole((6, 4)), width_of((6, 4)), 2.0**-8)
+    alter_by_rounding(full.view(-1), "a", whole((6, 4)), columns_of((6, 4)), 2.0**-8)
     assert not torch.equal(full, tensor) and torch.allclose(full, tensor, rtol=2.0**-8)
     for slices in cuts((6, 4)):
         for boxes in slices:
             part = torch.cat([taken(tensor, box) for box in boxes]) if boxes else torch.empty(0)
-            alter(part, "a", boxes, 4, 2.0**-8)
+            alter_by_rounding(part, "a", boxes, 4, 2.0**-8)
             wanted = torch.cat([taken(full, box) for box in boxes]) if boxes else torch.empty(0)
             assert torch.equal(part, wanted)
 
 
 def test_a_place_in_words_is_read_again() -> None:
     boxes = (Box(((0, 2), (4, 6)), ((1, 3),)), Box(((7, 8),), ((0, 1),)))
-    assert boxes_of(place_text(boxes)) == boxes
+    assert boxes_of_text(text_of_boxes(boxes)) == boxes
 
 
 def test_what_is_kept_of_rows_and_columns_is_bounded() -> None:

@@ -20,7 +20,7 @@ from harness.recording.trace import TracedCollectives
 @pytest.fixture
 def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TracedCollectives]:
     """Of a group of one, in steps of which none is chosen."""
-    monkeypatch.setattr(trace, "MOST", 2)
+    monkeypatch.setattr(trace, "MOST_BACKGROUND", 2)
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     clock = Clock()
     recorder = TracedCollectives(clock, lambda: False, Progress(clock))
@@ -41,7 +41,7 @@ def test_of_other_threads_the_first_collectives_are_recorded_whichever_step_is_c
     thread = threading.Thread(target=beside)
     thread.start()
     thread.join()
-    assert [(call.step, call.phase, call.bytes) for call in traced.settled()] == [
+    assert [(call.step, call.phase, call.bytes) for call in traced.final_records()] == [
         (0, "background", 4),
         (0, "background", 8),
     ]
@@ -49,7 +49,7 @@ def test_of_other_threads_the_first_collectives_are_recorded_whichever_step_is_c
 
 
 def test_a_few_collectives_before_the_last_one_are_known_the_latest_first(traced: TracedCollectives) -> None:
-    for _ in range(trace.BEFORE + 2):
+    for _ in range(trace.MOST_BEFORE + 2):
         dist.all_reduce(torch.ones(1))
     dist.broadcast(torch.ones(1), 0)
     dist.barrier()
@@ -59,7 +59,7 @@ def test_a_few_collectives_before_the_last_one_are_known_the_latest_first(traced
         "broadcast",
         "all_reduce",
     ]
-    assert (traced.last.seq, len(traced.last.before)) == (trace.BEFORE + 4, trace.BEFORE)
+    assert (traced.last.seq, len(traced.last.before)) == (trace.MOST_BEFORE + 4, trace.MOST_BEFORE)
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -69,7 +69,7 @@ def test_a_thread_that_issues_over_the_group_of_training_meanwhile_is_on_record(
     clock, trains, summed = Clock(), threading.get_ident(), list[bool]()
     recorder = TracedCollectives(clock, lambda: True, Progress(clock))
     recorder.install()
-    recorder.leave_beside(tmp_path / "rank_00000.record", finished=False)
+    recorder.write_concurrent_beside(tmp_path / "rank_00000.record", finished=False)
 
     def sums() -> None:
         while (sys._current_frames()[trains].f_globals["__name__"] == "threading") is not waits:
@@ -85,10 +85,10 @@ def test_a_thread_that_issues_over_the_group_of_training_meanwhile_is_on_record(
         while not waits and not summed:
             torch.ones(1).add_(1)
         thread.join()
-        found = [(one.ranks, one.ops, one.threads, one.trains) for one in recorder.beside]
+        found = [(one.ranks, one.ops, one.threads, one.trains) for one in recorder.concurrent_calls]
         assert found == ([] if waits else [((0,), ("all_reduce",), ("sums",), ("broadcast",))])
         assert (tmp_path / "rank_00000.beside").exists() is not waits
-        recorder.leave_beside(tmp_path / "rank_00000.record", finished=True)
+        recorder.write_concurrent_beside(tmp_path / "rank_00000.record", finished=True)
         assert not (tmp_path / "rank_00000.beside").exists()
     finally:
         recorder.remove()

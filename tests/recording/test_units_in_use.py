@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from harness.core.probe.resharding import after_forward
-from harness.core.probe.structure import switches, wrappers
+from harness.core.probe.resharding import measure_after_forward
+from harness.core.probe.structure import fsdp2_switches, wrapper_evidence
 
 
 def test_a_unit_of_which_a_module_has_yet_to_run_is_not_looked_at() -> None:
@@ -22,9 +22,9 @@ def test_a_unit_of_which_a_module_has_yet_to_run_is_not_looked_at() -> None:
     )
     group = SimpleNamespace(fsdp_params=[unit], _training_state=SimpleNamespace(name="FORWARD"))
     model[1]._get_fsdp_state = lambda: SimpleNamespace(_fsdp_param_group=group)
-    assert set(after_forward(model, finished_only=True).bytes) == {"0.weight", "0.bias"}
+    assert set(measure_after_forward(model, finished_only=True).bytes) == {"0.weight", "0.bias"}
     group._training_state.name = "IDLE"
-    assert after_forward(model, finished_only=True).bytes["1.weight"] == 48
+    assert measure_after_forward(model, finished_only=True).bytes["1.weight"] == 48
 
 
 def test_a_unit_that_is_told_not_to_be_gathered_in_backward_claims_so() -> None:
@@ -33,7 +33,7 @@ def test_a_unit_that_is_told_not_to_be_gathered_in_backward_claims_so() -> None:
         told = {"mesh_info": None, "post_forward_mesh_info": None, "fsdp_params": [], "unshard_in_backward": gathers}
         state = SimpleNamespace(_fsdp_param_group=SimpleNamespace(**told))
         module._get_fsdp_state = lambda state=state: state
-    assert {name: unit.backward_gathers for name, unit in wrappers([model]).items()} == {"0": False, "1": True}
+    assert {name: unit.backward_gathers for name, unit in wrapper_evidence([model]).items()} == {"0": False, "1": True}
 
 
 def test_what_fsdp2_was_told_otherwise_than_usual_is_seen_in_each_module_and_in_the_root() -> None:
@@ -51,12 +51,12 @@ def test_what_fsdp2_was_told_otherwise_than_usual_is_seen_in_each_module_and_in_
             _states_to_backward_prefetch=[],
         )
         module._get_fsdp_state = lambda state=states[module]: state
-    assert switches([model]) == {}
+    assert fsdp2_switches([model]) == {}
     first, second, root = (states[module] for module in (*model, model))
     first._fsdp_param_group = SimpleNamespace(fsdp_params=[SimpleNamespace(pin_memory=True)], unshard_in_backward=False)
     first._states_to_forward_prefetch, second._mp_policy.cast_forward_inputs = [second], False
     root._state_ctx.post_optim_event, root._mp_policy.output_dtype = object(), torch.float32
-    assert switches([model]) == {
+    assert fsdp2_switches([model]) == {
         "": ("output_dtype float32", "post_optim_event"),
         "0": ("unshard_in_backward off", "offload to pinned memory", "forward prefetch of 1"),
         "1": ("cast_forward_inputs off",),

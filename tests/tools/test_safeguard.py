@@ -97,7 +97,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     table = tmp_path / "table"
     table.mkdir()
     monkeypatch.setattr(safeguard, "TABLE", table)
-    monkeypatch.setattr(safeguard, "digest", lambda options: f"sources of {options.fault}")
+    monkeypatch.setattr(safeguard, "digest_of_run", lambda options: f"sources of {options.fault}")
     out = tmp_path / "out"
     put(out, "fsdp_2", "default")
     put(out, "fsdp_4", "nightly")

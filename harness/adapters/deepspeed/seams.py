@@ -17,20 +17,20 @@ def note_engine(engine: Any) -> int:
     """The stage of ZeRO that it runs. With 0 its clipping and DDP are noted."""
     ranks = range(dist.get_world_size())
     stage = int(engine.zero_optimization_stage())
-    engine.allreduce_gradients = _within(reducing_gradients, engine.allreduce_gradients)
+    engine.allreduce_gradients = _call_within(reducing_gradients, engine.allreduce_gradients)
     if stage == 0:
         if len(ranks) > 1:
             note_wrapper(engine, "ddp", replicate_ranks=ranks)
-        engine.clip_fp32_gradients = _after(note_gradients, engine.clip_fp32_gradients)
+        engine.clip_fp32_gradients = _call_after(note_gradients, engine.clip_fp32_gradients)
         return stage
     zero = engine.optimizer
     note_wrapper(engine, f"zero{stage}", shard_ranks=ranks)
     note_shards(engine, (PartitionedParameters if stage == 3 else Vectors)(engine.module, zero))
-    zero.unscale_and_clip_grads = _after(note_gradients, zero.unscale_and_clip_grads)
+    zero.unscale_and_clip_grads = _call_after(note_gradients, zero.unscale_and_clip_grads)
     return stage
 
 
-def _within(context: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def _call_within(context: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
     def inside(*args: Any, **kwargs: Any) -> Any:
         with context():
             return function(*args, **kwargs)
@@ -38,9 +38,9 @@ def _within(context: Callable[[], Any], function: Callable[..., Any]) -> Callabl
     return inside
 
 
-def _after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
-    def then(*args: Any, **kwargs: Any) -> Any:
+def _call_after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    def call_both(*args: Any, **kwargs: Any) -> Any:
         first()
         return function(*args, **kwargs)
 
-    return then
+    return call_both

@@ -18,7 +18,10 @@ def choose(device: str) -> None:
 
 
 def lend(device: str) -> None:
-    """Stub it before its state is made. With `use_cpu` it would silently run DDP."""
+    """Have Accelerate prepare gloo for several processes on CPU; do nothing on other devices.
+
+    Call it before Accelerate's state is made. With `use_cpu` it would silently run DDP.
+    """
     if device != "cpu":
         return
     import deepspeed  # noqa: F401

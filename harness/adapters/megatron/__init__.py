@@ -93,16 +93,16 @@ class Megatron(Adapter):
             own_model=True,
             loss_in_forward=True,
             gathers_input_again=True,
-            zero_layout=FlatLayout(order=_order(case), reverse=True, starts=64, whole=128),
+            zero_layout=FlatLayout(order=_tensor_order(case), reverse=True, starts=64, whole=128),
             zero_gathers_late=self.overlap_param_gather,
             allow=tuple(_allowances(case)),
         )
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
-        return tuple(_replaced(case, device))
+        return tuple(_replaced_parts(case, device))
 
     def unsupported(self, case: Case) -> str | None:
-        return _missing(self.where) or next(_obstacles(case), None)
+        return _missing_text(self.where) or next(_obstacles(case), None)
 
     def fqn(self, name: str) -> str:
         for saved, own in SAVED_AS.items():
@@ -117,7 +117,7 @@ class Megatron(Adapter):
         names_of_blocks = {}
         for block in (f"layers.{n}" for n in range(case.model.n_layers)):
             names_of_blocks[f"{block}.attention.wqkv.weight"], names_of_blocks[f"{block}.feed_forward.w13.weight"] = (
-                _fused(case, block)
+                _fused_names(case, block)
             )
         return names_of_blocks
 
@@ -142,18 +142,21 @@ class Megatron(Adapter):
         return MegatronTrainer(case, weights, device, self)
 
 
-def _fused(case: Case, block: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _fused_names(case: Case, block: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The blocks of linear_qkv and of linear_fc1, by what they are parts of."""
     qkv = tuple(f"{block}.attention.{name}.weight" for name in ("wq", "wk", "wv"))
     gated = tuple(f"{block}.feed_forward.{name}.weight" for name in ("w1", "w3"))
     return qkv * case.model.n_kv_heads, gated * case.dims.tp
 
 
-def _order(case: Case) -> tuple[tuple[str, ...], ...]:
-    """Return Megatron's tensors in the order of its modules, each with the blocks that a tp rank has of it."""
+def _tensor_order(case: Case) -> tuple[tuple[str, ...], ...]:
+    """Return a tuple for each of Megatron's tensors, in the order of its modules: names of the blocks that a tp rank has.
+
+    A tensor that is not fused is one block. The output is left out if the model has no parameter of that name.
+    """
     order: list[tuple[str, ...]] = [("tok_embeddings.weight",)]
     for block in (f"layers.{n}" for n in range(case.model.n_layers)):
-        qkv, gated = (parts[: len(parts) // case.dims.tp] for parts in _fused(case, block))
+        qkv, gated = (parts[: len(parts) // case.dims.tp] for parts in _fused_names(case, block))
         order += [(f"{block}.attention_norm.weight",), (f"{block}.attention.wo.weight",), qkv]
         order += [(f"{block}.ffn_norm.weight",), gated, (f"{block}.feed_forward.w2.weight",)]
     last = ("norm.weight", "output.weight")
@@ -178,7 +181,7 @@ def _obstacles(case: Case) -> Iterator[str]:
     for field in ("vocab_size", "n_kv_heads", "ffn_dim"):
         if getattr(model, field) % dims.tp:
             yield f"{field} {getattr(model, field)} is not divisible by tp {dims.tp}"
-    if model.rope_scaling is not None and _but_factor(model.rope_scaling) != _but_factor(LLAMA_3):
+    if model.rope_scaling is not None and _fields_but_factor(model.rope_scaling) != _fields_but_factor(LLAMA_3):
         yield "rope_scaling: Megatron has its frequencies and first length written into its code, but for the factor"
     yield from _obstacles_of_checkpoints(case) if case.resume or case.last_step else ()
     yield from beyond(case, KNOWN, "Megatron-core", saves=True)
@@ -193,7 +196,7 @@ def _obstacles_of_checkpoints(case: Case) -> Iterator[str]:
         yield f"checkpoints with optimizer {case.training.optimizer}: Megatron makes room for state that it reads of Adam alone"
 
 
-def _missing(where: str | None) -> str:
+def _missing_text(where: str | None) -> str:
     """Why there is none that this adapter can run; empty if there is. It is not imported for that."""
     folders = [where] if where else sys.path
     package_info = next(
@@ -213,11 +216,11 @@ def _version(package_info: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"^(?:MAJOR|MINOR) = (\d+)", package_info, re.MULTILINE))
 
 
-def _but_factor(scaling: RopeScaling) -> tuple[float, ...]:
+def _fields_but_factor(scaling: RopeScaling) -> tuple[float, ...]:
     return scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position
 
 
-def _replaced(case: Case, device: str) -> Iterator[str]:
+def _replaced_parts(case: Case, device: str) -> Iterator[str]:
     yield "rates and weight decay: OptimizerParamScheduler by the recipe's schedule, set in each group"
     if case.training.dtype == "float64":
         yield "casts: those to float32 leave float64 as it is (a float64 recipe)"

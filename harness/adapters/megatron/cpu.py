@@ -77,12 +77,12 @@ def answer_for_a_device() -> None:
 
 def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def make_on_cpu(*args: Any, **kwargs: Any) -> Any:
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = "cpu"
         return make(*args, **kwargs)
 
-    return made
+    return make_on_cpu
 
 
 def answer_for_types() -> None:
@@ -109,11 +109,11 @@ def mark_norms() -> None:
 
     original = WrappedTorchNorm.__new__
 
-    def marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+    def make_marked_norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
         plain = copy.copy(config)
         plain.sequence_parallel = False
         norm = original(cls, plain, *args, **kwargs)
         norm.weight.sequence_parallel = config.sequence_parallel
         return norm
 
-    WrappedTorchNorm.__new__ = marked
+    WrappedTorchNorm.__new__ = make_marked_norm

@@ -80,7 +80,7 @@ def _recomputation(case: Case) -> dict[str, Any]:
 def build_chunks(case: Case, config: TransformerConfig, weights: Path | None, adapter: Megatron) -> list[nn.Module]:
     """Return one model for each pipeline stage of this rank, in Megatron's DDP, with the seed weights."""
     numbers = [None] if case.stages_per_rank == 1 else range(case.stages_per_rank)
-    chunks = [_chunk(case, config, number) for number in numbers]
+    chunks = [_build_chunk(case, config, number) for number in numbers]
     cut = tensor_parallel(ps.get_tensor_model_parallel_rank(), case.dims.tp)
     load_weights(chunks, case, weights, adapter.fqn, adapter.rows(case), cut, adapter.fused(case))
     options = DistributedDataParallelConfig(
@@ -90,11 +90,11 @@ def build_chunks(case: Case, config: TransformerConfig, weights: Path | None, ad
     )
     wrapped = [DistributedDataParallel(config, options, chunk) for chunk in chunks]
     for chunk in wrapped:
-        _tell(chunk)
+        _note_layout(chunk)
     return wrapped
 
 
-def _chunk(case: Case, config: TransformerConfig, number: int | None) -> nn.Module:
+def _build_chunk(case: Case, config: TransformerConfig, number: int | None) -> nn.Module:
     """number: of the virtual stage; None without such."""
     model = case.model
     scaling = case.model.rope_scaling
@@ -118,7 +118,7 @@ def _chunk(case: Case, config: TransformerConfig, number: int | None) -> nn.Modu
     return chunk
 
 
-class _Numbered(nn.ModuleList):
+class _NumberedLayers(nn.ModuleList):
     """Layers that go by their number in the whole model, in the order in which they are in the stage."""
 
     first = 0
@@ -134,12 +134,12 @@ def _number_by_model(layers: Any) -> None:
     """
     modules = list(layers)
     if modules:
-        layers.__class__ = _Numbered
+        layers.__class__ = _NumberedLayers
         layers.first = modules[0].layer_number - 1
         layers._modules = {str(layer.layer_number - 1): layer for layer in modules}
 
 
-def _tell(chunk: nn.Module) -> None:
+def _note_layout(chunk: nn.Module) -> None:
     """Note what Megatron's DDP and its parallel layers have as their wrapper and placements.
 
     Around a single rank the DDP is not noted, for memory would allow it the buckets that torch's keeps there.

@@ -44,7 +44,7 @@ class MegatronTrainer(StartedTrainer):
     def __init__(self, case: Case, weights: Path | None, device: str, adapter: Megatron) -> None:
         self.case = case
         self.metrics = list[Metrics]()
-        self.device = _join(case, device)
+        self.device = _join_group(case, device)
         float64.preserve(case.training.dtype, *(f"megatron.core.{name}" for name in CASTING.split()))
         config = build_config(case, device)
         self.model_parts: list[nn.Module] = build_chunks(case, config, weights, adapter)
@@ -170,7 +170,7 @@ class MegatronTrainer(StartedTrainer):
         return float(total[0] / total[1])
 
 
-def _join(case: Case, device: str) -> torch.device:
+def _join_group(case: Case, device: str) -> torch.device:
     dims = case.dims
     if int(os.environ.get("WORLD_SIZE", 1)) != dims.world_size:
         raise ValueError(f"case {case.name!r}: {dims} = {dims.world_size} ranks, but WORLD_SIZE is another")
@@ -229,22 +229,22 @@ def _note_reductions() -> None:
 
 def _note_clipping(optimizer: Any) -> None:
     """Note gradients after prepare_grads: Megatron's own functions clip what it makes of the buffers."""
-    for inner_optimizer in _each(optimizer):
-        inner_optimizer.prepare_grads = _then_note(inner_optimizer.prepare_grads)
+    for inner_optimizer in _inner_optimizers(optimizer):
+        inner_optimizer.prepare_grads = _note_after(inner_optimizer.prepare_grads)
 
 
 def _note_shards(chunks: list[nn.Module], optimizer: Any) -> None:
     for chunk in (chunk for chunk in chunks if chunk.ddp_config.use_distributed_optimizer):
-        (inner_optimizer,) = _each(optimizer)
+        (inner_optimizer,) = _inner_optimizers(optimizer)
         shards = Ranges(chunk, inner_optimizer)
         note_shards(chunk, shards, shards.starts())
 
 
-def _each(optimizer: Any) -> Any:
+def _inner_optimizers(optimizer: Any) -> Any:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def _then_note(prepare: Any) -> Any:
+def _note_after(prepare: Any) -> Any:
     @functools.wraps(prepare)
     def prepared() -> bool:
         succeeded: bool = prepare()
@@ -274,7 +274,7 @@ class Actions:
             stage = ps.get_pipeline_model_parallel_rank() + self.degree * chunk
             note_action(stage, "F", self.begun[stage])
             result = original(func, iterator, model, *args, **kwargs)
-            self.places[id(_first(result[0]))] = stage, self.begun[stage]
+            self.places[id(_first_tensor(result[0]))] = stage, self.begun[stage]
             self.begun[stage] += 1
             return result
 
@@ -283,12 +283,12 @@ class Actions:
     def around_backward(self, original: Any) -> Any:
         @functools.wraps(original)
         def backward_step(given: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-            stage, microbatch = self.places.pop(id(_first(output)))
+            stage, microbatch = self.places.pop(id(_first_tensor(output)))
             note_action(stage, "B", microbatch)
             return original(given, output, *args, **kwargs)
 
         return backward_step
 
 
-def _first(tensors: Any) -> Any:
+def _first_tensor(tensors: Any) -> Any:
     return tensors[0] if isinstance(tensors, list) else tensors

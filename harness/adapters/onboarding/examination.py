@@ -9,24 +9,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.adapters.onboarding.names import remedies, to_known
+from harness.adapters.onboarding.names import known_line, remedies
 from harness.adapters.onboarding.skeleton import as_yaml
-from harness.adapters.onboarding.suppositions import suppose, with_own_rates
+from harness.adapters.onboarding.suppositions import fitting_suppositions, with_own_rates
 from harness.adapters.support.requests import NOT_PASSED_ON
 from harness.core import trainers
 from harness.core.case.case import Case
 from harness.core.causes import diagnose
-from harness.core.causes.localise import BY_ORDER
+from harness.core.causes.localise import ORDER_CHECKS
 from harness.core.checks import judge
 from harness.core.evidence.reading import read_json
-from harness.core.evidence.store import load
+from harness.core.evidence.store import load_stored
 from harness.core.judge.judgement import Judgement
 from harness.core.judge.losses import global_loss
 from harness.core.judge.result import Diagnosis, Result, Verdict
 from harness.core.judge.stored_trial import load_trial
 from harness.core.judge.trial import Trial
 from harness.core.report.cause_text import diagnosis_line, evidence_rows
-from harness.core.report.finding_text import sentence
+from harness.core.report.finding_text import finding_sentence
 from harness.core.run.options import Options, Unsupported
 from harness.core.run.rank_main import SHAPES_FILE
 from harness.core.run.reference_cache import reference_folder
@@ -62,7 +62,7 @@ def examine(cases: Sequence[Case], options: Options, tell: Tell, judged: dict[st
     unaccepted = list[Case]()
     judgements = list[Judgement]()
     for case in sorted(cases, key=lambda case: case.dims.world_size):
-        judgement = _run(case, options, tell)
+        judgement = _run_case_telling(case, options, tell)
         judgements.append(judgement)
         results = {result.check: result.verdict for result in judgement.results}
         if results.pop("golden", None) is Verdict.UNKNOWN:  # it says nothing of the trainer
@@ -70,7 +70,7 @@ def examine(cases: Sequence[Case], options: Options, tell: Tell, judged: dict[st
         worst_first = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS)
         verdict = next((possible for possible in worst_first if possible in results.values()), Verdict.UNKNOWN)
         judged[case.name] = verdict
-        tell(case.name, f"{verdict}: {_ran(judgement)}")
+        tell(case.name, f"{verdict}: {_run_text(judgement)}")
         if verdict is not Verdict.PASS:
             for label, text in explanation(judgement, options):
                 tell(label, text)
@@ -78,7 +78,7 @@ def examine(cases: Sequence[Case], options: Options, tell: Tell, judged: dict[st
     return Examination(judged, unaccepted=tuple(unaccepted), judgements=tuple(judgements))
 
 
-def _run(case: Case, options: Options, tell: Tell) -> Judgement:
+def _run_case_telling(case: Case, options: Options, tell: Tell) -> Judgement:
     """Run the case. Raises what `run_case` raises, after it has told the line for what an adapter is not known to pass on."""
     try:
         return run_case(case, options)
@@ -87,11 +87,11 @@ def _run(case: Case, options: Options, tell: Tell) -> Judgement:
         records = (case.dims, case.features, case.training, case.model)
         values = [getattr(record, field) for record in records if hasattr(record, field)]
         if NOT_PASSED_ON in str(reason) and values:
-            tell(case.name, to_known({field: values[0]}, options.trainer))
+            tell(case.name, known_line({field: values[0]}, options.trainer))
         raise
 
 
-def _ran(judgement: Judgement) -> str:
+def _run_text(judgement: Judgement) -> str:
     """Return in words how many steps ran on how many ranks, and which checks pass and fail."""
     passing_count = sum(result.verdict is Verdict.PASS for result in judgement.results)
     failing_text = ", ".join(result.check for result in judgement.results if result.verdict is Verdict.FAIL)
@@ -104,18 +104,18 @@ def _ran(judgement: Judgement) -> str:
 
 def explanation(judgement: Judgement, options: Options) -> list[Line]:
     """Return why a case did not pass, in lines: of the first explanation that has any."""
-    lines = list(_died(judgement, options))
-    for explain in (_another_dtype, _other_samples, in_another_order, _another_model):
+    lines = list(_explain_exit(judgement, options))
+    for explain in (_explain_dtype, _explain_samples, explain_order, _explain_model):
         lines = lines or list(explain(load_trial(judgement.folder), judgement, options))
     if judgement.diagnosis and not lines:
-        lines = list(_diagnosed(judgement.diagnosis))
+        lines = list(_cause_lines(judgement.diagnosis))
     if lines:
         return lines
     unknown = (result for result in judgement.results if result.verdict is Verdict.UNKNOWN and result.check != "golden")
     return [(result.check, f"could not be judged: {result.note}") for result in unknown]
 
 
-def _died(judgement: Judgement, options: Options) -> Iterator[Line]:
+def _explain_exit(judgement: Judgement, options: Options) -> Iterator[Line]:
     """Explain a rank that raised, perhaps for parameters that do not fit, or trained another number of steps."""
     completed = next(result for result in judgement.results if result.check == "completed")
     path = judgement.folder / "run" / SHAPES_FILE
@@ -124,7 +124,7 @@ def _died(judgement: Judgement, options: Options) -> Iterator[Line]:
         return
     if path.exists():
         shapes = {name: tuple(shape) for name, shape in read_json(path).items()}
-        yield from remedies(shapes, judgement.case, trainers.load(options.trainer), options.trainer)
+        yield from remedies(shapes, judgement.case, trainers.load_adapter(options.trainer), options.trainer)
         yield "", f"parameters are mapped by `fqn`, of NAMES: {options.trainer}"
         return
     ranks = load_trial(judgement.folder).ranks.values()
@@ -136,11 +136,11 @@ def _died(judgement: Judgement, options: Options) -> Iterator[Line]:
         yield "", f"case: training: {{steps: {steps}}}"
         return
     for finding in completed.findings[:2]:
-        yield "stopped", sentence(finding)
+        yield "stopped", finding_sentence(finding)
     yield "log", str(judgement.folder / "run" / "logs" / "rank_00.log")
 
 
-def _another_dtype(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
+def _explain_dtype(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
     """Explain parameters in another dtype than requested."""
     requested = trial.case.training.dtype
     dtypes = set[str]()
@@ -151,45 +151,45 @@ def _another_dtype(trial: Trial, judgement: Judgement, options: Options) -> Iter
         yield "", f'adapter: dtypes = ("{dtype}",), and `harness doctor --dtype {dtype}`'
 
 
-def _other_samples(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
+def _explain_samples(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
     """Explain tokens that are not the recipe's: no number can be the reference's then."""
     samples = next(result for result in judgement.results if result.check == "samples")
     for finding in samples.findings[:2]:
-        yield "samples", sentence(finding)
+        yield "samples", finding_sentence(finding)
     if samples.findings:
         from harness.adapters.onboarding import sample_orders  # with torch, which `harness --help` can do without
 
         file = Path(options.trainer)
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        for line in sample_orders.advice(trial, trainers.load(options.trainer), text, options.trainer):
+        for line in sample_orders.advice_lines(trial, trainers.load_adapter(options.trainer), text, options.trainer):
             yield "", line
 
 
-def in_another_order(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
+def explain_order(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
     """Test whether the model rounds at other places than the reference's, with the noise of another order of operations."""
-    broken = _broken(judgement.results)
-    if trial.case.exact or trial.traits.own_model or not broken or not broken <= BY_ORDER:
+    broken = _failing_checks(judgement.results)
+    if trial.case.exact or trial.traits.own_model or not broken or not broken <= ORDER_CHECKS:
         return
     folder = reference_folder(trial.case, options, (trial.case.golden_noise_key,))
-    reference = replace(trial.reference, noise=load(folder / "reference.npz", ReferenceRun).noise)
+    reference = replace(trial.reference, noise=load_stored(folder / "reference.npz", ReferenceRun).noise)
     plan = replace(trial.plan, traits=replace(trial.traits, own_model=True))
-    if not _broken(judge(replace(trial, plan=plan, reference=reference))):
+    if not _failing_checks(judge(replace(trial, plan=plan, reference=reference))):
         yield "model", "its numbers are off by no more than another order of operations leaves of the reference's"
         yield "", "adapter: def traits(self, case): return TrainerTraits(own_model=True)"
         yield "", "from harness.core.case.traits import TrainerTraits"
         yield "assuming this", f"{len(broken)} of {len(broken)} failing checks pass: {', '.join(sorted(broken))}"
 
 
-def _another_model(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
+def _explain_model(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
     """Explain how the model, or the schedule, differs from what the adapter and the case say."""
-    broken = _broken(judgement.results)
+    broken = _failing_checks(judgement.results)
     if not broken & {"loss", "update", "gradients"} or trial.case.dims.world_size > 1:
         return
-    supposed_trials = suppose(trial)
+    supposed_trials = fitting_suppositions(trial)
     if not supposed_trials:
-        yield from _off(trial)
+        yield from _loss_error_lines(trial)
         return
-    best_supposed = min(supposed_trials, key=lambda supposed: len(_broken(supposed.results)))
+    best_supposed = min(supposed_trials, key=lambda supposed: len(_failing_checks(supposed.results)))
     if best_supposed.suppositions:
         yield "model", "the loss of step 1 is that of a model with"
     for supposition in best_supposed.suppositions:
@@ -201,7 +201,7 @@ def _another_model(trial: Trial, judgement: Judgement, options: Options) -> Iter
         yield "schedule", f"its optimizer takes the rates {rates_text}, requested {requested_text}"
         yield "", "adapter: pass the recipe's schedule on; or, to keep its own, which is then not under test,"
         yield "", f"case: training: {{rates: [{', '.join(as_yaml(rate) for rate in rates)}]}}"
-    still_failing = _broken(best_supposed.results)
+    still_failing = _failing_checks(best_supposed.results)
     if numbers := sorted(broken - still_failing):
         yield "assuming this", f"{len(numbers)} of {len(broken)} failing checks pass: {', '.join(numbers)}"
     if not still_failing:
@@ -211,12 +211,12 @@ def _another_model(trial: Trial, judgement: Judgement, options: Options) -> Iter
         yield "left", f"{', '.join(sorted(still_failing))}: {diagnosis_line(remaining_diagnosis)}"
 
 
-def _broken(results: Sequence[Result]) -> set[str]:
+def _failing_checks(results: Sequence[Result]) -> set[str]:
     """Return the failing checks; golden is left out, as it may be of another recipe."""
     return {result.check for result in results if result.verdict is Verdict.FAIL} - {"golden"}
 
 
-def _off(trial: Trial) -> Iterator[Line]:
+def _loss_error_lines(trial: Trial) -> Iterator[Line]:
     """Yield how far the first loss is off, if none of the usual explanations gives it."""
     loss = global_loss(trial, 1)
     expected = trial.reference_step(1).loss
@@ -229,8 +229,11 @@ def _off(trial: Trial) -> Iterator[Line]:
         yield "", 'adapter: float64.preserve(case.training.dtype, "module that says torch.float32")'
 
 
-def _diagnosed(diagnosis: Diagnosis) -> Iterator[Line]:
-    """Yield the cause that diagnosis named, with its evidence."""
+def _cause_lines(diagnosis: Diagnosis) -> Iterator[Line]:
+    """Yield (label, text) of the cause that diagnosis named, and of its evidence.
+
+    A cause of local averaging is followed by how to allow it.
+    """
     yield "cause", diagnosis_line(diagnosis)
     if "averaged locally" in diagnosis.kinds:
         yield "", "if that is meant: case: training: {all_valid: true}, with which equal counts alone are under test"

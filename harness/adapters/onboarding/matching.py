@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.adapters.onboarding.spellings import KNOWN, TOGETHER
+from harness.adapters.onboarding.spellings import FUSED_BY_SPELLING, NAMES_BY_SPELLING
 from harness.reference.config import ModelConfig
 
 Shape = tuple[int, ...]
@@ -40,7 +40,7 @@ class Match:
         """Return the words of an adapter's `fused`, as `in_one` takes them."""
         words = []
         for name, parts in self.fused.items():
-            name_in_layer = ".".join(_around_layer(self.names[name])[1])
+            name_in_layer = ".".join(_split_at_layer(self.names[name])[1])
             words.append(f"{name_in_layer}={'+'.join(parts)}")
         return tuple(dict.fromkeys(words))
 
@@ -66,9 +66,9 @@ def match(
     first_layer = layers[numbers[0]] if numbers else {}
     in_one = {}
     for name, shape in shapes.items():
-        if parts := _fused(name, shape, dim, first_layer, declared_fused.get(fqn(name))):
+        if parts := _parts_in_tensor(name, shape, dim, first_layer, declared_fused.get(fqn(name))):
             in_one[name] = parts
-    sizes: dict[str, Any] = _sizes(layers.get(None, {}), first_layer, in_one, dim)
+    sizes: dict[str, Any] = _model_sizes(layers.get(None, {}), first_layer, in_one, dim)
     names = dict[str, str]()
     for number, layer_shapes in layers.items():
         prefix = "" if number is None else f"layers.{number}."
@@ -76,13 +76,13 @@ def match(
         fused_parts = set[str]()
         for name in layer_shapes:
             fused_parts.update(in_one.get(name, ()))
-        all_options = _options(sizes, number is not None)
-        options = {ours: shape for ours, shape in all_options.items() if _leaf(ours) not in fused_parts}
-        assigned = _assigned(unfused, options, {name: fqn(name).removeprefix(prefix) for name in unfused})
+        all_options = _reference_shapes(sizes, number is not None)
+        options = {ours: shape for ours, shape in all_options.items() if _leaf_of(ours) not in fused_parts}
+        assigned = _assign_names(unfused, options, {name: fqn(name).removeprefix(prefix) for name in unfused})
         names |= {name: prefix + ours for name, ours in assigned.items()}
         for name in layer_shapes.keys() & in_one.keys():
             module_prefix = f"{prefix}{MODULES[in_one[name][0]]}."
-            leaf = next(part for part in reversed(name.split(".")) if KNOWN.get(part.lower()) != "weight")
+            leaf = next(part for part in reversed(name.split(".")) if NAMES_BY_SPELLING.get(part.lower()) != "weight")
             is_named = fqn(name) in declared_fused or fqn(name).startswith(module_prefix)
             names[name] = fqn(name) if is_named else f"{module_prefix}{leaf}.weight"
     kv_rows = sizes.pop("kv", dim)
@@ -96,34 +96,41 @@ def match(
     return Match({name: names[name] for name in shapes if name in names}, in_one, sizes)
 
 
-def _fused(name: str, shape: Shape, dim: int, layer: Shapes, declared: tuple[str, ...] | None) -> tuple[str, ...]:
+def _parts_in_tensor(
+    name: str, shape: Shape, dim: int, layer: Shapes, declared: tuple[str, ...] | None
+) -> tuple[str, ...]:
     """Return which weights lie in this tensor: as declared, by its name, or by its rows."""
     if declared:
-        return tuple(dict.fromkeys(map(_leaf, declared)))
+        return tuple(dict.fromkeys(map(_leaf_of, declared)))
     if len(shape) != 2 or layer_of(name) is None:
         return ()
-    if spelled_parts := [TOGETHER[part] for part in name.lower().split(".") if part in TOGETHER]:
+    if spelled_parts := [FUSED_BY_SPELLING[part] for part in name.lower().split(".") if part in FUSED_BY_SPELLING]:
         return tuple(spelled_parts[-1].split())
-    ffn = _ffn(layer, dim)
+    ffn = _ffn_size(layer, dim)
     rows = [other_shape[0] for other_shape in layer.values() if len(other_shape) == 2 and other_shape[1] == dim]
-    if shape[1] != dim or shape[0] <= dim or rows.count(shape[0]) > 1 or any(_says(name, module) for module in MODULES):
+    if (
+        shape[1] != dim
+        or shape[0] <= dim
+        or rows.count(shape[0]) > 1
+        or any(_has_spelling(name, module) for module in MODULES)
+    ):
         return ()
     if shape[0] == 2 * ffn and ffn not in rows:
         return ("w1", "w3")
     return ("wq", "wk", "wv") if shape[0] != ffn and rows.count(dim) == 1 else ()
 
 
-def _ffn(layer: Shapes, dim: int) -> int:
+def _ffn_size(layer: Shapes, dim: int) -> int:
     """Return the feed-forward's size, from the shapes of a layer; dim if no matrix has another last dimension."""
     return next((shape[1] for shape in layer.values() if len(shape) == 2 and shape[1] != dim), dim)
 
 
-def _sizes(outside: Shapes, layer: Shapes, fused: Mapping[str, tuple[str, ...]], dim: int) -> dict[str, int]:
+def _model_sizes(outside: Shapes, layer: Shapes, fused: Mapping[str, tuple[str, ...]], dim: int) -> dict[str, int]:
     """Return sizes of the model; kv is the number of rows of wk."""
     sizes = {"dim": dim, "vocab_size": next((shape[0] for shape in outside.values() if len(shape) == 2), 0)}
     if not layer:
         return sizes
-    sizes |= {"ffn_dim": _ffn(layer, dim), "kv": dim}
+    sizes |= {"ffn_dim": _ffn_size(layer, dim), "kv": dim}
     for name, shape in layer.items():
         if len(shape) == 2 and "wk" in fused.get(name, ()):
             sizes["kv"] = (shape[0] - dim * ("wq" in fused[name])) // 2
@@ -137,7 +144,7 @@ def _sizes(outside: Shapes, layer: Shapes, fused: Mapping[str, tuple[str, ...]],
     return sizes | ({"kv": fewer_rows[0]} if fewer_rows else {})
 
 
-def _options(sizes: Mapping[str, int], in_layer: bool) -> dict[str, Shape]:
+def _reference_shapes(sizes: Mapping[str, int], in_layer: bool) -> dict[str, Shape]:
     """Return the reference's parameters outside of layers, or in one, for these sizes."""
     dim = sizes["dim"]
     ffn = sizes.get("ffn_dim", 0)
@@ -151,7 +158,7 @@ def _options(sizes: Mapping[str, int], in_layer: bool) -> dict[str, Shape]:
     return matrices | {"attention_norm.weight": (dim,), "ffn_norm.weight": (dim,)}
 
 
-def _assigned(shapes: Shapes, options: Mapping[str, Shape], known: Mapping[str, str]) -> dict[str, str]:
+def _assign_names(shapes: Shapes, options: Mapping[str, Shape], known: Mapping[str, str]) -> dict[str, str]:
     """Return the reference's name for each parameter: the known one, else one spelled so, else the first free of its shape."""
     names = {name: known[name] for name, shape in shapes.items() if options.get(known[name]) == shape}
     for spelled in (True, False):
@@ -159,26 +166,26 @@ def _assigned(shapes: Shapes, options: Mapping[str, Shape], known: Mapping[str, 
             free = [
                 candidate for candidate in options if options[candidate] == shape and candidate not in names.values()
             ]
-            spelled_so = [candidate for candidate in free if _says(name, _leaf(candidate))]
-            free = [candidate for candidate in free if not _refuted(name, candidate)]
+            spelled_so = [candidate for candidate in free if _has_spelling(name, _leaf_of(candidate))]
+            free = [candidate for candidate in free if not _is_refuted(name, candidate)]
             candidates = spelled_so if spelled else free
             if name not in names and candidates and (len(candidates) == 1 or not spelled):
                 names[name] = candidates[0]
     return names
 
 
-def _leaf(ours: str) -> str:
+def _leaf_of(ours: str) -> str:
     """Return the last part of a reference's name before "weight"."""
     return ours.removesuffix(".weight").rpartition(".")[2]
 
 
-def _says(name: str, ours: str) -> bool:
-    return any(KNOWN.get(part, part) == ours for part in name.lower().split("."))
+def _has_spelling(name: str, ours: str) -> bool:
+    return any(NAMES_BY_SPELLING.get(part, part) == ours for part in name.lower().split("."))
 
 
-def _refuted(name: str, ours: str) -> bool:
+def _is_refuted(name: str, ours: str) -> bool:
     """Return whether the name has attention in it and the parameter is feed_forward's, or the other way round."""
-    named_modules = {module for module in MODULES.values() if _says(name, module)}
+    named_modules = {module for module in MODULES.values() if _has_spelling(name, module)}
     return (
         bool(named_modules)
         and ours.partition(".")[0] in MODULES.values()
@@ -193,12 +200,12 @@ def layer_of(name: str) -> int | None:
     return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
-def table(names: Mapping[str, str]) -> dict[str, str]:
+def name_table(names: Mapping[str, str]) -> dict[str, str]:
     """Return theirs=ours by parts of names, as `renamed` takes it; by several parts if one part has two meanings."""
     pairs = dict[str, str]()
     for theirs, ours in names.items():
-        for their_parts, our_parts in zip(_around_layer(theirs), _around_layer(ours), strict=True):
-            aligned = list(_aligned(their_parts, our_parts))
+        for their_parts, our_parts in zip(_split_at_layer(theirs), _split_at_layer(ours), strict=True):
+            aligned = list(_aligned_parts(their_parts, our_parts))
             for part, value in aligned:
                 pairs.setdefault(part, part if part.isdigit() else value)
             if any(pairs[part] != value for part, value in aligned):
@@ -207,19 +214,19 @@ def table(names: Mapping[str, str]) -> dict[str, str]:
     return {theirs: ours for theirs, ours in pairs.items() if theirs != ours}
 
 
-def _around_layer(name: str) -> tuple[list[str], list[str]]:
+def _split_at_layer(name: str) -> tuple[list[str], list[str]]:
     """Return the parts of a name before and after its layer number; all are before if there is no number."""
     parts = name.split(".")
     index = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     return (parts, []) if index is None else (parts[:index], parts[index + 1 :])
 
 
-def _aligned(theirs: list[str], ours: list[str]) -> Iterator[tuple[str, str]]:
+def _aligned_parts(theirs: list[str], ours: list[str]) -> Iterator[tuple[str, str]]:
     """Yield pairs (their part, our part), aligned from the last to the first.
 
     Our remaining parts go to their first part; their remaining parts get an empty text.
     """
-    if theirs and ours and ours[-1] == "weight" and KNOWN.get(theirs[-1].lower()) != "weight":
+    if theirs and ours and ours[-1] == "weight" and NAMES_BY_SPELLING.get(theirs[-1].lower()) != "weight":
         ours = [*ours[:-2], ".".join(ours[-2:])]
     excess = max(len(ours) - len(theirs), 0)
     ours = [".".join(ours[: excess + 1]), *ours[excess + 1 :]] if ours else []

@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from harness.adapters.onboarding.matching import Match, Shapes, match, table
+from harness.adapters.onboarding.matching import Match, Shapes, match, name_table
 from harness.adapters.support.requests import NOT_PASSED_ON
 from harness.core.case.case import Case
 from harness.core.trainers import Adapter
 from harness.core.trainers.support.names import in_one, renamed
 
 
-def unfit(shapes: Shapes, case: Case, adapter: Adapter, found_match: Match) -> Iterator[str]:
+def unfit_lines(shapes: Shapes, case: Case, adapter: Adapter, found_match: Match) -> Iterator[str]:
     """Yield a sentence for each parameter that does not fit, once for all layers, and one for those without a match."""
     wanted = case.model.parameter_shapes()
     fused = adapter.fused(case)
@@ -29,7 +29,7 @@ def unfit(shapes: Shapes, case: Case, adapter: Adapter, found_match: Match) -> I
         shape_text = "" if ours in fused else ", which there is not"
         if ours in wanted:
             shape_text = f", which is {list(wanted[ours])}"
-        reason = _instead(theirs, shape, ours, case, found_match)
+        reason = _mismatch_text(theirs, shape, ours, case, found_match)
         text = f"{theirs} {list(shape)} is mapped to {ours}{shape_text}: {reason}"
         texts_by_pattern.setdefault(re.sub(r"\.\d+\.", ".N.", text), []).append(text)
     for first, *others in texts_by_pattern.values():
@@ -41,7 +41,7 @@ def unfit(shapes: Shapes, case: Case, adapter: Adapter, found_match: Match) -> I
         yield f"of the reference's {len(wanted)} parameters {len(missing)} have no match: {first_names}"
 
 
-def _instead(theirs: str, shape: tuple[int, ...], ours: str, case: Case, found_match: Match) -> str:
+def _mismatch_text(theirs: str, shape: tuple[int, ...], ours: str, case: Case, found_match: Match) -> str:
     """Return in words what a parameter is in place of the one that it is mapped to."""
     wanted = case.model.parameter_shapes().get(ours, ())
     if parts := found_match.fused.get(theirs):
@@ -61,9 +61,9 @@ def _instead(theirs: str, shape: tuple[int, ...], ours: str, case: Case, found_m
 def remedies(shapes: Shapes, case: Case, adapter: Adapter, file: str) -> Iterator[tuple[str, str]]:
     """Yield what is wrong, and the lines to write, each with its label."""
     found_match = match(shapes, case.model.n_heads, adapter.fqn, adapter.fused(case))
-    for text in unfit(shapes, case, adapter, found_match):
+    for text in unfit_lines(shapes, case, adapter, found_match):
         yield "names", text
-    names = table(found_match.names)
+    names = name_table(found_match.names)
     fqn = adapter.fqn
     matched_after = [theirs for theirs, ours in found_match.names.items() if renamed(theirs, names) == ours]
     matched_before = [theirs for theirs, ours in found_match.names.items() if fqn(theirs) == ours]
@@ -77,10 +77,10 @@ def remedies(shapes: Shapes, case: Case, adapter: Adapter, file: str) -> Iterato
         yield "write", f"def fused(self, case): return in_one(case, {declared_text})"
         yield "", "from harness.core.trainers.support.names import in_one"
     if case.dims.world_size == 1 and (sizes := found_match.other_sizes(case.model)):
-        yield from _other_sizes(sizes, case, adapter, file)
+        yield from _size_lines(sizes, case, adapter, file)
 
 
-def _other_sizes(sizes: Mapping[str, object], case: Case, adapter: Adapter, file: str) -> Iterator[tuple[str, str]]:
+def _size_lines(sizes: Mapping[str, object], case: Case, adapter: Adapter, file: str) -> Iterator[tuple[str, str]]:
     """Yield the lines for sizes of the model that are not the case's, each with its label."""
     sizes_text = " and ".join(
         f"{field} {size}, requested {getattr(case.model, field)}" for field, size in sizes.items()
@@ -89,10 +89,10 @@ def _other_sizes(sizes: Mapping[str, object], case: Case, adapter: Adapter, file
     yield "", f"case: model: {{{', '.join(f'{field}: {str(size).lower()}' for field, size in sizes.items())}}}"
     reason = adapter.unsupported(replace(case, model=replace(case.model, **sizes)))  # type: ignore[arg-type]
     if reason and NOT_PASSED_ON in reason:
-        yield "", to_known(sizes, file)
+        yield "", known_line(sizes, file)
 
 
-def to_known(values: Mapping[str, object], file: str) -> str:
+def known_line(values: Mapping[str, object], file: str) -> str:
     """Return the line for a case that requests these, if the adapter is not known to pass them on."""
     known = ", ".join(f'"{field}": ({value!r},)' for field, value in values.items())
     return (

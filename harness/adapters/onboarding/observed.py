@@ -75,7 +75,7 @@ class Facts:
     """Why the script did not get to the first step; empty if it did."""
 
     @property
-    def nothing(self) -> bool:
+    def is_empty(self) -> bool:
         """Return whether neither a model nor samples were observed."""
         return not (self.shapes or self.data)
 

@@ -29,7 +29,7 @@ from harness.adapters.onboarding import skeleton
 from harness.adapters.onboarding.observed import CASE, SECONDS, Facts, Flag
 from harness.adapters.support.script import Script, is_beside
 from harness.adapters.support.script_adapter import import_from, repository
-from harness.core.evidence.errors import error_in
+from harness.core.evidence.errors import error_text
 from harness.core.trainers.support.samples import RecipeSamples, RecipeStream, recipe_batches
 from harness.core.trainers.support.weights import plain
 
@@ -53,7 +53,7 @@ class Operators(TorchDispatchMode):
         name = func.overloadpacket.__name__
         first = args[0] if args else None
         if name not in self.facts.operators:
-            self.facts.operators[name] = self._place()
+            self.facts.operators[name] = self._script_line()
         number = next((argument for argument in args[:2] if isinstance(argument, float | int)), 0)
         if name == "pow" and isinstance(first, float | int) and number > 1:
             self.facts.sizes["rope_theta"] = float(number)
@@ -71,7 +71,7 @@ class Operators(TorchDispatchMode):
                 self.halved.add(2 * half)
         return func(*args, **(kwargs or {}))
 
-    def _place(self) -> str:
+    def _script_line(self) -> str:
         frame = inspect.currentframe()
         while frame and not frame.f_code.co_filename.startswith(self.folder):
             frame = frame.f_back
@@ -98,21 +98,21 @@ class Observer(Script):
                 if "save" in name and name not in self.facts.saves:
                     self.facts.saves.append(name)
                 if "batch" in name:
-                    self.wrap(name, self._batches)
+                    self.wrap(name, self._wrap_batches)
             elif inspect.isclass(value) and issubclass(value, TorchDataset) and self._makes_samples(value):
-                self.wrap(name, self._samples)
+                self.wrap(name, self._wrap_samples)
         super().put_in()
 
     @staticmethod
     def _makes_samples(cls: type) -> bool:
         return not cls.__module__.startswith("torch.") or cls.__name__ == "TensorDataset"
 
-    def _samples(self, cls: type) -> Callable[..., Any]:
+    def _wrap_samples(self, cls: type) -> Callable[..., Any]:
         stream = issubclass(cls, IterableDataset)
         kind = "stream" if stream else "samples"
         self.defined = self.defined or (cls.__name__, kind, "pair")
 
-        def made(*args: Any, **kwargs: Any) -> Any:
+        def make_recipe_samples(*args: Any, **kwargs: Any) -> Any:
             form = "pair"
             try:
                 own = cls(*args, **kwargs)
@@ -123,13 +123,13 @@ class Observer(Script):
             in_form = FORMS.get(form) or (lambda tokens, labels: dict(zip(form.split(), (tokens, labels), strict=True)))
             return RecipeStream(CASE, 0, 1, form=in_form) if stream else RecipeSamples(CASE, form=in_form)
 
-        return made
+        return make_recipe_samples
 
-    def _batches(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_batches(self, function: Callable[..., Any]) -> Callable[..., Any]:
         recipe = recipe_batches(CASE)
         generates = inspect.isgeneratorfunction(function)
 
-        def made(*args: Any, **kwargs: Any) -> Any:
+        def make_recipe_batches(*args: Any, **kwargs: Any) -> Any:
             try:
                 own = function(*args, **kwargs)
                 own = next(own) if generates else own
@@ -143,7 +143,7 @@ class Observer(Script):
             self.facts.data = self.facts.data or (function.__name__, "generator" if generates else "function", "pair")
             return recipe_batches(CASE) if generates else next(recipe)
 
-        return made
+        return make_recipe_batches
 
     def load(self, model: nn.Module) -> None:
         """Keep the model and its shapes, in place of copying weights."""
@@ -151,7 +151,7 @@ class Observer(Script):
         self.facts.model = type(getattr(model, "module", model)).__name__.removeprefix("FSDP")
         self.facts.shapes = {plain(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
-    def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def end_after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """End the script when the model's optimizer has stepped."""
         assert self.seen is not None
         shapes = {}
@@ -193,7 +193,7 @@ def names_used(code: CodeType) -> Iterator[str]:
 
 
 def watch(facts: Facts, observer: Observer) -> None:
-    def clipped(original: Callable[..., Any]) -> Callable[..., Any]:
+    def note_max_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         def clip(*args: Any, **kwargs: Any) -> Any:
             own = inspect.signature(original).bind(*args, **kwargs).arguments["max_norm"]
             facts.recipe.setdefault("max_norm", float(own) if float(own) < float("inf") else None)
@@ -201,19 +201,19 @@ def watch(facts: Facts, observer: Observer) -> None:
 
         return clip
 
-    def sampled(original: Callable[..., Any]) -> Callable[..., Any]:
+    def note_sampler(original: Callable[..., Any]) -> Callable[..., Any]:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             facts.sampler = facts.sampler or (getattr(self, "shuffle", True), getattr(self, "seed", None))
 
         return init
 
-    nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = clipped(nn.utils.clip_grad_norm_)
-    FullyShardedDataParallel.clip_grad_norm_ = clipped(FullyShardedDataParallel.clip_grad_norm_)
-    DistributedSampler.__init__ = sampled(DistributedSampler.__init__)
-    RandomSampler.__init__ = sampled(RandomSampler.__init__)
+    nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = note_max_norm(nn.utils.clip_grad_norm_)
+    FullyShardedDataParallel.clip_grad_norm_ = note_max_norm(FullyShardedDataParallel.clip_grad_norm_)
+    DistributedSampler.__init__ = note_sampler(DistributedSampler.__init__)
+    RandomSampler.__init__ = note_sampler(RandomSampler.__init__)
     torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
-    register_optimizer_step_post_hook(observer.stepped)
+    register_optimizer_step_post_hook(observer.end_after_step)
     _watch_arguments(facts)
 
 
@@ -221,10 +221,10 @@ def _watch_arguments(facts: Facts) -> None:
     parse = argparse.ArgumentParser.parse_known_args
     execute = builtins.exec
 
-    def parsed(self: Any, args: Any = None, namespace: Any = None) -> Any:
+    def note_flags_and_parse(self: Any, args: Any = None, namespace: Any = None) -> Any:
         typed = args is None or [*args] == sys.argv[1:]
         if typed and not facts.flags:
-            facts.flags += [flag for action in self._actions if (flag := _flag(action))]
+            facts.flags += [flag for action in self._actions if (flag := _flag_of(action))]
             sys.argv[1:] = skeleton.command_line(facts, CASE)
         for action in self._actions:  # what is required may be the place of samples, which are replaced
             action.required = False
@@ -232,7 +232,7 @@ def _watch_arguments(facts: Facts) -> None:
         args = None if typed else args
         return parse(self, args, namespace)
 
-    def executed(code: Any, names: Any = None, local: Any = None, /, **kwargs: Any) -> None:
+    def note_flags_and_execute(code: Any, names: Any = None, local: Any = None, /, **kwargs: Any) -> None:
         frame = sys._getframe(1)
         names = frame.f_globals if names is None else names
         if isinstance(code, str) and "globals()" in code and "sys.argv" in code and not facts.flags:
@@ -241,11 +241,12 @@ def _watch_arguments(facts: Facts) -> None:
             sys.argv[1:] = skeleton.command_line(facts, CASE)
         execute(code, names, local, **kwargs)
 
-    argparse.ArgumentParser.parse_known_args = parsed  # type: ignore[method-assign]
-    builtins.exec = executed
+    argparse.ArgumentParser.parse_known_args = note_flags_and_parse  # type: ignore[method-assign]
+    builtins.exec = note_flags_and_execute
 
 
-def _flag(action: argparse.Action) -> Flag | None:
+def _flag_of(action: argparse.Action) -> Flag | None:
+    """Return the flag of a parser's action, by its first name that begins with "--". None without one, and for --help."""
     name = next((option for option in action.option_strings if option.startswith("--")), "")
     if not name or action.dest == "help":
         return None
@@ -265,7 +266,7 @@ def main(path: Path, out: Path) -> None:
         observer.run()
         facts.stopped = "" if facts.optimizer else "it ended before an optimizer of the model stepped"
     except BaseException as error:
-        facts.stopped = error_in(path, error)
+        facts.stopped = error_text(path, error)
         modules = (value for value in gc.get_objects() if isinstance(value, nn.Module))
         script = observer.root / path.name
         models = [module for module in modules if is_beside(sys.modules[type(module).__module__], script)]

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from harness.adapters.onboarding.names import to_known
+from harness.adapters.onboarding.names import known_line
 from harness.adapters.onboarding.skeleton import NO_DATA_SET
 from harness.adapters.support.requests import NOT_PASSED_ON
 from harness.core.case.case import Case
-from harness.core.judge.places import one_rank_per_share
-from harness.core.judge.received_samples import rows_received
+from harness.core.judge.places import representative_of_shares
+from harness.core.judge.received_samples import received_token_rows
 from harness.core.judge.trial import Trial
 from harness.core.trainers import Adapter
 from harness.reference.data import build_dataset, epoch_order, sample_order
@@ -24,21 +24,21 @@ MOST_SAMPLES = 100_000  # of a file of tokens, which is read whole
 MAKERS = ("RecipeSamples(", "RecipeStream(", "recipe_batches(")
 
 
-def drawn(trial: Trial) -> list[int | None]:
+def received_ids(trial: Trial) -> list[int | None]:
     """Return the ids in the whole data set of the samples received in step 1; None for a row of another origin."""
     case = trial.case
     data = build_dataset(trial.case.training, trial.case.model)
     if case.dims.cp > 1 or len(data) > MOST_SAMPLES:
         return []
-    received = rows_received(trial, 1)
+    received = received_token_rows(trial, 1)
     rows: list[Any] = []
-    for rank in one_rank_per_share(trial):
+    for rank in representative_of_shares(trial):
         rows += received.get(rank, ())
     id_by_row = {data[index][0][: case.seq_len(1)].numpy().tobytes(): index for index in range(len(data))}
     return [id_by_row.get(np.asarray(row, np.int64).tobytes()) for row in rows]
 
 
-def order_of(ids: Sequence[int], case: Case, n_samples: int) -> tuple[int | None, bool] | None:
+def find_seed(ids: Sequence[int], case: Case, n_samples: int) -> tuple[int | None, bool] | None:
     """Return (seed of torch's DistributedSampler with its epoch added, whether the adapter says `shuffled`).
 
     The seed is None if samples are not shuffled. None is returned if no seed that is tried gives these samples.
@@ -57,9 +57,12 @@ def order_of(ids: Sequence[int], case: Case, n_samples: int) -> tuple[int | None
     return None
 
 
-def advice(trial: Trial, adapter: Adapter, text: str, file: str) -> Iterator[str]:
-    """Yield lines to write. text: the adapter's code, in `file`."""
-    ids = drawn(trial)
+def advice_lines(trial: Trial, adapter: Adapter, text: str, file: str) -> Iterator[str]:
+    """Yield lines of advice on how the adapter hands over samples. Nothing if the samples of step 1 are the right ones.
+
+    Nothing, too, if all are the recipe's and some came twice. text: the adapter's code, in `file`.
+    """
+    ids = received_ids(trial)
     case = trial.case
     known = [id_ for id_ in ids if id_ is not None]
     code = "\n".join(line.partition("#")[0] for line in text.split("\n"))
@@ -77,11 +80,11 @@ def advice(trial: Trial, adapter: Adapter, text: str, file: str) -> Iterator[str
         yield f"{len(ids) - len(known)} of {len(ids)} rows are no sample of the recipe's: what changes tokens on their way?"
     elif sorted(known) != sorted(trial.reference.samples[0]) and len(set(known)) == len(known):
         refusal = adapter.unsupported(replace(case, training=replace(case.training, seed=case.training.seed + 1)))
-        order = order_of(known, case, len(build_dataset(case.training, case.model)))
-        yield from _reordered(order, case, refusal or "", file, passed_on=refusal is None and "training.seed" in code)
+        order = find_seed(known, case, len(build_dataset(case.training, case.model)))
+        yield from _order_lines(order, case, refusal or "", file, passed_on=refusal is None and "training.seed" in code)
 
 
-def _reordered(
+def _order_lines(
     order: tuple[int | None, bool] | None, case: Case, refused: str, file: str, *, passed_on: bool
 ) -> Iterator[str]:
     if order is None:
@@ -99,4 +102,4 @@ def _reordered(
     elif seed != case.training.seed:
         yield f"case: training: {{seed: {seed}}}, requested {case.training.seed}; or pass the seed on in `arguments`"
         if NOT_PASSED_ON in refused:
-            yield to_known({"seed": seed}, file)
+            yield known_line({"seed": seed}, file)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.adapters.onboarding.matching import Match, match, table
+from harness.adapters.onboarding.matching import Match, match, name_table
 from harness.adapters.onboarding.observed import CASE, Facts, Flag
-from harness.adapters.onboarding.spellings import meaning
+from harness.adapters.onboarding.spellings import flag_expression
 from harness.core.case.case import Case
 from harness.reference.config import ModelConfig, TrainingConfig
 
@@ -76,37 +76,44 @@ DATA = {
 }
 
 
-def adapter(path: Path, facts: Facts, file: Path) -> str:
+def adapter_text(path: Path, facts: Facts, file: Path) -> str:
     """Return the text of an adapter in this file."""
     stem = path.stem
-    match_of_shapes = matched(facts)
+    match_of_shapes = match_facts(facts)
     data = facts.data
     declared = ", ".join(f'"{declaration}"' for declaration in match_of_shapes.declarations)
     replaces_text = f"samples: {data[0]} by the recipe's, which the script brings to its ranks" if data else ""
     saves = facts.saves[0] if facts.saves else "TODO"
     attributes = f'\n    replaces = ("{replaces_text}",)' if data else ""
-    if _resuming(facts):
+    if _resume_flags(facts):
         attributes += f'\n    saves = "{saves}"'
     return ADAPTER.format(
         stem=stem,
         name="".join(part.capitalize() for part in re.split(r"\W|_", stem)) or "Mine",
         script=os.path.relpath(path, file.parent),
         seen="".join(f"\n\nUnlike the reference: {part}." for part in other_parts(facts)),
-        names=_folded([f"{theirs}={ours}" for theirs, ours in table(match_of_shapes.names).items()]),
-        known=_folded(list(dict.fromkeys([*ANY.split(), *_seed(facts), *_fields(facts), *_dims(facts)]))),
-        written=", ".join(f'"{key}": {value!r}' for key, value in _written(facts).items()),
+        names=_folded_text([f"{theirs}={ours}" for theirs, ours in name_table(match_of_shapes.names).items()]),
+        known=_folded_text(
+            list(dict.fromkeys([*ANY.split(), *_seed_field(facts), *_passed_on_fields(facts), *_script_axes(facts)]))
+        ),
+        written=", ".join(f'"{key}": {value!r}' for key, value in _written_values(facts).items()),
         attributes=attributes,
-        arguments="\n".join(f"            {line}" for line in _arguments(facts)),
-        data="\n".join(f"        {line}" for line in _data(facts)),
+        arguments="\n".join(f"            {line}" for line in _argument_lines(facts)),
+        data="\n".join(f"        {line}" for line in _data_lines(facts)),
         methods=(ROWS if facts.halves else "") + (FUSED.format(declared=declared) if declared else ""),
     )
 
 
-def cases(facts: Facts) -> str:
+def cases_text(facts: Facts) -> str:
     """Return one device, and the smallest case of each wrapper and option that the script has."""
-    written = {key: value for key, (value,) in _of_model(facts).items()}
+    written = {key: value for key, (value,) in _written_model_sizes(facts).items()}
     written |= {key: value for key, value in facts.sizes.items() if value != getattr(CASE.model, key)}
-    lines = [f"  training: {{{_yaml(_recipe(facts))}}}", f"  model: {{{_yaml(written)}}}", "", "cases:"]
+    lines = [
+        f"  training: {{{_yaml_text(_written_recipe(facts))}}}",
+        f"  model: {{{_yaml_text(written)}}}",
+        "",
+        "cases:",
+    ]
     lines += [f"  single: {{why: {CASE.why}}}"]
 
     def add(name: str, dims_text: str, why: str) -> None:
@@ -116,36 +123,36 @@ def cases(facts: Facts) -> str:
         features_text = ", features: {wrapper: fsdp1}" if wrapper == "fsdp1" else ""
         two_ranks = ("{dp_replicate: 2}" if wrapper == "ddp" else "{dp_shard: 2}") + features_text
         add(name, two_ranks, "Two ranks must do what one does.")
-        if name == "fsdp_2" and "dp_replicate" in _fields(facts):
+        if name == "fsdp_2" and "dp_replicate" in _passed_on_fields(facts):
             dims_text = f"{{dp_replicate: 2, dp_shard: 2}}{features_text}"
             add("hsdp_2x2", dims_text, "Replicas of shards must do what one rank does.")
-        if _resuming(facts):
+        if _resume_flags(facts):
             resume_text = f"{two_ranks}, resume: [{{after: 1, dims: {two_ranks}}}]"
             add(f"{name}_resumes", resume_text, "A run that resumes must do what one run does.")
-    if "tp" in _dims(facts):
-        left_out = dict.fromkeys(_without(facts), False)
-        features_text = f", features: {{{_yaml(left_out)}}}" if left_out else ""
+    if "tp" in _script_axes(facts):
+        left_out = dict.fromkeys(_missing_options(facts), False)
+        features_text = f", features: {{{_yaml_text(left_out)}}}" if left_out else ""
         add("tp_2", f"{{tp: 2}}{features_text}", "Two ranks that share each matrix must do what one does.")
     return "\n".join([CASES, *lines, ""])
 
 
-def matched(facts: Facts) -> Match:
+def match_facts(facts: Facts) -> Match:
     """Return the script's parameters, matched to the reference's."""
     return match(facts.shapes, facts.heads or CASE.model.n_heads)
 
 
 def other_parts(facts: Facts) -> list[str]:
     """Return a phrase for each part of the model that Llama 3 does not have."""
-    unmatched = [name for name in facts.shapes if name not in matched(facts).names]
+    unmatched = [name for name in facts.shapes if name not in match_facts(facts).names]
     return list(facts.other_parts(unmatched))
 
 
 # ---- flags
 
 
-def meanings(facts: Facts) -> dict[str, str]:
+def flag_expressions(facts: Facts) -> dict[str, str]:
     """Return the expression of a case by flag. A hidden size is the feed-forward's if another flag is the model's."""
-    expressions = {flag.name: expression for flag in facts.flags if (expression := meaning(flag.name))}
+    expressions = {flag.name: expression for flag in facts.flags if (expression := flag_expression(flag.name))}
     unambiguous = {expression for name, expression in expressions.items() if name not in AMBIGUOUS}
     if "model.dim" in unambiguous and "model.ffn_dim" not in unambiguous:
         expressions |= {name: "model.ffn_dim" for name in AMBIGUOUS if name in expressions}
@@ -156,22 +163,24 @@ def meanings(facts: Facts) -> dict[str, str]:
 
 def command_line(facts: Facts, case: Case) -> list[str]:
     """Return the words that `arguments` of the adapter returns."""
-    return eval(f"[{chr(10).join(_arguments(facts))}\n]", {"case": case, "device": "cpu"})
+    return eval(f"[{chr(10).join(_argument_lines(facts))}\n]", {"case": case, "device": "cpu"})
 
 
-def passed_on(facts: Facts) -> list[str]:
+def passed_on_flags(facts: Facts) -> list[str]:
     """Return the flags that request something of a case."""
-    return [flag.name for flag, line in zip(facts.flags, _arguments(facts), strict=True) if not line.startswith("#")]
+    return [
+        flag.name for flag, line in zip(facts.flags, _argument_lines(facts), strict=True) if not line.startswith("#")
+    ]
 
 
-def _arguments(facts: Facts) -> Iterator[str]:
+def _argument_lines(facts: Facts) -> Iterator[str]:
     """Yield the line of `arguments` for each flag."""
-    known = meanings(facts)
+    known = flag_expressions(facts)
     for flag in facts.flags:
-        yield _argument(flag, known.get(flag.name, ""))
+        yield _argument_line(flag, known.get(flag.name, ""))
 
 
-def _argument(flag: Flag, expression: str) -> str:
+def _argument_line(flag: Flag, expression: str) -> str:
     """Return the line for a flag. expression: of a case, which the flag means; empty if none."""
     name = flag.name
     part = expression.partition(".")[0]
@@ -205,26 +214,26 @@ def _argument(flag: Flag, expression: str) -> str:
     return f'f"{name}={{{value_expression}}}",{comment}'
 
 
-def _resuming(facts: Facts) -> list[str]:
+def _resume_flags(facts: Facts) -> list[str]:
     """Return the flags by which the script resumes."""
-    return [name for name, expression in meanings(facts).items() if expression == "resume"]
+    return [name for name, expression in flag_expressions(facts).items() if expression == "resume"]
 
 
 # ---- what the adapter passes on, and what is written into the script
 
 
-def _fields(facts: Facts) -> list[str]:
+def _passed_on_fields(facts: Facts) -> list[str]:
     """Return the fields of a case that flags pass on."""
     switches = {flag.name for flag in facts.flags if flag.switch}
     expressions = set()
-    for name, expression in meanings(facts).items():
+    for name, expression in flag_expressions(facts).items():
         if not (name in switches and expression.startswith("dims.")):
             expressions.add(expression)
     fields = {re.split(r"\W", expression.partition(".")[2] or expression)[0] for expression in expressions}
     return sorted(fields - {*LAUNCHED, "device", "local_batch"})
 
 
-def _dims(facts: Facts) -> list[str]:
+def _script_axes(facts: Facts) -> list[str]:
     """Return the axes of the script's wrappers and of tensor parallel, each once.
 
     Degrees without a flag follow from the number of ranks.
@@ -236,7 +245,7 @@ def _dims(facts: Facts) -> list[str]:
     return list(dict.fromkeys(axes))
 
 
-def _without(facts: Facts) -> list[str]:
+def _missing_options(facts: Facts) -> list[str]:
     """Return the options of tensor parallel whose names in torch the script never uses. Empty without tensor parallel."""
     if "parallelize_module" not in facts.words:
         return []
@@ -244,26 +253,26 @@ def _without(facts: Facts) -> list[str]:
     return [option for option, word in words_by_option.items() if word not in facts.words]
 
 
-def _of_model(facts: Facts) -> dict[str, tuple[Any]]:
+def _written_model_sizes(facts: Facts) -> dict[str, tuple[Any]]:
     """Return the model's sizes that are not the smallest case's, in the order of ModelConfig."""
-    sizes = matched(facts).other_sizes(CASE.model)
+    sizes = match_facts(facts).other_sizes(CASE.model)
     return {key: (sizes[key],) for key in vars(ModelConfig()) if key in sizes}
 
 
-def _written(facts: Facts) -> dict[str, Any]:
+def _written_values(facts: Facts) -> dict[str, Any]:
     """Return the values of KNOWN that the script has and no flag passes on."""
-    recipe = {key: value for key, value in _recipe(facts).items() if key in ("seed", "max_norm")}
-    fixed = {key: (value,) for key, value in recipe.items() if key not in _fields(facts)}
-    left_out = {key: (False,) for key in _without(facts)}
-    return {"wrapper": tuple(facts.wrappers)} | _of_model(facts) | fixed | left_out
+    recipe = {key: value for key, value in _written_recipe(facts).items() if key in ("seed", "max_norm")}
+    fixed = {key: (value,) for key, value in recipe.items() if key not in _passed_on_fields(facts)}
+    left_out = {key: (False,) for key in _missing_options(facts)}
+    return {"wrapper": tuple(facts.wrappers)} | _written_model_sizes(facts) | fixed | left_out
 
 
-def _seed(facts: Facts) -> list[str]:
+def _seed_field(facts: Facts) -> list[str]:
     """Return the seed, which only the samples have, unless the script's sampler shuffles by another seed."""
     return [] if facts.sampler and facts.sampler[0] else ["seed"]
 
 
-def _recipe(facts: Facts) -> dict[str, Any]:
+def _written_recipe(facts: Facts) -> dict[str, Any]:
     """Return the constants of the optimizer and the sampler that are not a case's usual ones."""
     seed = {"seed": facts.sampler[1]} if facts.sampler and facts.sampler[0] and facts.sampler[1] is not None else {}
     recipe = facts.recipe | ({} if "max_norm" in facts.recipe or not facts.optimizer else {"max_norm": None})
@@ -272,7 +281,7 @@ def _recipe(facts: Facts) -> dict[str, Any]:
     return {"all_valid": True} | {key: value for key, value in recipe.items() if value != defaults[key]}
 
 
-def _yaml(values: dict[str, Any]) -> str:
+def _yaml_text(values: dict[str, Any]) -> str:
     texts = {key: as_yaml(value) if isinstance(value, float) else json.dumps(value) for key, value in values.items()}
     return ", ".join(f"{key}: {text}" for key, text in texts.items())
 
@@ -283,7 +292,7 @@ def as_yaml(value: float) -> str:
     return text if "." in text else text.replace("e", ".0e")
 
 
-def _data(facts: Facts) -> Iterator[str]:
+def _data_lines(facts: Facts) -> Iterator[str]:
     """Yield how the recipe's samples get into the script's own loader."""
     if not facts.data:
         yield f"# {NO_DATA_SET} A data set is replaced by RecipeSamples(case), a stream by"
@@ -301,7 +310,7 @@ def _data(facts: Facts) -> Iterator[str]:
     yield f'script.replace("{name}", lambda *_, **__: {replacement})'
 
 
-def _folded(words: list[str], width: int = 100) -> str:
+def _folded_text(words: list[str], width: int = 100) -> str:
     lines = [""]
     for word in words:
         lines += [""] if len(lines[-1]) + len(word) > width else []

@@ -65,7 +65,7 @@ FLAGS = {
 AFFIXES = r"^(n|num|data_parallel)_|_(size|degree)$"
 
 
-def by_spelling(table: dict[str, str]) -> dict[str, str]:
+def names_by_spelling(table: dict[str, str]) -> dict[str, str]:
     """Return our name by each of its spellings, itself included."""
     ours_by_spelling = {}
     for ours, spellings in table.items():
@@ -74,12 +74,12 @@ def by_spelling(table: dict[str, str]) -> dict[str, str]:
     return ours_by_spelling
 
 
-KNOWN = by_spelling(PARAMETERS)
-TOGETHER = by_spelling(FUSED)
-OF_FLAGS = by_spelling(FLAGS)
+NAMES_BY_SPELLING = names_by_spelling(PARAMETERS)
+FUSED_BY_SPELLING = names_by_spelling(FUSED)
+OF_FLAGS = names_by_spelling(FLAGS)
 
 
-def meaning(flag: str) -> str:
+def flag_expression(flag: str) -> str:
     """Return the expression of a case that a flag is spelled like. Empty if there is none."""
     word = flag.lstrip("-").replace("-", "_").lower()
     return OF_FLAGS.get(word) or OF_FLAGS.get(re.sub(AFFIXES, "", word), "")

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from harness.adapters.onboarding.skeleton import as_yaml
-from harness.core.causes.assume import another_case, another_reference
+from harness.core.causes.assume import assume_case, assume_reference
 from harness.core.checks import judge
-from harness.core.judge.held_values import order_of_entries
+from harness.core.judge.held_values import reference_order_arguments
 from harness.core.judge.losses import global_loss
 from harness.core.judge.result import Result
 from harness.core.judge.tolerance import NoBound
@@ -30,7 +30,7 @@ EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, float(np.finfo(np.float64).eps), float(np.f
 THETAS = (10_000.0, 500_000.0, 1_000_000.0)
 SWAPPED = (("w1", "w3"), ("wq", "wo"), ("wk", "wv"), ("attention_norm", "ffn_norm"), ("tok_embeddings", "output"))
 SQUARE = ("wq", "wo")
-MOST_TOGETHER = 2
+MOST_SUPPOSITIONS = 2
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Supposition:
 
 
 @dataclass(frozen=True)
-class Supposed:
+class SupposedTrial:
     """The trial under suppositions that the loss of step 1 does not refute, and what the checks say then."""
 
     suppositions: tuple[Supposition, ...]
@@ -54,17 +54,17 @@ class Supposed:
     results: tuple[Result, ...]
 
 
-def suppose(trial: Trial) -> list[Supposed]:
+def fitting_suppositions(trial: Trial) -> list[SupposedTrial]:
     """Return the smallest sets of suppositions that give the loss of step 1, judged. Empty if none does."""
     observed_loss = global_loss(trial, 1)
     usual = list(suppositions(trial))
     if observed_loss is None:
         return []
-    for count in range(MOST_TOGETHER + 1):
+    for count in range(MOST_SUPPOSITIONS + 1):
         choices = itertools.combinations(usual, count)
         fitting = [chosen for chosen in choices if _fits(trial, chosen, observed_loss)]
         if fitting:
-            return [_judged(trial, chosen) for chosen in fitting]
+            return [_judge_supposed(trial, chosen) for chosen in fitting]
     return []
 
 
@@ -78,14 +78,16 @@ def suppositions(trial: Trial) -> Iterator[Supposition]:
             yield Supposition(f"case: model: {{norm_eps: {as_yaml(eps)}}}", "norm", spellings.with_eps(eps))
     for theta in THETAS:
         if theta != model.rope_theta:
-            yield Supposition(f"case: model: {{rope_theta: {theta}}}", "attention", spellings.setting(rope_theta=theta))
-    if "rows" in order_of_entries(trial):
+            yield Supposition(
+                f"case: model: {{rope_theta: {theta}}}", "attention", spellings.with_config_values(rope_theta=theta)
+            )
+    if "rows" in reference_order_arguments(trial):
         yield Supposition(
             "adapter: leave out `rows`; adjacent entries of a head turn together", "model", words={"rows": {}}
         )
     else:
         for heads, kv in _other_heads(model):
-            alter = spellings.setting(n_heads=heads, n_kv_heads=kv)
+            alter = spellings.with_config_values(n_heads=heads, n_kv_heads=kv)
             yield Supposition(f"case: model: {{n_heads: {heads}, n_kv_heads: {kv}}}", "attention", alter)
         yield Supposition("adapter: def rows(self, case): return halves(case)", "attention", spellings.turn_halves)
     prefixes = {"w": "feed_forward.", "wq": "attention.", "wo": "attention.", "wk": "attention.", "wv": "attention."}
@@ -93,13 +95,13 @@ def suppositions(trial: Trial) -> Iterator[Supposition]:
     full_names = {name: prefixes.get(name, prefixes.get(name[:1], "")) + name for name in names_to_swap}
     for first, second in SWAPPED:
         are_ends = first == "tok_embeddings"
-        alter = spellings.ends_exchanged
+        alter = spellings.exchange_embedding_and_output
         if not are_ends:
-            alter = partial(spellings.exchange, one=full_names[first], other=full_names[second])
+            alter = partial(spellings.exchange_forwards, first_name=full_names[first], second_name=full_names[second])
         yield Supposition(f"adapter: exchange {first} and {second} in NAMES", "model" if are_ends else "block", alter)
     for names in (SQUARE[:1], SQUARE[1:], SQUARE):
         line = f"adapter: copy {' and '.join(names)} transposed, and judge with DDP only: no check covers transposed slices"
-        yield Supposition(line, "block", spellings.transposed(tuple(full_names[name] for name in names)))
+        yield Supposition(line, "block", spellings.transpose_matrices(tuple(full_names[name] for name in names)))
 
 
 def _other_heads(model: ModelConfig) -> Iterator[tuple[int, int]]:
@@ -113,7 +115,7 @@ def _other_heads(model: ModelConfig) -> Iterator[tuple[int, int]]:
 # ---- the reference, as if it were so
 
 
-def _assumed(chosen: Sequence[Supposition]) -> dict[str, Any]:
+def _reference_changes(chosen: Sequence[Supposition]) -> dict[str, Any]:
     """Return how the reference is trained under these suppositions, in the words of reference.counterfactual."""
     from harness.reference.spellings import modules_of
 
@@ -132,10 +134,10 @@ def _assumed(chosen: Sequence[Supposition]) -> dict[str, Any]:
 
 def _fits(trial: Trial, chosen: Sequence[Supposition], wanted: float) -> bool:
     """Return whether the loss of step 1 is the one that the trainer computed."""
-    from harness.reference.counterfactual import Otherwise, losses_of_rows
+    from harness.reference.counterfactual import Changes, loss_sums_of_rows
 
-    otherwise = Otherwise(**(order_of_entries(trial) | _assumed(chosen)))
-    losses = losses_of_rows(trial.case.model, trial.case.training, trial.reference, 1, otherwise)
+    otherwise = Changes(**(reference_order_arguments(trial) | _reference_changes(chosen)))
+    losses = loss_sums_of_rows(trial.case.model, trial.case.training, trial.reference, 1, otherwise)
     try:
         bound = trial.bounds.loss[1]
     except NoBound:
@@ -143,11 +145,11 @@ def _fits(trial: Trial, chosen: Sequence[Supposition], wanted: float) -> bool:
     return bool(abs(losses.sum() / trial.reference_step(1).valid_tokens - wanted) <= bound * wanted)
 
 
-def _judged(trial: Trial, chosen: tuple[Supposition, ...]) -> Supposed:
+def _judge_supposed(trial: Trial, chosen: tuple[Supposition, ...]) -> SupposedTrial:
     """Judge with the rates that the optimizer took, whatever they are: they are no mistake of the model."""
-    requested = another_case(trial, replace(trial.case, training=with_own_rates(trial)))
-    assumed = another_reference(requested, **_assumed(chosen))
-    return Supposed(chosen, assumed, judge(assumed))
+    requested = assume_case(trial, replace(trial.case, training=with_own_rates(trial)))
+    assumed = assume_reference(requested, **_reference_changes(chosen))
+    return SupposedTrial(chosen, assumed, judge(assumed))
 
 
 def with_own_rates(trial: Trial) -> TrainingConfig:

@@ -54,9 +54,9 @@ class Picotron(Adapter):
         return TrainerTraits(own_model=True, cp_sends=True, rates=(case.training.lr,) * case.training.steps)
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
-        from harness.adapters.picotron.lent import replaced
+        from harness.adapters.picotron.lent import replaced_parts
 
-        return replaced(self.tables, device)
+        return replaced_parts(self.tables, device)
 
     def unsupported(self, case: Case) -> str | None:
         if not Path(self.where or "", "picotron", "process_group_manager.py").is_file():
@@ -92,7 +92,7 @@ class Started(StartedTrainer):
         lent.hand_over(case, self.script, self.metrics)
 
         def load(model: nn.Module) -> None:
-            cut = tensor_parallel(lent.grid().tp_rank, case.dims.tp)
+            cut = tensor_parallel(lent.process_grid().tp_rank, case.dims.tp)
             load_weights([model], case, weights, adapter.fqn, adapter.rows(case), cut)
 
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:

@@ -38,7 +38,7 @@ SIZES = {
 }
 
 
-def replaced(tables: str | None, device: str) -> tuple[str, ...]:
+def replaced_parts(tables: str | None, device: str) -> tuple[str, ...]:
     texts = ["weights: its download by the seed's", "samples: text by the recipe's, behind its own sampler and loader"]
     if tables:
         texts.append(f"rotary tables: {tables} by its variable DTYPE, which train.py never sets")
@@ -87,14 +87,14 @@ def hand_over(case: Case, script: Script, metrics: list[Metrics]) -> None:
     def note_average(average: Any) -> Any:
         def average_and_note(*args: Any) -> float:
             loss: float = average(*args)
-            metrics.append(Metrics(len(metrics) + 1, loss if grid().pp_is_last_stage else None, None, None))
+            metrics.append(Metrics(len(metrics) + 1, loss if process_grid().pp_is_last_stage else None, None, None))
             return loss
 
         return average_and_note
 
     def wait_and_count(model: nn.Module) -> int:
-        if grid().cp_dp_world_size > 1:
-            note_wrapper(model, "ddp", replicate_ranks=grid().cp_dp_group_ids)
+        if process_grid().cp_dp_world_size > 1:
+            note_wrapper(model, "ddp", replicate_ranks=process_grid().cp_dp_group_ids)
         if case.dims.pp > 1:
             show_actions(model, case.microbatches)
         script.wait(model)
@@ -105,10 +105,10 @@ def hand_over(case: Case, script: Script, metrics: list[Metrics]) -> None:
     script.wrap("average_loss_across_dp_cp_ranks", note_average)
     script.replace("get_num_params", wait_and_count)
     for name in ("train_step_pipeline_1f1b", "train_step_pipeline_afab"):
-        script.wrap(name, _as_pass)
+        script.wrap(name, _run_as_pass_of_schedule)
 
 
-def grid() -> Any:
+def process_grid() -> Any:
     """Return this rank's place, once it has joined."""
     return sys.modules["picotron.process_group_manager"].__dict__["process_group_manager"]
 
@@ -140,7 +140,7 @@ def configuration(case: Case, device: str) -> str:
 # ---- what the probe needs of its pipeline
 
 
-def _as_pass(train_step: Any) -> Any:
+def _run_as_pass_of_schedule(train_step: Any) -> Any:
     """Return the step, run as one pass of the schedule."""
 
     def run_as_pass(*args: Any) -> Any:
@@ -160,7 +160,7 @@ def show_actions(model: Any, microbatches: int) -> None:
     done = {"F": 0, "B": 0}
 
     def note(kind: str) -> None:
-        note_action(grid().pp_rank, kind, done[kind] % microbatches)
+        note_action(process_grid().pp_rank, kind, done[kind] % microbatches)
         done[kind] += 1
 
     def note_and_call(**inputs: Any) -> Any:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from harness.adapters.support import float64
 from harness.adapters.support.training_function import TrainingFunction
-from harness.core.probe.without_memory import trains
+from harness.core.probe.without_memory import records_gradients
 from harness.core.trainers.support import process_group
 
 Load = Callable[[nn.Module], None]
@@ -104,7 +104,7 @@ class Script:
     def _run(self) -> None:
         module = _module(self.path)
         try:
-            for acts, code in program(self.path):
+            for acts, code in acting_statements(self.path):
                 if acts:
                     self.put_in()
                 exec(code, vars(module))
@@ -134,7 +134,7 @@ class Script:
         original = self._called = nn.Module.__call__
 
         def stop(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread().name == "trainer" and trains(module):
+            if threading.current_thread().name == "trainer" and records_gradients(module):
                 self.wait(module)
             return original(module, *args, **kwargs)
 
@@ -147,17 +147,21 @@ def _cut_again(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-        elif isinstance(module, FullyShardedDataParallel) and module._is_root is not None and _shards(module._handle):
+        elif (
+            isinstance(module, FullyShardedDataParallel)
+            and module._is_root is not None
+            and _is_shard_call(module._handle)
+        ):
             module._handle.reshard(True)
             module._handle.post_reshard()
 
 
-def _shards(handle: Any) -> bool:
+def _is_shard_call(handle: Any) -> bool:
     """Return whether a unit of FSDP1 is cut: one without parameters is not, and on a single rank none is."""
     return handle is not None and handle.uses_sharded_strategy
 
 
-def program(path: Path) -> Iterator[tuple[bool, CodeType]]:
+def acting_statements(path: Path) -> Iterator[tuple[bool, CodeType]]:
     """Yield (whether a statement acts as a program does, the statement compiled), in the order in which they run.
 
     Statements under `if __name__ == "__main__"` act; without that, those that define nothing.

@@ -67,7 +67,7 @@ class Torchtitan(Adapter):
     def preload(self) -> tuple[str, ...]:  # type: ignore[override]
         """Return the modules that this era imports in addition to torch; an installed torchtitan is itself imported."""
         try:
-            era = self._found().era
+            era = self._installed_source().era
         except source.NotThere:
             return ()
         return (
@@ -77,7 +77,7 @@ class Torchtitan(Adapter):
 
     @property
     def reports(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._found().era.reports if self.shows else ()
+        return self._installed_source().era.reports if self.shows else ()
 
     @property
     def reports_every(self) -> int:  # type: ignore[override]
@@ -87,20 +87,20 @@ class Torchtitan(Adapter):
         return dataclasses.replace(self, where=where)
 
     def traits(self, case: Case) -> TrainerTraits:
-        return dataclasses.replace(self._found().traits(case), **self.chosen)
+        return dataclasses.replace(self._installed_source().traits(case), **self.chosen)
 
     def unsupported(self, case: Case) -> str | None:
         try:
-            installed = self._found()
-            types = source.by_types(case, installed.era, self.spmd_backend)
+            installed = self._installed_source()
+            types = source.is_by_types(case, installed.era, self.spmd_backend)
             return next(obstacles(case, installed.era, installed.traits(case), types=types), None)
         except source.NotThere as error:
             return str(error)
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
-        from harness.adapters.torchtitan.replaced import replaced
+        from harness.adapters.torchtitan.replaced import replaced_parts
 
-        return tuple(replaced(case, self._found(), device))
+        return tuple(replaced_parts(case, self._installed_source(), device))
 
     def unsupported_alone(self, case: Case) -> str | None:
         """Return why not. Without comparing numbers, any precision will do, and any rotary frequencies."""
@@ -114,12 +114,12 @@ class Torchtitan(Adapter):
         return next(needs_memory(case), None)
 
     def _exchanges_by_types(self, case: Case) -> bool:
-        if self._found().era.run_by != TRAINER_CONFIG.run_by:
+        if self._installed_source().era.run_by != TRAINER_CONFIG.run_by:
             return False
-        return source.by_types(case, self._found().era, self.spmd_backend)
+        return source.is_by_types(case, self._installed_source().era, self.spmd_backend)
 
     def importable(self) -> None:
-        installed = self._found()
+        installed = self._installed_source()
         source.forget_another(installed.package)
         folder = str(installed.folder)
         if sys.path[0] != folder:
@@ -129,6 +129,7 @@ class Torchtitan(Adapter):
         return self._run(case, None, "cpu")
 
     def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
+        """Return the started trainer of a case. Raises ValueError if torchtitan cannot run the case."""
         if reason := self.unsupported(case):
             raise ValueError(f"case {case.name!r}: {self.name} cannot run it: {reason}")
         return self._run(case, weights, device)
@@ -138,7 +139,7 @@ class Torchtitan(Adapter):
         from harness.adapters.torchtitan import cpu, torch_names
         from harness.core.trainers.support import cpu_attention, process_group
 
-        installed = self._found()
+        installed = self._installed_source()
         self.importable()
         os.environ.setdefault("LOCAL_RANK", "0")
         if device == "cpu":
@@ -152,12 +153,12 @@ class Torchtitan(Adapter):
         runs = importlib.import_module(f"{__name__}.{installed.era.run_by}")
         return runs.start(case, installed, weights, device)
 
-    def _found(self) -> source.Source:
+    def _installed_source(self) -> source.Source:
         """Raises NotThere."""
-        return dataclasses.replace(source.find(self.where), spmd_backend=self.spmd_backend, options=self.options)
+        return dataclasses.replace(source.find_source(self.where), spmd_backend=self.spmd_backend, options=self.options)
 
     def fqn(self, name: str) -> str:
-        return self._found().era.fqn(name)
+        return self._installed_source().era.fqn(name)
 
 
 adapter = Torchtitan()

@@ -141,6 +141,7 @@ class ReadAsCpu(importlib.abc.MetaPathFinder):
         self.folder = folder
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return the spec of a module of torchtitan, whose source is then read for CPU. None for others, or if not found."""
         if name.partition(".")[0] != "torchtitan":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path or [str(self.folder)], target)
@@ -164,6 +165,7 @@ class Lend(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.names = names
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return the spec of a stand-in for a module of `names`. None for other packages, and inside installed ones."""
         package = name.partition(".")[0]
         installed = name != package and not isinstance(sys.modules.get(package), _Lent)  # has what it has, and no more
         wanted = package in self.names and not installed

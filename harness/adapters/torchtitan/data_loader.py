@@ -53,13 +53,18 @@ class Inputs(Samples):
 
 
 class Positioned(Inputs):
-    """Inputs with positions, which context parallel cuts along. SDPA makes no mask of them: they only turn. FlexAttention has a
-    document begin wherever they begin anew."""
+    """Inputs with positions, which context parallel cuts along.
+
+    They count in each row, and begin anew with each document if the case has a document mask. SDPA makes no mask of them:
+    they only turn queries and keys. FlexAttention has a document begin wherever they begin anew.
+    """
 
     def batch(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
         inputs, labels = super().batch(tokens, labels)
         positions = torch.arange(labels.shape[1]).expand(labels.shape)
-        return inputs | {"positions": anew(tokens) if self.case.training.document_mask else positions}, labels
+        return inputs | {
+            "positions": document_positions(tokens) if self.case.training.document_mask else positions
+        }, labels
 
 
 class Microbatches(Positioned):
@@ -99,7 +104,7 @@ class Ahead:
 
 
 @dataclasses.dataclass
-class AheadOf:
+class LoaderBuilder:
     """The same in a configuration, whose builder it is; asked to build it once a validation."""
 
     case: Case
@@ -113,7 +118,7 @@ class AheadOf:
         return self.loaders.setdefault(dp_rank, ahead)
 
 
-def anew(tokens: torch.Tensor) -> torch.Tensor:
+def document_positions(tokens: torch.Tensor) -> torch.Tensor:
     """Return each token's place in its own document, from 0. tokens int64 [b, s]; int64 [b, s]"""
     document_numbers = documents(tokens)
     return (document_numbers.unsqueeze(-1) == document_numbers.unsqueeze(-2)).tril(-1).sum(-1)

@@ -39,15 +39,15 @@ OF_OLD = {"1F1B": "1f1b", "GPipe": "gpipe"}  # names until 2024-10-09; since the
 CHECKPOINTING = {"none": ("none", ""), "full": ("full", ""), "layer": ("selective", "2"), "op": ("selective", "op")}
 
 
-def configured(job: Any, case: Case, own_options: Mapping[str, Any] | None = None) -> Any:
+def configure_job(job: Any, case: Case, own_options: Mapping[str, Any] | None = None) -> Any:
     """torchtitan's own defaults, the case's values, and options of one's own in their place."""
     own_options = own_options or {}
     for name in CONFIG_MODULES:
         if name in sys.modules:
             sys.modules[name].TORCH_DTYPE_MAP["float64"] = torch.float64
     if hasattr(job, "parse_args"):
-        of_file(job, own_options)
-    for name, value in given(case).items():
+        read_options_file(job, own_options)
+    for name, value in options_of_case(case).items():
         section, _, key = name.partition(".")
         if name not in own_options:
             put(getattr(job, section, SimpleNamespace()), key, value)
@@ -56,15 +56,15 @@ def configured(job: Any, case: Case, own_options: Mapping[str, Any] | None = Non
     return job
 
 
-def of_file(job: Any, own: Mapping[str, Any]) -> None:
+def read_options_file(job: Any, own: Mapping[str, Any]) -> None:
     """A job that parses its command line reads these from a file, as its users have it read them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "own.toml")
-        path.write_text(toml(own))
+        path.write_text(toml_text(own))
         job.parse_args(["--job.config_file", str(path)] if own else [])
 
 
-def toml(own: Mapping[str, Any]) -> str:
+def toml_text(own: Mapping[str, Any]) -> str:
     """Return options as TOML. Options that are None are left out. Texts, numbers and lists are written as in JSON."""
     lines_by_section: dict[str, list[str]] = {}
     for name, value in own.items():
@@ -80,7 +80,7 @@ def put(section: Any, key: str, value: object) -> None:
         setattr(section, key, value)
 
 
-def given(case: Case) -> dict[str, Any]:
+def options_of_case(case: Case) -> dict[str, Any]:
     """Return options by `section.name`. Degrees were options of the section `training` before they had their own."""
     features = case.features
     degrees = options.parallelism(case) | _former_degrees(case)
@@ -124,9 +124,10 @@ def _former_degrees(case: Case) -> dict[str, Any]:
 
 
 def stages(case: Case) -> list[list[str]]:
-    """Return the modules that each stage of a pipeline holds.
+    """Return the names of the modules that each stage of a pipeline holds, the first stage in front.
 
-    torchtitan's own cut counts embedding and output as a layer each.
+    Embedding lies on the first, norm and output on the last. torchtitan's own cut counts embedding and output as a layer
+    each.
     """
     parts = []
     for stage in range(case.n_stages):
@@ -159,7 +160,7 @@ def sizes(flavor: Any, case: Case) -> Any:
     return dataclasses.replace(flavor, **values)
 
 
-def specified(spec: Any, case: Case, loader: Callable[..., Any]) -> Any:
+def specify_model(spec: Any, case: Case, loader: Callable[..., Any]) -> Any:
     """The TrainSpec with the case's sizes, and its samples in place of data set and tokenizer."""
     flavors = next(getattr(spec, name) for name in FLAVORS if hasattr(spec, name))
     flavors[FLAVOR] = sizes(flavors[FLAVOR], case)

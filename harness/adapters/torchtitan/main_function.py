@@ -23,7 +23,10 @@ from harness.core.trainers.support.weights import load_weights
 
 
 class MainTrainer:
-    """harness.core.trainers.StartedTrainer around `main`, stopped where it asks its data loader for an iterator."""
+    """harness.core.trainers.StartedTrainer around `main`, stopped where it asks its data loader for an iterator.
+
+    It trains to the last step of the case only. It cannot save or resume: both raise NotImplementedError.
+    """
 
     def __init__(
         self, train: ModuleType, case: Case, weights: Path | None, own: Mapping[str, Any] | None = None
@@ -33,7 +36,7 @@ class MainTrainer:
         self._train = train
         self._case = case
         self._weights = weights
-        self._job = job_config.configured(train.JobConfig(), case, own)
+        self._job = job_config.configure_job(train.JobConfig(), case, own)
         self._main = TrainingFunction(self._run)
         self._substitute()
         self._main.set_up()
@@ -75,7 +78,7 @@ class MainTrainer:
 
         def specified(spec: Any) -> Any:
             spec.build_optimizers_fn = watched(spec.build_optimizers_fn)
-            return job_config.specified(spec, case, loader)
+            return job_config.specify_model(spec, case, loader)
 
         replaced: dict[str, Callable[[Any], Any]] = {
             "build_hf_data_loader": lambda _: lambda *given: loader(*given[5:7]),
@@ -97,6 +100,7 @@ class MainTrainer:
 
 
 def start(case: Case, source: Source, weights: Path | None, device: str) -> MainTrainer:
+    """Return a trainer around `main` of the source's script, which must be there, stopped before its first batch."""
     assert source.script is not None
     return MainTrainer(load_script(source.script), case, weights, source.options)
 

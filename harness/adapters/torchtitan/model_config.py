@@ -15,7 +15,7 @@ from harness.core.case.case import Case
 from harness.reference.config import ModelConfig
 
 
-def known(make: Callable[..., Any], **given: Any) -> Any:
+def call_with_known(make: Callable[..., Any], **given: Any) -> Any:
     """Return make(..) with those of these arguments that it takes."""
     taken = inspect.signature(make).parameters
     return make(**{name: value for name, value in given.items() if name in taken})
@@ -28,16 +28,16 @@ def put(config: Any, **given: Any) -> None:
             setattr(config, name, value)
 
 
-def sized(case: Case, *, masked: bool) -> Any:
+def model_of_size(case: Case, *, masked: bool) -> Any:
     """torchtitan's configuration of a Llama of the case's sizes."""
     from torchtitan.models import llama3
 
     if not hasattr(llama3, "_build_llama3_layers"):
         return of_one_layer(llama3, case)
-    return adapted(of_layers(llama3, case, masked), case)
+    return with_adapters(of_layers(llama3, case, masked), case)
 
 
-def adapted(config: Any, case: Case) -> Any:
+def with_adapters(config: Any, case: Case) -> Any:
     """Return it with torchtitan's own adapters of low rank, where the case has them: all else is frozen."""
     if (lora := case.model.lora) is None:
         return config
@@ -57,7 +57,7 @@ def of_layers(llama3: Any, case: Case, masked: bool) -> Any:
         out_features=sizes.vocab_size,
         param_init=llama3._output_linear_init(sizes.dim),
     )
-    return known(
+    return call_with_known(
         llama3.Llama3Model.Config,
         dim=sizes.dim,
         vocab_size=sizes.vocab_size,
@@ -77,7 +77,7 @@ def layers(llama3: Any, sizes: ModelConfig, rope: Any, masked: bool) -> Any:
     """wq, wk and wv are separate, as an option has it. Attention is SDPA, without a mask unless positions make one."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
-    made = known(
+    made = call_with_known(
         llama3._build_llama3_layers,
         n_layers=sizes.n_layers,
         dim=sizes.dim,
@@ -96,18 +96,18 @@ def layers(llama3: Any, sizes: ModelConfig, rope: Any, masked: bool) -> Any:
 
 
 def rotary(llama3: Any, case: Case) -> Any:
-    return known(
+    return call_with_known(
         getattr(llama3, "ComplexRoPE", llama3.RoPE).Config,
         dim=case.model.head_dim,
         max_seq_len=case.training.seq_len,
         max_context_length=case.training.seq_len,
         theta=case.model.rope_theta,
         backend="complex",
-        **rescaled(case.model),
+        **rope_options(case.model),
     )
 
 
-def rescaled(sizes: ModelConfig) -> dict[str, Any]:
+def rope_options(sizes: ModelConfig) -> dict[str, Any]:
     scaling = sizes.rope_scaling
     if scaling is None:
         return {"scaling": "none"}

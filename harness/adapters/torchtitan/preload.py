@@ -11,7 +11,7 @@ import torch
 
 from harness.adapters.torchtitan import cpu, source
 
-source.find(None)
+source.find_source(None)
 if not torch.backends.cuda.is_built():
     cpu.before_import()
     import torchtitan.models.llama3.config_registry

@@ -12,7 +12,7 @@ from harness.adapters.torchtitan.source import Source, chunks_of, why_not_larges
 from harness.core.case.case import Case
 
 
-def replaced(case: Case, source: Source, device: str) -> Iterator[str]:
+def replaced_parts(case: Case, source: Source, device: str) -> Iterator[str]:
     """Yield what is replaced, each as "part: what by what (why)"."""
     era = source.era
     if era.chunks_loss and chunks_of(case, era) == 1:
@@ -30,6 +30,10 @@ def replaced(case: Case, source: Source, device: str) -> Iterator[str]:
 
 
 def _of_configurations(case: Case, source: Source, device: str) -> Iterator[str]:
+    """Yield what is replaced in torchtitan that is run by configurations: attention, torch's SGD and spmd_backend.
+
+    Each is a line like those of `replaced_parts`; what is not replaced has none.
+    """
     if source.era.masks(case) and device == "cpu":
         yield "attention: FlexAttention by SDPA with the same mask (no backward on CPU)"
     elif not source.era.masks(case):

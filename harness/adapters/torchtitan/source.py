@@ -92,7 +92,7 @@ CHANGES = (
     ),
     Change(
         "models/llama3/parallelize.py",
-        syntax.called_always("apply_fsdp", "apply_fsdp_to_decoder"),
+        syntax.a_certain_call("apply_fsdp", "apply_fsdp_to_decoder"),
         {"wraps_alone": True, "replicates_by": "fsdp2"},
     ),
     Change("models/llama3/parallelize.py", syntax.a_call("apply_replicate"), {"replicates_by": "fsdp2"}),
@@ -134,7 +134,7 @@ LOOKED_AT = dict.fromkeys(
 """All files of the package by which it is known."""
 
 
-def changed(era: Era, package: Path) -> Era:
+def changed_era(era: Era, package: Path) -> Era:
     for change in CHANGES:
         if holds(change.fact, package / change.file):
             traits = dataclasses.replace(era.traits, **change.traits)
@@ -180,11 +180,11 @@ class Source:
             loss_chunks=chunks_of(case, era),
             cp_gathers=case.dims.cp > 1 and era.cp_by_types,
             cp_cuts_rows=case.dims.cp > 1 and era.flat,
-            expected_failure=expected.expected_failure(case, era, types=by_types(case, era, self.spmd_backend)),
+            expected_failure=expected.expected_failure(case, era, types=is_by_types(case, era, self.spmd_backend)),
         )
 
 
-def by_types(case: Case, era: Era, spmd_backend: str | None) -> bool:
+def is_by_types(case: Case, era: Era, spmd_backend: str | None) -> bool:
     """Return whether it shards by spmd_types, the default since 2026-08-18."""
     if spmd_backend is not None or not era.fed_microbatches:
         return spmd_backend == "spmd_types"
@@ -195,7 +195,7 @@ def why_not_spmd_types(case: Case, spmd_backend: str | None, era: Era | None = N
     """Why "partial_dtensor" stands in for the backend that its users have by default; empty where nothing does."""
     if spmd_backend is not None:
         return ""
-    if not releases.holds(STARTS_SPMD_TYPES, importlib.metadata.version("torch")):
+    if not releases.condition_holds(STARTS_SPMD_TYPES, importlib.metadata.version("torch")):
         return "torch 2.13 cannot shard its parameters"
     alone = era is not None and era.cp_by_types  # FlexAttention's mask then is cut by torch, and SDPA sees it whole
     return "which does context parallel with FlexAttention only" if case.dims.cp > 1 and not alone else ""
@@ -216,7 +216,7 @@ def chunks_of(case: Case, era: Era) -> int:
 
 
 def why_whole(case: Case, era: Era) -> str:
-    """Why this adapter has the loss computed at once where its era does so in chunks; empty where it does not."""
+    """Return why this adapter has the loss computed at once where its era does so in chunks. Empty where it does not."""
     together = case.local_batch if era.flat else 1
     if any(case.seq_len(step) // case.dims.cp * together % LOSS_CHUNKS for step in case.steps):
         return f"{LOSS_CHUNKS} chunks do not divide the sequence"
@@ -231,13 +231,13 @@ def why_whole(case: Case, era: Era) -> str:
     return ""
 
 
-def find(where: str | None) -> Source:
+def find_source(where: str | None) -> Source:
     """Return the torchtitan that is there now. Raises NotThere."""
-    package = _installed() if where is None else Path(where).resolve() / "torchtitan"
-    return _found(package, tuple(_stamp(os.path.join(package, name)) for name in LOOKED_AT))
+    package = _installed_package() if where is None else Path(where).resolve() / "torchtitan"
+    return _source_of_package(package, tuple(_file_stamp(os.path.join(package, name)) for name in LOOKED_AT))
 
 
-def _stamp(path: str) -> tuple[int, int, int] | None:
+def _file_stamp(path: str) -> tuple[int, int, int] | None:
     """Another one for each state of a file: a bisect has another commit checked out in the same folder."""
     try:
         status = os.stat(path)
@@ -247,16 +247,16 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _found(package: Path, _stamps: tuple[tuple[int, int, int] | None, ...]) -> Source:
+def _source_of_package(package: Path, _stamps: tuple[tuple[int, int, int] | None, ...]) -> Source:
     """A rank asks hundreds of times: for the name of each parameter that it has seen."""
     if not package.is_dir():
         raise NotThere(f"{package}: no torchtitan there; {HOW_TO_GET_IT}")
     for script in (package.parent / "train.py", package / "train.py"):
         if era := next((era for fact, era in SCRIPTS if holds(fact, script)), None):
-            return Source(package, changed(era, package), script)
+            return Source(package, changed_era(era, package), script)
     trainer = package / "trainer.py"
     if (package / "models" / "llama3" / "config_registry.py").is_file() and trainer.is_file():
-        return Source(package, changed(next(era for fact, era in TRAINERS if holds(fact, trainer)), package))
+        return Source(package, changed_era(next(era for fact, era in TRAINERS if holds(fact, trainer)), package))
     raise NotThere(f"{package}: this adapter runs torchtitan from 2024-09 on, and nothing there looks like it")
 
 
@@ -270,7 +270,7 @@ def forget_another(package: Path) -> None:
         del sys.modules[name]
 
 
-def _installed() -> Path:
+def _installed_package() -> Path:
     """Find it without importing it."""
     spec = importlib.util.find_spec("torchtitan")
     if spec is None or not spec.submodule_search_locations:

@@ -14,62 +14,65 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 @functools.lru_cache(maxsize=256)
 def holds(fact: Fact, text: str) -> bool:
     """Return whether a fact holds of a file's text. Raises SyntaxError."""
-    return fact(_parsed(text))
+    return fact(_parse_cached(text))
 
 
 @functools.lru_cache(maxsize=64)
-def _parsed(text: str) -> ast.Module:
+def _parse_cached(text: str) -> ast.Module:
     return ast.parse(text)
 
 
 def a_function(name: str, parameter: str) -> Fact:
     """Return whether a file defines a function of that name with that parameter."""
-    return lambda tree: any(each.name == name and parameter in _parameters(each) for each in _all(tree, *FUNCTIONS))
+    return lambda tree: any(
+        each.name == name and parameter in _parameters(each) for each in _nodes_of_kinds(tree, *FUNCTIONS)
+    )
 
 
 def a_parameter(name: str) -> Fact:
-    return lambda tree: any(name in _parameters(each) for each in _all(tree, *FUNCTIONS))
+    return lambda tree: any(name in _parameters(each) for each in _nodes_of_kinds(tree, *FUNCTIONS))
 
 
 def a_class(name: str) -> Fact:
-    return lambda tree: any(each.name == name for each in _all(tree, ast.ClassDef))
+    return lambda tree: any(each.name == name for each in _nodes_of_kinds(tree, ast.ClassDef))
 
 
 def a_field(name: str) -> Fact:
     """Return whether a class has an annotated attribute of that name."""
     return lambda tree: any(
-        isinstance(node, ast.AnnAssign) and _dotted(node.target) == name for node in _bodies(tree, ast.ClassDef)
+        isinstance(node, ast.AnnAssign) and _dotted_name(node.target) == name for node in _bodies(tree, ast.ClassDef)
     )
 
 
 def a_name(name: str) -> Fact:
     """Return whether a file uses a variable of that name."""
-    return lambda tree: any(each.id == name for each in _all(tree, ast.Name))
+    return lambda tree: any(each.id == name for each in _nodes_of_kinds(tree, ast.Name))
 
 
 def an_attribute(name: str) -> Fact:
     """Return whether a file looks up an attribute of that name."""
-    return lambda tree: any(each.attr == name for each in _all(tree, ast.Attribute))
+    return lambda tree: any(each.attr == name for each in _nodes_of_kinds(tree, ast.Attribute))
 
 
 def an_import(name: str) -> Fact:
-    return lambda tree: any(each.name == name for each in _all(tree, ast.alias))
+    return lambda tree: any(each.name == name for each in _nodes_of_kinds(tree, ast.alias))
 
 
 def a_call(name: str) -> Fact:
     """Return whether a file calls something by that name, dots included."""
-    return lambda tree: any(_dotted(each.func) == name for each in _all(tree, ast.Call))
+    return lambda tree: any(_dotted_name(each.func) == name for each in _nodes_of_kinds(tree, ast.Call))
 
 
 def a_keyword(name: str) -> Fact:
     """Return whether a file passes an argument by that name."""
-    return lambda tree: any(each.arg == name for each in _all(tree, ast.keyword))
+    return lambda tree: any(each.arg == name for each in _nodes_of_kinds(tree, ast.keyword))
 
 
 def an_option(name: str) -> Fact:
     """Return whether a file adds an option of that name to a parser of command lines."""
     return lambda tree: any(
-        _dotted(each.func).endswith(".add_argument") and _first(each) == name for each in _all(tree, ast.Call)
+        _dotted_name(each.func).endswith(".add_argument") and _first_constant(each) == name
+        for each in _nodes_of_kinds(tree, ast.Call)
     )
 
 
@@ -79,26 +82,26 @@ def a_key(name: str) -> Fact:
 
 
 def a_list(*items: str) -> Fact:
-    return lambda tree: any(tuple(map(_dotted, each.elts)) == items for each in _all(tree, ast.List))
+    return lambda tree: any(tuple(map(_dotted_name, each.elts)) == items for each in _nodes_of_kinds(tree, ast.List))
 
 
-def called_always(*names: str) -> Fact:
+def a_certain_call(*names: str) -> Fact:
     """Return whether a function calls one of these in its body itself, below no condition."""
     return lambda tree: any(
-        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _dotted(node.value.func) in names
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _dotted_name(node.value.func) in names
         for node in _bodies(tree, *FUNCTIONS)
     )
 
 
-def _first(call: ast.Call) -> object:
+def _first_constant(call: ast.Call) -> object:
     """Return a call's first argument if it is a constant, else None."""
     return call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
 
 
-def _dotted(node: ast.AST) -> str:
+def _dotted_name(node: ast.AST) -> str:
     """Return `a.b.c` of a name or of attributes of one. Empty for anything else."""
     if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value)}.{node.attr}"
+        return f"{_dotted_name(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
@@ -107,20 +110,20 @@ def _parameters(function: Any) -> set[str]:
     return {each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
 
 
-def _all(tree: ast.Module, *kinds: type[ast.AST]) -> Iterator[Any]:
+def _nodes_of_kinds(tree: ast.Module, *kinds: type[ast.AST]) -> Iterator[Any]:
     """Return all nodes of these kinds."""
     return (node for node in _nodes(tree) if isinstance(node, kinds))
 
 
 def _bodies(tree: ast.Module, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
     """Yield the statements in the bodies of all nodes of these kinds."""
-    for owner in _all(tree, *kinds):
+    for owner in _nodes_of_kinds(tree, *kinds):
         yield from owner.body
 
 
 def _keys_of_dicts(tree: ast.Module) -> Iterator[ast.AST | None]:
     """Yield the keys of all dicts that are written out; None for an unpacked one."""
-    for node in _all(tree, ast.Dict):
+    for node in _nodes_of_kinds(tree, ast.Dict):
         yield from node.keys
 
 

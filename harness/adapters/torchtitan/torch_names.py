@@ -42,10 +42,10 @@ def take_microbatches() -> None:
 
     for kind in (PipelineScheduleSingle, PipelineScheduleMulti):
         if "arg_mbs" not in inspect.signature(kind.step).parameters:
-            kind.step = handed(kind.step)
+            kind.step = handed_arguments(kind.step)
 
 
-def handed(step: Any) -> Any:
+def handed_arguments(step: Any) -> Any:
     @functools.wraps(step)
     def taking(self: Any, *args: Any, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, **rest: Any):
         """Targets are joined, as they are cut again without being asked."""

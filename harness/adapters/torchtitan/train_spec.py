@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.adapters.torchtitan import job_config
-from harness.adapters.torchtitan.data_loader import AheadOf, Inputs, Samples
+from harness.adapters.torchtitan.data_loader import Inputs, LoaderBuilder, Samples
 from harness.adapters.torchtitan.source import Source
 from harness.adapters.torchtitan.trainer import TitanTrainer, no_sleep
 from harness.core.case.case import Case
@@ -15,11 +15,12 @@ from harness.core.trainers.support.weights import load_weights
 
 
 def start(case: Case, source: Source, weights: Path | None, device: str) -> TitanTrainer:
+    """Return torchtitan's trainer with the weights loaded, and the case's samples in the place of its own."""
     train = importlib.import_module("torchtitan.train")
     no_sleep("torchtitan.train")
     specify(train.train_spec_module, case, Inputs if source.era.inputs_by_name else Samples)
     validate(case, source)
-    trainer = train.Trainer(job_config.configured(train.JobConfig(), case, source.options))
+    trainer = train.Trainer(job_config.configure_job(train.JobConfig(), case, source.options))
     train.trainer = trainer  # type: ignore[attr-defined]  # as its entry point has it: until 2025-04-01 `train` reads it
     load_weights(trainer.model_parts, case, weights, source.era.fqn)
     return TitanTrainer(trainer, case, source)
@@ -30,7 +31,7 @@ def validate(case: Case, source: Source) -> None:
     if not source.options.get("validation.enable"):
         return
     module = importlib.import_module("torchtitan.components.validate")
-    ahead = AheadOf(case, Inputs if source.era.inputs_by_name else Samples)
+    ahead = LoaderBuilder(case, Inputs if source.era.inputs_by_name else Samples)
     for name in ("build_hf_validation_dataloader", "build_text_validation_dataloader"):
         if hasattr(module, name):
             setattr(module, name, ahead.build)
@@ -43,4 +44,4 @@ def specify(specs: Any, case: Case, inputs: type[Samples]) -> None:
     def loader(dp_world_size: int, dp_rank: int, **_: Any) -> Samples:
         return inputs(case, dp_world_size, dp_rank, lambda: None)
 
-    specs.get_train_spec = lambda name: job_config.specified(original(name), case, loader)
+    specs.get_train_spec = lambda name: job_config.specify_model(original(name), case, loader)

@@ -12,14 +12,14 @@ import torch
 
 from harness.adapters.support import float64
 from harness.adapters.torchtitan import cpu, model_config, options
-from harness.adapters.torchtitan.data_loader import AheadOf, Inputs, Microbatches, Positioned, Rows, Samples
+from harness.adapters.torchtitan.data_loader import Inputs, LoaderBuilder, Microbatches, Positioned, Rows, Samples
 from harness.adapters.torchtitan.eras import Era
 from harness.adapters.torchtitan.source import Source, chunks_of, why_not_spmd_types
 from harness.adapters.torchtitan.trainer import TitanTrainer, no_sleep
 from harness.core.case.case import Case
 from harness.core.case.features import LOOPED
 from harness.core.probe import chunks
-from harness.core.probe.losses import noted
+from harness.core.probe.losses import noting_loss
 from harness.core.trainers.support.weights import load_weights
 
 # ---- The case's optimizer in torchtitan's own container of optimizers, since 2026-02-23
@@ -28,7 +28,7 @@ from harness.core.trainers.support.weights import load_weights
 NORMS = r"norm\.weight$"
 
 
-def configured(case: Case) -> Any:
+def configure_trainer(case: Case) -> Any:
     return sgd(case) if case.training.optimizer == "sgd" else adamw(case)
 
 
@@ -67,11 +67,14 @@ def sgd(case: Case) -> Any:
 
 
 def show_loss(loss: Any) -> None:
-    """Note the cross entropy that torchtitan itself has for sharded logits since 2026-06, where the probe does not look.
-    Until 2026-04-27 its loss is a function, which calls torch's."""
+    """Change `loss` so that the cross entropy that torchtitan itself has for sharded logits is noted.
+
+    It has one since 2026-06, where the probe does not look. Until 2026-04-27 its loss is a function, which calls torch's,
+    and is left as it is. The class of a loss in chunks is changed, too.
+    """
     each = getattr(loss, "loss_fn", loss)
     if hasattr(each, "fn"):
-        each.fn = chunks.no_forward(noted(each.fn, reduction="sum"))
+        each.fn = chunks.no_forward(noting_loss(each.fn, reduction="sum"))
     if hasattr(loss, "num_chunks"):
         type(loss).__call__ = chunks.forward(type(loss).__call__)
 
@@ -112,18 +115,18 @@ def configuration(case: Case, source: Source) -> Any:
     era = source.era
     TORCH_DTYPE_MAP["float64"] = torch.float64
     config = llama3_debugmodel()
-    config.model_spec.model = model_config.sized(case, masked=era.masks(case))
+    config.model_spec.model = model_config.model_of_size(case, masked=era.masks(case))
     if hasattr(config, "loss"):
         if chunks_of(case, era) == 1:
             config.loss = loss.CrossEntropyLoss.Config()
         model_config.put(getattr(config.loss, "loss_fn", config.loss), global_vocab_size=case.model.vocab_size)
-    config.optimizer = configured(case)
-    inputs = fed(era)
+    config.optimizer = configure_trainer(case)
+    inputs = samples_class(era)
     config.dataloader = Built(lambda dp_world_size, dp_rank, **_: inputs(case, dp_world_size, dp_rank, lambda: None))
     if source.options.get("validator.enable") or case.features.validate_every:
-        config.validator.dataloader = AheadOf(case, inputs)
+        config.validator.dataloader = LoaderBuilder(case, inputs)
     config.tokenizer = Built(None)
-    for name, value in given(case).items():
+    for name, value in options_of_case(case).items():
         section, _, key = name.rpartition(".")
         if name not in source.options:
             model_config.put(getattr(config, section) if section else config, **{key: value})
@@ -137,7 +140,7 @@ def configuration(case: Case, source: Source) -> Any:
     return config
 
 
-def fed(era: Era) -> type[Samples]:
+def samples_class(era: Era) -> type[Samples]:
     """The form in which its loop takes samples."""
     if era.flat:
         return Rows
@@ -153,7 +156,7 @@ def checkpointing(kind: str) -> Any:
 
     if hasattr(configs, "ActivationCheckpointConfig"):
         mode = {"none": "none", "full": "full", "op": "selective"}[kind]
-        return model_config.known(configs.ActivationCheckpointConfig, mode=mode, selective_ac_option="op")
+        return model_config.call_with_known(configs.ActivationCheckpointConfig, mode=mode, selective_ac_option="op")
     return {
         "none": lambda: None,
         "full": lambda: activation_checkpoint.FullAC.Config(),
@@ -176,7 +179,7 @@ def stages(case: Case) -> list[list[str]] | None:
     return _generate_llm_fqn_per_model_part(case.n_stages, case.model.n_layers, *less)
 
 
-def given(case: Case) -> dict[str, Any]:
+def options_of_case(case: Case) -> dict[str, Any]:
     """Return options by `section.name`, or by name alone if they are in no section."""
     tokens = {
         "num_tokens_per_microbatch_per_dp_rank": case.local_batch * case.training.seq_len,

@@ -5,59 +5,59 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.core.case.case import Case
-from harness.core.plan.figures.step_time import COMPUTES, SENDS, Fit, Fitting
-from harness.core.report.columns import columns
-from harness.core.report.text import wrapped
+from harness.core.plan.figures.step_time import COMPUTE_EFFICIENCY, LINK_EFFICIENCY, FittingLayout, FittingLayouts
+from harness.core.report.columns import column_lines
+from harness.core.report.text import wrap_text
 
-SHOWN = 15
-HEAD = (
+SHOWN_LAYOUTS = 15
+TABLE_HEAD = (
     *("", "pp", "vpp", "rep", "fsdp", "cp", "tp", "again"),
     *("GB", "s", "MFU", "bubble", "waits", "exposed", "f8"),
 )
 
 
-def fitting_text(fits: Fitting) -> str:
+def fitting_text(fits: FittingLayouts) -> str:
     """Return the best layouts, a row each, those that were published, and how times are estimated."""
-    layouts = fits.found
-    looked = fits.looked
+    layouts = fits.layouts
+    looked = fits.examined_count
     names = fits.published
-    unlisted = [f"not on this list: {name} {why}{_degrees(fits, name)}" for name, why in fits.unlisted.items()]
+    unlisted = [f"not on this list: {name} {why}{_degrees_text(fits, name)}" for name, why in fits.unlisted.items()]
     if not layouts:
         text = f"0 of {looked} layouts fit: more GPUs, more memory of each, or shorter samples are needed"
         return "\n".join([text, *_wrapped_lines(unlisted)])
-    positions = [position for position in range(len(layouts)) if position < SHOWN or position in names]
-    rows = [HEAD, *(_row(position, layouts[position]) for position in positions)]
+    positions = [position for position in range(len(layouts)) if position < SHOWN_LAYOUTS or position in names]
+    rows = [TABLE_HEAD, *(_row(position, layouts[position]) for position in positions)]
     published_texts = [
-        f"{position + 1} is {name}{_how(layouts[position].case)}{_degrees(fits, name)}"
+        f"{position + 1} is {name}{_published_differences(layouts[position].case)}{_degrees_text(fits, name)}"
         for position, name in names.items()
     ]
     first = layouts[0].case.training
     scope = f", of {first.global_batch:,} samples of {first.seq_len:,} tokens a step"
-    spent = f"computing attains {COMPUTES:.0%} of the peak and links {SENDS:.0%} of theirs"
+    spent = f"computing attains {COMPUTE_EFFICIENCY:.0%} of the peak and links {LINK_EFFICIENCY:.0%} of theirs"
     explanation = (
         f"s is an estimate of a step: {spent}. tp, cp and pp are waited for, and data parallel is hidden while blocks compute. "
         "GB is what an allocator reserves on the rank that needs most. vpp: stages of a rank; rep: replicas; fsdp: ranks that "
         "parameters are cut over; again: what backward computes again; f8: s if the linear layers of blocks ran in float8. "
         "A microbatch has one sample, but for published layouts."
     )
-    lines = [f"{len(layouts)} of {looked} layouts fit{scope}", "", *columns(rows), ""]
+    lines = [f"{len(layouts)} of {looked} layouts fit{scope}", "", *column_lines(rows), ""]
     return "\n".join([*lines, *_wrapped_lines([*published_texts, *unlisted, explanation])])
 
 
 def _wrapped_lines(texts: Sequence[str]) -> list[str]:
     lines: list[str] = []
     for text in texts:
-        lines += wrapped(text, "", "  ")
+        lines += wrap_text(text, "", "  ")
     return lines
 
 
-def _degrees(fits: Fitting, name: str) -> str:
+def _degrees_text(fits: FittingLayouts, name: str) -> str:
     """Say where its degrees stand at their best, if that is another place."""
     position = fits.degrees.get(name)
     return "" if position is None or fits.published.get(position) == name else f"; {position + 1} has its degrees"
 
 
-def _how(case: Case) -> str:
+def _published_differences(case: Case) -> str:
     """Say in what a published layout is not like the others here."""
     differences = []
     if case.dims.pp > 1:
@@ -67,7 +67,7 @@ def _how(case: Case) -> str:
     return f", with {' and '.join(differences)}" if differences else ""
 
 
-def _row(position: int, fit: Fit) -> list[str]:
+def _row(position: int, fit: FittingLayout) -> list[str]:
     """Return the table's row of a layout."""
     dims = fit.case.dims
     features = fit.case.features
@@ -75,6 +75,6 @@ def _row(position: int, fit: Fit) -> list[str]:
     degrees = (dims.pp, fit.case.stages_per_rank, dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp)
     seconds = (time.seconds, time.bubble, time.waited, time.exposed, time.in_float8.seconds)
     step, bubble, waited, exposed, float8 = (f"{figure:.1f}" for figure in seconds)
-    memory = f"{fit.most.reserved / 1e9:.1f}"
+    memory = f"{fit.peak_rank.reserved / 1e9:.1f}"
     last = (features.activation_checkpointing, memory, step, f"{time.utilization:.0%}", bubble, waited, exposed, float8)
     return [str(position + 1), *map(str, degrees), *last]

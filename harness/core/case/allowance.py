@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-AMOUNTS = {
+AMOUNT_KEYS = {
     "kept": "bytes",
     "gathered": "bytes",
     "copied": "bytes",
@@ -20,12 +20,12 @@ AMOUNTS = {
     "hooks": "name",
 }
 """By kind, the key that says how much, or which."""
-ELSEWHERE = "outside"
+OUTSIDE_PHASE = "outside"
 """The phase of all that a step moves outside of forward, backward and a pipeline's schedule."""
-PHASES = ("forward", "backward", "pipeline", ELSEWHERE)
-RESERVED = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
+PHASES = ("forward", "backward", "pipeline", OUTSIDE_PHASE)
+YAML_WORDS = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
 """Words that YAML does not read as text."""
-MULTIPLE = {"bytes": re.compile(r"([1-9]) x parameters"), "matmuls": re.compile(r"([1-9]) x forward")}
+MULTIPLE_PATTERNS = {"bytes": re.compile(r"([1-9]) x parameters"), "matmuls": re.compile(r"([1-9]) x forward")}
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Allowance:
     """Of hooks: the function or class that sets them, with its module, such as torch.autograd.graph.save_on_cpu."""
 
     def __post_init__(self) -> None:
-        if self.what not in AMOUNTS:
-            raise ValueError(f"what {self.what!r}: choose one of {', '.join(AMOUNTS)}")
+        if self.what not in AMOUNT_KEYS:
+            raise ValueError(f"what {self.what!r}: choose one of {', '.join(AMOUNT_KEYS)}")
         if not self.reason.strip():
             raise ValueError("reason is missing: one sentence that says why this trainer needs it")
         self._check_amount()
@@ -70,40 +70,40 @@ class Allowance:
             raise ValueError(f"{self.what} has no op, phase or axis: they are for what is moved")
 
     def _check_amount(self) -> None:
-        key = AMOUNTS[self.what]
+        key = AMOUNT_KEYS[self.what]
         amount = getattr(self, key)
-        multiple = MULTIPLE.get(key)
-        if other_key := next((name for name in AMOUNTS.values() if name != key and getattr(self, name)), None):
+        multiple = MULTIPLE_PATTERNS.get(key)
+        if other_key := next((name for name in AMOUNT_KEYS.values() if name != key and getattr(self, name)), None):
             raise ValueError(f"{self.what} has no {other_key}: say {key}")
         if key == "name":
             if not amount.strip():
-                raise ValueError("name is missing: whose hooks, as the finding names them")
+                raise ValueError("name is required: the owner of the hooks, as printed in the finding")
         elif not (amount > 0 if isinstance(amount, int) else multiple and multiple.fullmatch(amount)):
             unit = f", or 'N x {multiple.pattern.rpartition(' ')[2]}' with N from 1 to 9" if multiple else ""
             raise ValueError(f"{key} {amount!r}: a number above 0{unit}")
 
     @property
-    def entry(self) -> str:
+    def yaml_entry(self) -> str:
         """Return the YAML that declares it, as an entry of `allow`."""
-        keys = ("what", "op", "phase", "axis", AMOUNTS[self.what], "reason")
+        keys = ("what", "op", "phase", "axis", AMOUNT_KEYS[self.what], "reason")
         items = (f"{key}: {_as_yaml(getattr(self, key))}" for key in keys if getattr(self, key))
         return f"{{{', '.join(items)}}}"
 
-    def amount(self, parameters: int) -> int:
+    def byte_limit(self, parameters: int) -> int:
         """Return the bytes that are allowed. parameters: bytes of the rank's slices."""
         return int(self.bytes[0]) * parameters if isinstance(self.bytes, str) else self.bytes
 
-    def computed(self, forward: int) -> int:
+    def matmul_limit(self, forward: int) -> int:
         """Return the matmuls that are allowed. forward: matmuls of a step's forward passes."""
         return int(self.matmuls[0]) * forward if isinstance(self.matmuls, str) else self.matmuls
 
 
 def declaration(allowances: Iterable[Allowance]) -> str:
     """Return the line that declares all of these in a case."""
-    return f"allow: [{', '.join(allowance.entry for allowance in allowances)}]"
+    return f"allow: [{', '.join(allowance.yaml_entry for allowance in allowances)}]"
 
 
 def _as_yaml(value: int | str) -> str:
     """Return the value as it stands in a mapping on one line: quoted if YAML would read something else."""
-    plain = re.fullmatch(r"([A-Za-z_]|\d x )[\w .<>/-]*", str(value)) and str(value).lower() not in RESERVED
+    plain = re.fullmatch(r"([A-Za-z_]|\d x )[\w .<>/-]*", str(value)) and str(value).lower() not in YAML_WORDS
     return str(value) if isinstance(value, int) or plain else json.dumps(value, ensure_ascii=False)

@@ -60,7 +60,7 @@ class Saved:
         if self.until is not None and self.until <= self.after:
             raise ValueError(f"until must be above after {self.after}, got {self.until}")
         if self.cut_short and self.until is None:
-            raise ValueError("cut_short is about a save after step `until`, which is not given")
+            raise ValueError("cut_short needs until: the step after which the interrupted save begins")
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,9 @@ class Case:
     def data_dims(self) -> ParallelDims:
         """Return the degrees as parameters lie on the ranks.
 
-        DDP shards over nothing, so that ranks of cp are replicas among others. Where it is, dp_shard is 1, and folding both
-        changes no rank's mesh coordinate.
+        If the case's features do not shard over cp, they are the same degrees, and ranks of cp are replicas. DDP shards
+        over nothing, so that cp becomes a part of dp_replicate and is 1 itself. There dp_shard is 1, and folding both
+        changes no rank's mesh coordinate. Otherwise they are `dims`.
         """
         if not self.features.shards_over_cp:
             return CpReplicates(*self.dims.degrees)

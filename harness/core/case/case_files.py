@@ -10,26 +10,29 @@ from pathlib import Path
 
 from harness import BUILTIN
 from harness.core.case.case import CaseError
-from harness.core.case.repository import from_here
+from harness.core.case.repository import path_from_here
 
-USUAL = "cases"
+CASES_FOLDER = "cases"
 LAYOUTS = BUILTIN / "layouts"  # for a cluster, of which no case is run
-OURS = "builtin"  # what is typed for the cases that come with the harness
+BUILTIN_WORD = "builtin"  # what is typed for the cases that come with the harness
 
 
 def folder_of(typed: str) -> Path:
-    """Return the folder that `--cases` means, absolute. Raises CaseError where there is none."""
-    if typed == OURS:
-        return BUILTIN / USUAL
+    """Return the folder that `--cases` means, absolute. BUILTIN_WORD means the cases that come with the harness.
+
+    Raises CaseError if it is a file, or there is no such folder.
+    """
+    if typed == BUILTIN_WORD:
+        return BUILTIN / CASES_FOLDER
     folder = Path(typed).absolute()
     if folder.is_file():
         raise CaseError(
-            f"{typed!r} is a file: name its folder, --cases {from_here(folder.parent)}, and choose cases by name"
+            f"{typed!r} is a file: name its folder, --cases {path_from_here(folder.parent)}, and choose cases by name"
         )
     if not folder.is_dir():
         raise CaseError(
             f"no folder {typed!r} in {Path.cwd()}: name one that has YAML files of cases, --cases DIR; "
-            f"those that come with the harness are --cases {OURS}"
+            f"those that come with the harness are --cases {BUILTIN_WORD}"
         )
     return folder
 
@@ -39,30 +42,30 @@ def path_of(file: str) -> Path:
     return BUILTIN / file
 
 
-def repository_of(file: str) -> Path:
+def repository_folder(file: str) -> Path:
     """Return the folder that has cases/ in it. For a file in a folder of another name, that folder itself."""
     folder = path_of(file).parent
-    return folder.parent if folder.name == USUAL else folder
+    return folder.parent if folder.name == CASES_FOLDER else folder
 
 
-def recorded(path: Path) -> str:
+def recorded_path(path: Path) -> str:
     """Return the path as a case and its evidence keep it."""
     path = Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for a loop of links, which reading reports
     return str(path.relative_to(BUILTIN)) if path.is_relative_to(BUILTIN) else str(path)
 
 
-def shown(file: str) -> str:
+def shown_path(file: str) -> str:
     """Return the path as a person reads it here."""
-    return from_here(path_of(file))
+    return path_from_here(path_of(file))
 
 
-def typed(file: str) -> list[str]:
+def cases_arguments(file: str) -> list[str]:
     """Return the words that select the file's folder on a command line here. Empty if it is the usual folder, or of no file."""
-    return typed_folder(path_of(file).parent) if file else []
+    return folder_arguments(path_of(file).parent) if file else []
 
 
-def typed_folder(folder: Path) -> list[str]:
+def folder_arguments(folder: Path) -> list[str]:
     """Return the words that select a folder of cases on a command line here. Empty if it is the usual one."""
-    if folder == Path.cwd() / USUAL:
+    if folder == Path.cwd() / CASES_FOLDER:
         return []
-    return ["--cases", OURS if folder == BUILTIN / USUAL else from_here(folder)]
+    return ["--cases", BUILTIN_WORD if folder == BUILTIN / CASES_FOLDER else path_from_here(folder)]

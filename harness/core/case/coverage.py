@@ -13,9 +13,9 @@ from itertools import combinations
 
 from harness.core.case.case import Case, CaseError
 from harness.core.case.loading import from_json
-from harness.core.case.options import Option, merge, options
+from harness.core.case.options import Option, all_options, merge
 
-Unsupported = Callable[[Case], str | None]
+WhyUnsupported = Callable[[Case], str | None]
 
 MISSING = "MISSING: neither a case nor a reason"
 
@@ -24,8 +24,8 @@ MISSING = "MISSING: neither a case nor a reason"
 class Pair:
     """Two options of different kinds."""
 
-    one: Option
-    other: Option
+    first: Option
+    second: Option
     cases: tuple[str, ...] = ()
     """Those that have both."""
     by_default: bool = False
@@ -34,36 +34,36 @@ class Pair:
     """Why there can be none."""
 
     @property
-    def missing(self) -> bool:
+    def is_missing(self) -> bool:
         return self.reason == MISSING
 
 
-def pairs(cases: Sequence[Case], unsupported: Unsupported) -> list[Pair]:
+def option_pairs(cases: Sequence[Case], unsupported: WhyUnsupported) -> list[Pair]:
     """Return all pairs of options of different kinds. unsupported: why a trainer cannot run a case; None if it can."""
-    every = options()
+    every = all_options()
     runnable = [case for case in cases if not any(map(unsupported, case.launches.values()))]
     having: dict[str, set[str]] = {}
     for option in every:
-        having[option.name] = {case.name for case in runnable if option.holds(case)}
+        having[option.name] = {case.name for case in runnable if option.is_requested_by(case)}
     order = [case.name for case in runnable]
     by_default = {case.name for case in runnable if case.tier == "default"}
     all_pairs = []
     for first, second in combinations(every, 2):
         if first.kind != second.kind:
             common_cases = tuple(sorted(having[first.name] & having[second.name], key=order.index))
-            reason = "" if common_cases else _reason(first, second, unsupported)
+            reason = "" if common_cases else _why_no_case(first, second, unsupported)
             all_pairs.append(Pair(first, second, common_cases, not by_default.isdisjoint(common_cases), reason))
     return all_pairs
 
 
-def _reason(first: Option, second: Option, unsupported: Unsupported) -> str:
+def _why_no_case(first: Option, second: Option, unsupported: WhyUnsupported) -> str:
     """Return why no case can request both."""
     fragment = merge(first.fragment, second.fragment)
     try:
         case = from_json({"name": "pair", "why": "-"} | fragment)
     except CaseError as error:
         return str(error).removeprefix(": case 'pair': ")
-    if not (first.holds(case) and second.holds(case)):
+    if not (first.is_requested_by(case) and second.is_requested_by(case)):
         return f"one excludes the other: together they are {case.dims}"
     return unsupported(case) or MISSING
 
@@ -73,11 +73,11 @@ def _reason(first: Option, second: Option, unsupported: Unsupported) -> str:
 
 def pairs_text(all_pairs: Sequence[Pair]) -> str:
     """Return a line for each pair: its first case, or the reason why there is none. Then a line with the numbers of pairs."""
-    width = max(len(_title(pair)) for pair in all_pairs)
-    lines = [f"{_title(pair):<{width}}  {_state(pair)}" for pair in all_pairs]
+    width = max(len(_pair_title(pair)) for pair in all_pairs)
+    lines = [f"{_pair_title(pair):<{width}}  {_pair_outcome(pair)}" for pair in all_pairs]
     covered = sum(bool(pair.cases) for pair in all_pairs)
     by_default = sum(pair.by_default for pair in all_pairs)
-    missing = sum(pair.missing for pair in all_pairs)
+    missing = sum(pair.is_missing for pair in all_pairs)
     refused = len(all_pairs) - covered - missing
     total = (
         f"{len(all_pairs)} pairs of options: {covered} in a case ({by_default} in one of the default tier), {refused} refused"
@@ -86,13 +86,13 @@ def pairs_text(all_pairs: Sequence[Pair]) -> str:
     return "\n".join([*lines, "", total])
 
 
-def _title(pair: Pair) -> str:
-    return f"{pair.one.name} x {pair.other.name}"
+def _pair_title(pair: Pair) -> str:
+    return f"{pair.first.name} x {pair.second.name}"
 
 
-def _state(pair: Pair) -> str:
+def _pair_outcome(pair: Pair) -> str:
     """Return the first case of a pair and the number of others, or why there is none."""
     if not pair.cases:
-        return pair.reason if pair.missing else f"refused: {pair.reason}"
+        return pair.reason if pair.is_missing else f"refused: {pair.reason}"
     others = f" and {len(pair.cases) - 1} more" if len(pair.cases) > 1 else ""
     return pair.cases[0] + others

@@ -11,7 +11,7 @@ from typing import Any
 from harness.core.case.case import Case
 from harness.core.case.traits import TrainerTraits
 
-ELSEWHERE = {
+DECLARED_ELSEWHERE = {
     "wrapper": "features: wrapper",
     "fsdp_units": "features: fsdp_units",
     "rates": "training: rates",
@@ -24,7 +24,7 @@ ELSEWHERE = {
 """Traits that no case declares in `traits`, and what declares them."""
 _KINDS: dict[str, tuple[type, ...]] = {"attention": (str, type(None)), "defers_sync": (bool, str)}
 """Types of the traits that may have another one than their default."""
-NAMES = tuple(field.name for field in dataclasses.fields(TrainerTraits) if field.name not in ELSEWHERE)
+TRAIT_NAMES = tuple(field.name for field in dataclasses.fields(TrainerTraits) if field.name not in DECLARED_ELSEWHERE)
 
 
 def with_declared(case: Case, traits: TrainerTraits) -> TrainerTraits:
@@ -37,16 +37,16 @@ def declaration(values: Iterable[tuple[str, Any]]) -> str:
     return f"traits: {{{', '.join(f'{name}: {json.dumps(value)}' for name, value in values)}}}"
 
 
-def checked(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+def traits_for_case(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Return the traits as a case keeps them. Raise ValueError for a trait or a value that there is not."""
     pairs = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in values.items())
     for name, value in pairs:
-        if name in ELSEWHERE:
-            raise ValueError(f"{name} is declared by {ELSEWHERE[name]}, not here")
-        if name not in NAMES:
-            nearest = difflib.get_close_matches(str(name), NAMES, n=1, cutoff=0.5)
+        if name in DECLARED_ELSEWHERE:
+            raise ValueError(f"{name} is declared by {DECLARED_ELSEWHERE[name]}, not here")
+        if name not in TRAIT_NAMES:
+            nearest = difflib.get_close_matches(str(name), TRAIT_NAMES, n=1, cutoff=0.5)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ValueError(f"unknown trait {name!r}{hint}; known: {', '.join(NAMES)}")
+            raise ValueError(f"unknown trait {name!r}{hint}; known: {', '.join(TRAIT_NAMES)}")
         usual = getattr(TrainerTraits(), name)
         kinds = _KINDS.get(name, (type(usual),))
         if type(value) not in kinds:

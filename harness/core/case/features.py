@@ -19,7 +19,7 @@ FEATURE_CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 
 
-OR_SWITCHED: dict[str, tuple[bool | str, ...]] = {"defer_sync": (True, False, "all_reduce")}
+THREE_WAY_SWITCHES: dict[str, tuple[bool | str, ...]] = {"defer_sync": (True, False, "all_reduce")}
 """Switches that have a third value."""
 
 
@@ -91,7 +91,7 @@ class Features:
         policy = self.reshard_after_forward
         if policy not in ("default", "always", "never") and (not isinstance(policy, int) or policy < 2):
             raise ValueError(f"reshard_after_forward {policy!r}: choose default, always, never or a number above 1")
-        if self.defer_sync not in OR_SWITCHED["defer_sync"]:
+        if self.defer_sync not in THREE_WAY_SWITCHES["defer_sync"]:
             raise ValueError(f"defer_sync {self.defer_sync!r}: choose true, false or all_reduce")
         for key, known in FEATURE_CHOICES.items():
             if getattr(self, key) not in known:

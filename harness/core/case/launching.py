@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 SERVERS = ("resident", "own")
 """Kinds of the process that forks ranks: one outlives the command, the other ends with it."""
-LONGEST = 604_800.0
+LONGEST_SECONDS = 604_800.0
 """Seconds that a person may give a launch: a week. One that compiles is given five times as many."""
 
 

@@ -28,42 +28,42 @@ TITAN_DEGREES = {
 """torchtitan's words for the degrees."""
 TITAN_SECTIONS = ("training", "experimental", "parallelism")
 """Where its TOML files have them: in the first two until 2025."""
-FILES = "torchtitan's .toml, its MODULE:FUNCTION, or accelerate's .yaml"
+LAYOUT_FILES = "torchtitan's .toml, its MODULE:FUNCTION, or accelerate's .yaml"
 """What may be given in the place of degrees."""
-REST = "dp_shard"  # what -1 may be written for
-MANY = 1 << 40  # ranks: any layout has room on them
-ACCELERATE = {f"parallelism_config_{axis}_size": axis for axis in ("dp_replicate", "dp_shard", "cp", "tp")}
+REMAINING_AXIS = "dp_shard"  # what -1 may be written for
+MANY_RANKS = 1 << 40  # ranks: any layout has room on them
+ACCELERATE_DEGREES = {f"parallelism_config_{axis}_size": axis for axis in ("dp_replicate", "dp_shard", "cp", "tp")}
 """accelerate's, in the section parallelism_config of its configuration (1.10 on)."""
-REPLICATED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU")
+REPLICATED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU")
 """What accelerate calls DDP, by the kind of machine."""
 NOT_SHARDED = ("NO_SHARD", "3")
 WITHIN_MACHINES = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "4", "5")
 """Of FSDP1's strategies, which accelerate takes by name or number."""
 
 
-def layout(text: str, world_size: int | None) -> ParallelDims:
+def parse_layout(text: str, world_size: int | None) -> ParallelDims:
     """Return the degrees of a layout as a person types it. Raises CaseError.
 
     text: degrees, torchtitan's TOML file, MODULE:FUNCTION that returns its configuration, or accelerate's YAML file.
     world_size: None where only a file can say it.
     """
-    degrees = _reader(text)(text, world_size)
+    degrees = _reader_of(text)(text, world_size)
     try:
         return ParallelDims(**degrees)
     except ValueError as error:
         raise CaseError(f"{text!r}: {error}") from error
 
 
-def _reader(text: str) -> Callable[[str, int | None], dict[str, int]]:
+def _reader_of(text: str) -> Callable[[str, int | None], dict[str, int]]:
     """Return the function that reads the degrees of this kind of text."""
     if text.endswith(".toml"):
-        return _of_toml
+        return _degrees_of_toml
     if text.endswith((".yaml", ".yml")):
-        return _of_accelerate
-    return _of_python if ":" in text and "=" not in text else _of_words
+        return _degrees_of_accelerate
+    return _degrees_of_python if ":" in text and "=" not in text else _degrees_of_words
 
 
-def _of_words(text: str, _world_size: int | None) -> dict[str, int]:
+def _degrees_of_words(text: str, _world_size: int | None) -> dict[str, int]:
     degrees: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         axis, _, degree = part.strip().partition("=")
@@ -78,8 +78,8 @@ def _of_words(text: str, _world_size: int | None) -> dict[str, int]:
 # ---- torchtitan
 
 
-def _of_toml(file: str, world_size: int | None) -> dict[str, int]:
-    text = _read(file)
+def _degrees_of_toml(file: str, world_size: int | None) -> dict[str, int]:
+    text = _read_file(file)
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -90,7 +90,7 @@ def _of_toml(file: str, world_size: int | None) -> dict[str, int]:
     return degrees_of_titan(file, words, world_size)
 
 
-def _of_python(reference: str, world_size: int | None) -> dict[str, int]:
+def _degrees_of_python(reference: str, world_size: int | None) -> dict[str, int]:
     """Return the degrees of the configuration that MODULE:FUNCTION returns. It is imported as a job started here would."""
     module, _, name = reference.partition(":")
     if "" not in sys.path:
@@ -111,71 +111,77 @@ def degrees_of_titan(source: str, words: Mapping[str, Any], world_size: int | No
 
     Raises CaseError, which begins with the source.
     """
-    degrees = {axis: _degree(source, word, words[word]) for word, axis in TITAN_DEGREES.items() if word in words}
-    if degrees.get(REST, -1) == -1:
-        others = math.prod(max(degree, 1) for axis, degree in degrees.items() if axis != REST)
-        degrees[REST] = rest_of(source, "data_parallel_shard_degree -1", others, world_size)
+    degrees = {axis: _as_degree(source, word, words[word]) for word, axis in TITAN_DEGREES.items() if word in words}
+    if degrees.get(REMAINING_AXIS, -1) == -1:
+        others = math.prod(max(degree, 1) for axis, degree in degrees.items() if axis != REMAINING_AXIS)
+        degrees[REMAINING_AXIS] = remaining_degree(source, "data_parallel_shard_degree -1", others, world_size)
     return degrees
 
 
-def rest_of(source: str, word: str, others: int, world_size: int | None) -> int:
+def remaining_degree(source: str, word: str, others: int, world_size: int | None) -> int:
     """Return what other degrees leave of the ranks. Raises CaseError if they do not divide the ranks or the world size is
     unknown."""
     if world_size is None:
-        raise CaseError(f"{source}: {word} is what is left of a world that it does not say: add --world N")
-    if world_size % others and world_size != MANY:
-        raise CaseError(f"{source}: {others} ranks of the other degrees do not divide the {world_size} of the world")
+        raise CaseError(f"{source}: {word}: the world size is not known; add --world N")
+    if world_size % others and world_size != MANY_RANKS:
+        raise CaseError(f"{source}: {others} ranks of the other degrees do not divide the world size {world_size}")
     return world_size // others
 
 
 # ---- accelerate
 
 
-def _of_accelerate(file: str, world_size: int | None) -> dict[str, int]:
+def _degrees_of_accelerate(file: str, world_size: int | None) -> dict[str, int]:
     """Return the degrees of accelerate's configuration. Its world is num_processes unless another one is given."""
     document = accelerate_file(file)
     section = _section(file, document, "parallelism_config")
     if section.get("parallelism_config_sp_size", 1) != 1:
-        raise CaseError(f"{file}: parallelism_config_sp_size: no axis of a layout; give the degrees themselves")
-    degrees = {axis: _degree(file, word, section[word]) for word, axis in ACCELERATE.items() if word in section}
-    return degrees or _of_kind(file, document, world_size or processes(file, document))
+        raise CaseError(
+            f"{file}: parallelism_config_sp_size: not an axis of a layout. Pass the degrees: --layout dp_shard=8"
+        )
+    degrees = {
+        axis: _as_degree(file, word, section[word]) for word, axis in ACCELERATE_DEGREES.items() if word in section
+    }
+    return degrees or _degrees_of_kind(file, document, world_size or process_count(file, document))
 
 
 def accelerate_file(file: str) -> dict[str, Any]:
     """Return the document of accelerate's configuration. Raises CaseError for a file that is none."""
-    text = _read(file)
+    text = _read_file(file)
     try:
         document = document_of(text)
     except (yaml.YAMLError, ValueError) as error:
         raise CaseError(f"{file}: not valid YAML: {error}") from error
     if not isinstance(document, dict) or "distributed_type" not in document:
-        raise CaseError(f"{file}: no configuration of accelerate: it has no distributed_type")
+        raise CaseError(f"{file}: not an accelerate configuration: distributed_type is missing")
     return document
 
 
-def processes(file: str, document: Mapping[str, Any]) -> int:
+def process_count(file: str, document: Mapping[str, Any]) -> int:
     """Return the number of ranks in accelerate's configuration. Raises CaseError if it has none."""
     number = document.get("num_processes")
     if number is None:
-        raise CaseError(f"{file}: it has no num_processes, of how many ranks it is: add --world N")
-    return _degree(file, "num_processes", number)
+        raise CaseError(f"{file}: num_processes is missing; add --world N")
+    return _as_degree(file, "num_processes", number)
 
 
-def _of_kind(file: str, document: Mapping[str, Any], world_size: int) -> dict[str, int]:
+def _degrees_of_kind(file: str, document: Mapping[str, Any], world_size: int) -> dict[str, int]:
     """Return the degrees of a configuration that names only a kind. Trap: YAML reads an unquoted NO as false."""
     kind = str(document["distributed_type"] or "NO")
-    if kind in REPLICATED:
+    if kind in REPLICATED_TYPES:
         return {"dp_replicate": world_size}
     if kind != "FSDP":
-        raise CaseError(f"{file}: distributed_type {kind} tells no degrees that are read; give them themselves")
+        raise CaseError(
+            f"{file}: distributed_type {kind} does not define a layout. Pass the degrees: --layout dp_shard=8"
+        )
     fsdp = _section(file, document, "fsdp_config")
     strategy = str(fsdp.get("fsdp_sharding_strategy", fsdp.get("fsdp_reshard_after_forward", ""))).upper()
     if strategy in NOT_SHARDED:
         return {"dp_replicate": world_size}
     if strategy not in WITHIN_MACHINES:
         return {"dp_shard": world_size}
-    machines = max(1, _degree(file, "num_machines", document.get("num_machines", 1)))
-    return {"dp_replicate": machines, "dp_shard": rest_of(file, strategy, machines, world_size)}
+    machines = max(1, _as_degree(file, "num_machines", document.get("num_machines", 1)))
+    return {"dp_replicate": machines, "dp_shard": remaining_degree(file, strategy, machines, world_size)}
 
 
 def _section(file: str, document: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -184,14 +190,14 @@ def _section(file: str, document: Mapping[str, Any], name: str) -> dict[str, Any
     return section
 
 
-def _read(file: str) -> str:
+def _read_file(file: str) -> str:
     try:
         return read_text(Path(file))
     except OSError as error:
         raise CaseError(f"{file}: {error.strerror}") from error
 
 
-def _degree(source: str, word: str, value: object) -> int:
+def _as_degree(source: str, word: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise CaseError(f"{source}: {word} is {value!r}, and no number of ranks")
+        raise CaseError(f"{source}: {word} must be a number of ranks, got {value!r}")
     return value

@@ -32,32 +32,32 @@ from harness.reference.config import PRESETS, Lora, ModelConfig, RopeScaling, Tr
 def from_json(record: Mapping[str, Any]) -> Case:
     """Return the case of a record, the inverse of to_json. Raises CaseError where the record has unknown keys or values."""
     record = as_mapping(record, "case")
-    return built_case(record, file=record.get("file", ""))
+    return build_case(record, file=record.get("file", ""))
 
 
-_BEFORE = "; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists the launches before it"
+_RESUME_HINT = "; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists the launches before it"
 
-UNWRITTEN = {
+UNWRITTEN_KEYS = {
     "name": ": its key is its name",
     "file": ": it is the file's path",
-    "last_step": _BEFORE,
-    "saves_after": _BEFORE,
-    "cut_short": _BEFORE,
+    "last_step": _RESUME_HINT,
+    "saves_after": _RESUME_HINT,
+    "cut_short": _RESUME_HINT,
 }
 
 
 def load_cases(path: Path) -> list[Case]:
     """Return all cases of one YAML file, in the order written. Raises CaseError."""
-    shown = case_files.recorded(path)
+    shown = case_files.recorded_path(path)
     document = _read_yaml(path, shown)
     refuse_unknown(document, ("defaults", "cases", "matrix"), f"{shown}: top level")
     defaults = as_mapping(document.get("defaults"), f"{shown}: defaults")
     cases: list[Case] = []
     for name, fragment in _named_fragments(document, shown):
         fragment = merge(defaults, with_options(as_mapping(fragment, f"{shown}: case {name!r}"), shown))
-        for key in set(UNWRITTEN) & set(fragment):
-            raise CaseError(f"{shown}: case {name!r}: {key!r} is not written in a case{UNWRITTEN[key]}")
-        case = built_case(fragment | {"name": name}, file=shown)
+        for key in set(UNWRITTEN_KEYS) & set(fragment):
+            raise CaseError(f"{shown}: case {name!r}: {key!r} is not written in a case{UNWRITTEN_KEYS[key]}")
+        case = build_case(fragment | {"name": name}, file=shown)
         refuse_missing_script(case.expected_failure, shown, f"{shown}: case {name!r}")
         if any(case.name == earlier_case.name for earlier_case in cases):
             raise CaseError(f"{shown}: two cases are named {case.name!r}; names must be unique")
@@ -67,15 +67,15 @@ def load_cases(path: Path) -> list[Case]:
     return cases
 
 
-def load_all(folder: Path = BUILTIN / case_files.USUAL) -> list[Case]:
+def load_all(folder: Path = BUILTIN / case_files.CASES_FOLDER) -> list[Case]:
     """Return every case of every file. A name used in two files is refused: `pytest -k` could not choose one."""
-    cases = of_files(sorted(folder.glob("*.yaml")))
+    cases = load_files(sorted(folder.glob("*.yaml")))
     if not cases:
-        raise CaseError(f"{case_files.recorded(folder)}: no *.yaml file with cases in it")
+        raise CaseError(f"{case_files.recorded_path(folder)}: no *.yaml file with cases in it")
     return cases
 
 
-def of_files(paths: Iterable[Path]) -> list[Case]:
+def load_files(paths: Iterable[Path]) -> list[Case]:
     """Return the cases of several files, in order. Raises CaseError for a name that two of them have."""
     cases: list[Case] = []
     for path in paths:
@@ -92,7 +92,7 @@ def find_case(name: str, cases: Iterable[Case]) -> Case:
     """Return the case of that name. Raises CaseError with the nearest names."""
     known = {case.name: case for case in cases}
     if name not in known:
-        raise CaseError(f"no case is named {name!r}{_nearest(name, known)}; `harness matrix --list` lists them")
+        raise CaseError(f"no case is named {name!r}{_did_you_mean(name, known)}; `harness matrix --list` lists them")
     return known[name]
 
 
@@ -111,7 +111,7 @@ def _read_yaml(path: Path, shown: str) -> dict[str, Any]:
 def _named_fragments(document: Mapping[str, Any], shown: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name of each case of a document, and what is written of it."""
     yield from as_mapping(document.get("cases"), f"{shown}: cases").items()
-    for number, product in enumerate(_list(document.get("matrix"), f"{shown}: matrix"), start=1):
+    for number, product in enumerate(_as_list(document.get("matrix"), f"{shown}: matrix"), start=1):
         yield from _cross_product(product, f"{shown}: matrix entry {number}")
 
 
@@ -130,74 +130,76 @@ def _cross_product(product: Any, location: str) -> Iterator[tuple[str, dict[str,
     }
     if not axes:
         raise CaseError(f"{location}: 'each' must name at least one axis with labels")
-    if problem := limits.too_many(axes):
+    if problem := limits.combinations_problem(axes):
         raise CaseError(f"{location}: {problem}")
-    patterns = _list(product.get("exclude"), f"{location}: exclude")
-    excluded = [_labels(pattern, axes, f"{location}: exclude") for pattern in patterns]
+    patterns = _as_list(product.get("exclude"), f"{location}: exclude")
+    excluded = [_check_labels(pattern, axes, f"{location}: exclude") for pattern in patterns]
     for labels in itertools.product(*axes.values()):
         chosen = dict(zip(axes, labels, strict=True))
         if not any(chosen.items() >= pattern.items() for pattern in excluded):
-            yield "".join(map(str, labels)), _combined(chosen, axes, location)
-    for extra in _list(product.get("include"), f"{location}: include"):
+            yield "".join(map(str, labels)), _merge_fragments(chosen, axes, location)
+    for extra in _as_list(product.get("include"), f"{location}: include"):
         extra = as_mapping(extra, f"{location}: include")
-        chosen = _labels({axis: extra[axis] for axis in axes if axis in extra}, axes, f"{location}: include")
+        chosen = _check_labels({axis: extra[axis] for axis in axes if axis in extra}, axes, f"{location}: include")
         overrides = {key: value for key, value in extra.items() if key not in axes}
         name = overrides.pop("name", "".join(map(str, chosen.values())))
-        yield name, merge(_combined(chosen, axes, location), overrides)
+        yield name, merge(_merge_fragments(chosen, axes, location), overrides)
 
 
-def _labels(chosen: Any, axes: Mapping[str, Mapping[str, Any]], location: str) -> dict[str, Any]:
+def _check_labels(chosen: Any, axes: Mapping[str, Mapping[str, Any]], location: str) -> dict[str, Any]:
     for axis, label in as_mapping(chosen, location).items():
         if axis not in axes:
-            raise CaseError(f"{location}: unknown axis {axis!r}{_nearest(axis, axes)}")
+            raise CaseError(f"{location}: unknown axis {axis!r}{_did_you_mean(axis, axes)}")
         if label not in list(axes[axis]):  # a list, because a label that somebody wrote may be unhashable
-            raise CaseError(f"{location}: axis {axis!r} has no label {label!r}{_nearest(label, axes[axis])}")
+            raise CaseError(f"{location}: axis {axis!r} has no label {label!r}{_did_you_mean(label, axes[axis])}")
     return dict(chosen)
 
 
-def _combined(chosen: Mapping[str, Any], axes: Mapping[str, Mapping[str, Any]], location: str) -> dict[str, Any]:
+def _merge_fragments(chosen: Mapping[str, Any], axes: Mapping[str, Mapping[str, Any]], location: str) -> dict[str, Any]:
     fragment: dict[str, Any] = {}
     for axis, label in chosen.items():
         fragment = merge(fragment, as_mapping(axes[axis][label], f"{location}: {axis}: {label}"))
     return fragment
 
 
-def built_case(fragment: Mapping[str, Any], file: str) -> Case:
+def build_case(fragment: Mapping[str, Any], file: str) -> Case:
     """Return a valid case from what YAML or JSON holds of it. Raises CaseError with file, case, key and remedy."""
     name = fragment.get("name", "")
     location = f"{file}: case {name!r}"
     if not isinstance(name, str) or not name.replace("_", "").isalnum():
         raise CaseError(f"{location}: a name is made of letters, digits and underscores, so that `pytest -k` takes it")
     known = [field.name for field in dataclasses.fields(Case)] + ["world_size"]
-    refuse_unknown(fragment, known, location, unsaid=UNWRITTEN)
+    refuse_unknown(fragment, known, location, unsaid=UNWRITTEN_KEYS)
     if not fragment.get("why") or not isinstance(fragment["why"], str):
         raise CaseError(f"{location}: 'why' is missing: one sentence that says what this case is here to catch")
     case = Case(
         name=name,
         why=fragment["why"],
-        dims=_record(ParallelDims, fragment.get("dims"), f"{location}: dims"),
-        model=_model(fragment.get("model", "debug"), f"{location}: model"),
-        training=_record(TrainingConfig, _with_lists(fragment.get("training"), location), f"{location}: training"),
-        features=_record(Features, fragment.get("features"), f"{location}: features"),
+        dims=_build_record(ParallelDims, fragment.get("dims"), f"{location}: dims"),
+        model=_read_model(fragment.get("model", "debug"), f"{location}: model"),
+        training=_build_record(
+            TrainingConfig, _with_tuples(fragment.get("training"), location), f"{location}: training"
+        ),
+        features=_build_record(Features, fragment.get("features"), f"{location}: features"),
         runs=fragment.get("runs", 1),
-        tier=_tier(fragment.get("tier", "default"), f"{location}: tier"),
-        expected_failure=_expected_failure(fragment.get("expected_failure"), f"{location}: expected_failure"),
-        resume=_resume(fragment.get("resume"), f"{location}: resume"),
+        tier=_read_tier(fragment.get("tier", "default"), f"{location}: tier"),
+        expected_failure=_read_expected_failure(fragment.get("expected_failure"), f"{location}: expected_failure"),
+        resume=_read_resume(fragment.get("resume"), f"{location}: resume"),
         last_step=fragment.get("last_step"),
-        allow=_allowances(fragment.get("allow"), f"{location}: allow"),
-        traits=_traits(fragment.get("traits"), f"{location}: traits"),
+        allow=_read_allowances(fragment.get("allow"), f"{location}: allow"),
+        traits=_read_traits(fragment.get("traits"), f"{location}: traits"),
         saves_after=fragment.get("saves_after"),
         cut_short=fragment.get("cut_short", False),
         file=file,
     )
-    if problem := limits.too_large(case):
+    if problem := limits.size_problem(case):
         raise CaseError(f"{location}: {problem}")
     validate(case, fragment.get("world_size"), location)
     validate_resume(case, location)
     return case
 
 
-def _with_lists(value: Any, location: str) -> Mapping[str, Any]:
+def _with_tuples(value: Any, location: str) -> Mapping[str, Any]:
     """Return the training section with lists of rates and of patterns as tuples, as a record keeps them."""
     training = as_mapping(value, f"{location}: training")
     return _as_tuple(
@@ -214,25 +216,25 @@ def _as_tuple(record: Mapping[str, Any], key: str, kind: str, location: str) -> 
     return {**record, key: tuple(values)}
 
 
-def _tier(value: Any, location: str) -> str:
+def _read_tier(value: Any, location: str) -> str:
     if value not in list(TIERS):
-        raise CaseError(f"{location}: unknown tier {value!r}{_nearest(value, TIERS)}; known: {', '.join(TIERS)}")
+        raise CaseError(f"{location}: unknown tier {value!r}{_did_you_mean(value, TIERS)}; known: {', '.join(TIERS)}")
     return str(value)
 
 
-def _expected_failure(value: Any, location: str) -> ExpectedFailure | None:
+def _read_expected_failure(value: Any, location: str) -> ExpectedFailure | None:
     """Return the expected failure that a case declares. None if it declares none.
 
     All fields but torch and raised are needed, so that a reader can look into the failure.
     """
     if value is None:
         return None
-    expected: ExpectedFailure = _record(ExpectedFailure, value, location)
+    expected: ExpectedFailure = _build_record(ExpectedFailure, value, location)
     for field in dataclasses.fields(expected):
         if not getattr(expected, field.name) and field.name not in ("raised", "torch"):
             raise CaseError(f"{location}: {field.name} is missing")
     try:
-        releases.parsed(expected.torch or "<2.0")
+        releases.parse_condition(expected.torch or "<2.0")
     except (TypeError, ValueError) as error:
         raise CaseError(f"{location}: torch: {error}") from error
     return expected
@@ -241,9 +243,9 @@ def _expected_failure(value: Any, location: str) -> ExpectedFailure | None:
 ALLOWED_TYPES = {"bytes": "int | str", "matmuls": "int | str", "graphs": "int"}
 
 
-def _allowances(value: Any, location: str) -> tuple[Allowance, ...]:
+def _read_allowances(value: Any, location: str) -> tuple[Allowance, ...]:
     allowances = []
-    for number, entry in enumerate(_list(list(value) if isinstance(value, tuple) else value, location), start=1):
+    for number, entry in enumerate(_as_list(list(value) if isinstance(value, tuple) else value, location), start=1):
         entry_location = f"{location}: entry {number}"
         entry = as_mapping(entry, entry_location)
         refuse_unknown(entry, [field.name for field in dataclasses.fields(Allowance)], entry_location)
@@ -256,47 +258,47 @@ def _allowances(value: Any, location: str) -> tuple[Allowance, ...]:
     return tuple(allowances)
 
 
-def _traits(value: Any, location: str) -> tuple[tuple[str, Any], ...]:
+def _read_traits(value: Any, location: str) -> tuple[tuple[str, Any], ...]:
     values = as_mapping(value, location)
     try:
-        return declared_traits.checked(values)
+        return declared_traits.traits_for_case(values)
     except ValueError as error:
         raise CaseError(f"{location}: {error}") from error
 
 
-def _resume(value: Any, location: str) -> tuple[Saved, ...]:
+def _read_resume(value: Any, location: str) -> tuple[Saved, ...]:
     launches = []
-    for number, entry in enumerate(_list(list(value) if isinstance(value, tuple) else value, location), start=1):
+    for number, entry in enumerate(_as_list(list(value) if isinstance(value, tuple) else value, location), start=1):
         entry_location = f"{location}: entry {number}"
         entry = dict(as_mapping(entry, entry_location))
-        entry["dims"] = _record(ParallelDims, entry.get("dims"), f"{entry_location}: dims")
-        entry["features"] = _record(Features, entry.get("features"), f"{entry_location}: features")
+        entry["dims"] = _build_record(ParallelDims, entry.get("dims"), f"{entry_location}: dims")
+        entry["features"] = _build_record(Features, entry.get("features"), f"{entry_location}: features")
         if "after" not in entry:
             raise CaseError(f"{entry_location}: 'after' is missing: the step after which that launch saves")
-        launches.append(_record(Saved, entry, entry_location, base=Saved(after=1)))
+        launches.append(_build_record(Saved, entry, entry_location, base=Saved(after=1)))
     return tuple(launches)
 
 
-def _model(value: Any, location: str) -> ModelConfig:
+def _read_model(value: Any, location: str) -> ModelConfig:
     value = {"preset": value} if isinstance(value, str) else dict(as_mapping(value, location))
     preset = value.pop("preset", "debug")
     if preset not in list(PRESETS):
         raise CaseError(
-            f"{location}: unknown preset {preset!r}{_nearest(preset, PRESETS)}; known: {', '.join(PRESETS)}"
+            f"{location}: unknown preset {preset!r}{_did_you_mean(preset, PRESETS)}; known: {', '.join(PRESETS)}"
         )
     if isinstance(value.get("rope_scaling"), Mapping):
-        value["rope_scaling"] = _record(RopeScaling, value["rope_scaling"], f"{location}: rope_scaling")
+        value["rope_scaling"] = _build_record(RopeScaling, value["rope_scaling"], f"{location}: rope_scaling")
     if isinstance(value.get("lora"), Mapping):
-        value["lora"] = _record(
+        value["lora"] = _build_record(
             Lora, _as_tuple(value["lora"], "targets", "str", f"{location}: lora"), f"{location}: lora"
         )
     for key, value_of_key in value.items():
         if isinstance(value_of_key, int) and value_of_key < 1 and not isinstance(value_of_key, bool):
             raise CaseError(f"{location}: {key} must be at least 1, got {value_of_key}")
-    return _record(ModelConfig, value, location, base=PRESETS[preset])
+    return _build_record(ModelConfig, value, location, base=PRESETS[preset])
 
 
-def _record(kind: type, value: Any, location: str, base: Any = None) -> Any:
+def _build_record(kind: type, value: Any, location: str, base: Any = None) -> Any:
     """Return a frozen dataclass from a mapping: unknown keys refused, types checked, the class's own ValueError located."""
     value = as_mapping(value, location)
     fields = {field.name: field for field in dataclasses.fields(kind)}
@@ -326,7 +328,9 @@ def _check_type(value: Any, default: Any, annotation: str, location: str) -> Non
             return
     as_text = isinstance(value, str) and "float" in wanted and value[:1].isdigit()
     hint = " (YAML reads 1e-3 as text: write 1.0e-3)" if as_text else ""
-    raise CaseError(f"{location}: expected {annotation}, got {limits.shown(value)}{hint}; the default is {default!r}")
+    raise CaseError(
+        f"{location}: expected {annotation}, got {limits.short_repr(value)}{hint}; the default is {default!r}"
+    )
 
 
 def as_mapping(value: Any, location: str) -> Mapping[str, Any]:
@@ -334,15 +338,15 @@ def as_mapping(value: Any, location: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise CaseError(f"{location}: expected a mapping of keys to values, got {limits.shown(value)}")
+        raise CaseError(f"{location}: expected a mapping of keys to values, got {limits.short_repr(value)}")
     return value
 
 
-def _list(value: Any, location: str) -> list[Any]:
+def _as_list(value: Any, location: str) -> list[Any]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise CaseError(f"{location}: expected a list (lines that begin with '-'), got {limits.shown(value)}")
+        raise CaseError(f"{location}: expected a list (lines that begin with '-'), got {limits.short_repr(value)}")
     return value
 
 
@@ -352,9 +356,9 @@ def refuse_unknown(keys: Mapping[str, Any], known: Iterable[str], location: str,
     for key in keys:
         if key not in known:
             listed = [name for name in known if name not in unsaid]
-            raise CaseError(f"{location}: unknown key {key!r}{_nearest(key, listed)}; known: {', '.join(listed)}")
+            raise CaseError(f"{location}: unknown key {key!r}{_did_you_mean(key, listed)}; known: {', '.join(listed)}")
 
 
-def _nearest(word: Any, known: Iterable[Any]) -> str:
+def _did_you_mean(word: Any, known: Iterable[Any]) -> str:
     nearest = difflib.get_close_matches(str(word), [str(name) for name in known], n=1, cutoff=0.5)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""

@@ -38,7 +38,7 @@ class Measured:
     """Release of torch that the ranks ran; empty for the oldest one supported."""
 
 
-NOTHING = Measured()
+NOTHING_MEASURED = Measured()
 
 
 def to_json(measured: Measured) -> dict[str, Any]:

@@ -22,22 +22,24 @@ class Option:
     name: str
     kind: str
     fragment: Mapping[str, Any]
-    holds: Callable[[Case], bool]
+    is_requested_by: Callable[[Case], bool]
 
 
-def options() -> list[Option]:
+def all_options() -> list[Option]:
     """Return all options, in the order of the table in docs/checks.md."""
-    return [*_layouts(), *_of_features(), *_of_training(), *_of_model(), *_of_runs()]
+    return [*_layout_options(), *_feature_options(), *_training_options(), *_model_options(), *_run_options()]
 
 
 def with_options(fragment: Mapping[str, Any], location: str) -> Mapping[str, Any]:
     """Return the fragment with what the options say in the place of their names. Raises CaseError for an unknown name."""
     if "options" not in fragment:
         return fragment
-    known = {option.name: option for option in options()}
+    known = {option.name: option for option in all_options()}
     names = str(fragment["options"]).split("; ")
     if unknown := [name for name in names if name not in known]:
-        raise CaseError(f"{location}: options: unknown {unknown[0]!r}; they are parted by '; ': {'; '.join(known)}")
+        raise CaseError(
+            f"{location}: options: unknown {unknown[0]!r}; separate options with '; '; known: {'; '.join(known)}"
+        )
     own_fragment = {key: value for key, value in fragment.items() if key != "options"}
     return merge(functools.reduce(merge, (known[name].fragment for name in names), {}), own_fragment)
 
@@ -59,7 +61,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any] | None) -> dict[str, 
 # ---- the options
 
 
-def _layouts() -> Iterator[Option]:
+def _layout_options() -> Iterator[Option]:
     shard = {"dp_shard": 2}
     replicate = {"dp_replicate": 2}
     hybrid = shard | replicate
@@ -73,13 +75,15 @@ def _layouts() -> Iterator[Option]:
         ("FSDP1, NO_SHARD", replicate, "fsdp1"),
         ("FSDP1, hybrid", hybrid, "fsdp1"),
     ):
-        yield Option(name, "data parallel", {"dims": dims, "features": {"wrapper": wrapper}}, _wrapped(dims, wrapper))
+        yield Option(
+            name, "data parallel", {"dims": dims, "features": {"wrapper": wrapper}}, _wrapper_predicate(dims, wrapper)
+        )
     yield Option("TP", "tp", {"dims": {"tp": 2}}, lambda case: case.dims.tp > 1 and case.features.sequence_parallel)
-    yield _feature("TP without sequence parallel", "tp", "sequence_parallel", False, {"tp": 2})
+    yield _feature_option("TP without sequence parallel", "tp", "sequence_parallel", False, {"tp": 2})
     yield Option(
         "CP", "cp", {"dims": {"cp": 2}}, lambda case: case.dims.cp > 1 and case.features.cp_rotation == "allgather"
     )
-    yield _feature("CP, all-to-all", "cp", "cp_rotation", "alltoall", {"cp": 2})
+    yield _feature_option("CP, all-to-all", "cp", "cp_rotation", "alltoall", {"cp": 2})
     for schedule in (
         "GPipe",
         "1F1B",
@@ -90,10 +94,10 @@ def _layouts() -> Iterator[Option]:
         "DualPipeV",
     ):
         fragment = {"dims": {"pp": 2}, "features": {"schedule": schedule}, "model": {"n_layers": 4}}
-        yield Option(f"PP, {schedule}", "pp", fragment, _scheduled(schedule))
+        yield Option(f"PP, {schedule}", "pp", fragment, _schedule_predicate(schedule))
 
 
-def _wrapped(dims: Mapping[str, int], wrapper: str) -> Callable[[Case], bool]:
+def _wrapper_predicate(dims: Mapping[str, int], wrapper: str) -> Callable[[Case], bool]:
     """Return a predicate: whether a case has this wrapper on such data axes.
 
     CP shards like dp_shard: FSDP over its ranks is FSDP.
@@ -107,32 +111,32 @@ def _wrapped(dims: Mapping[str, int], wrapper: str) -> Callable[[Case], bool]:
     return holds
 
 
-def _scheduled(schedule: str) -> Callable[[Case], bool]:
+def _schedule_predicate(schedule: str) -> Callable[[Case], bool]:
     return lambda case: case.dims.pp > 1 and case.features.schedule == schedule
 
 
-def _feature(name: str, kind: str, key: str, value: Any, dims: Mapping[str, int] | None = None) -> Option:
+def _feature_option(name: str, kind: str, key: str, value: Any, dims: Mapping[str, int] | None = None) -> Option:
     fragment: dict[str, Any] = {"features": {key: value}} | ({"dims": dict(dims)} if dims else {})
     return Option(name, kind, fragment, lambda case: getattr(case.features, key) == value)
 
 
-def _of_features() -> Iterator[Option]:
-    yield _feature("no loss parallel", "loss parallel", "loss_parallel", False, {"tp": 2})
-    yield _feature("async TP", "async TP", "async_tp", True, {"tp": 2})
-    yield _feature("CP, no load balance", "load balance", "cp_load_balance", False, {"cp": 2})
+def _feature_options() -> Iterator[Option]:
+    yield _feature_option("no loss parallel", "loss parallel", "loss_parallel", False, {"tp": 2})
+    yield _feature_option("async TP", "async TP", "async_tp", True, {"tp": 2})
+    yield _feature_option("CP, no load balance", "load balance", "cp_load_balance", False, {"cp": 2})
     for policy in ("always", "never", 2):
-        yield _feature(
+        yield _feature_option(
             f"reshard {policy}", "reshard", "reshard_after_forward", policy, {"dp_shard": 4 if policy == 2 else 2}
         )
-    yield _feature("CPU offload", "CPU offload", "cpu_offload", True, {"dp_shard": 2})
+    yield _feature_option("CPU offload", "CPU offload", "cpu_offload", True, {"dp_shard": 2})
     for kind in ("full", "layer", "op"):
-        yield _feature(f"AC, {kind}", "activation checkpointing", "activation_checkpointing", kind)
+        yield _feature_option(f"AC, {kind}", "activation checkpointing", "activation_checkpointing", kind)
     twice = {"features": {"accumulation": 2}}
     yield Option("accumulation", "accumulation", twice, lambda case: case.features.accumulation > 1)
-    yield _feature("torch.compile", "compile", "compile", True)
+    yield _feature_option("torch.compile", "compile", "compile", True)
 
 
-def _of_training() -> Iterator[Option]:
+def _training_options() -> Iterator[Option]:
     small = {"global_batch": 8}  # as in cases/precision.yaml: noise is measured once a recipe, and takes long
     bf16 = {"dtype": "float32", "compute_dtype": "bfloat16"} | small
     yield Option(
@@ -165,24 +169,24 @@ def _of_training() -> Iterator[Option]:
         fragment |= (
             {"model": {"dim": 128, "ffn_dim": 256}} if quantize == "mxfp8" else {}
         )  # blocks of 32, also under tp
-        yield Option(quantize, "precision", fragment, _quantized(quantize))
-    yield _training("SGD", "optimizer", "optimizer", "sgd")
-    yield _training("no clipping", "clipping", "max_norm", None)
-    yield _training("two optimizer groups", "optimizer groups", "decay", "matrices")
-    yield _training("variable length", "length", "variable_length", True)
-    yield _training("document mask", "document mask", "document_mask", True)
-    yield _training("samples without a label", "labels", "masked_samples", True)
+        yield Option(quantize, "precision", fragment, _quantize_predicate(quantize))
+    yield _training_option("SGD", "optimizer", "optimizer", "sgd")
+    yield _training_option("no clipping", "clipping", "max_norm", None)
+    yield _training_option("two optimizer groups", "optimizer groups", "decay", "matrices")
+    yield _training_option("variable length", "length", "variable_length", True)
+    yield _training_option("document mask", "document mask", "document_mask", True)
+    yield _training_option("samples without a label", "labels", "masked_samples", True)
 
 
-def _quantized(quantize: str) -> Callable[[Case], bool]:
+def _quantize_predicate(quantize: str) -> Callable[[Case], bool]:
     return lambda case: case.training.quantize == quantize
 
 
-def _training(name: str, kind: str, key: str, value: Any) -> Option:
+def _training_option(name: str, kind: str, key: str, value: Any) -> Option:
     return Option(name, kind, {"training": {key: value}}, lambda case: getattr(case.training, key) == value)
 
 
-def _of_model() -> Iterator[Option]:
+def _model_options() -> Iterator[Option]:
     yield Option(
         "tied embeddings", "tied", {"model": {"tied_embeddings": True}}, lambda case: case.model.tied_embeddings
     )
@@ -203,6 +207,6 @@ def _of_model() -> Iterator[Option]:
     )
 
 
-def _of_runs() -> Iterator[Option]:
+def _run_options() -> Iterator[Option]:
     yield Option("run twice", "repeat", {"runs": 2}, lambda case: case.runs == 2)
     yield Option("resumed from a checkpoint", "checkpoint", {"resume": [{"after": 1}]}, lambda case: bool(case.resume))

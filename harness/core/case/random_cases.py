@@ -18,23 +18,23 @@ from typing import Any
 from harness.core.case.case import Case, CaseError
 from harness.core.case.dims import AXES
 from harness.core.case.loading import from_json
-from harness.core.case.options import Option, merge, options
-from harness.core.case.variants import in_dtype
+from harness.core.case.options import Option, all_options, merge
+from harness.core.case.variants import with_dtype
 
 LAYOUTS = ("data parallel", "tp", "cp", "pp")
-LEFT_OUT = ("compile", "async TP")  # minutes each; no CPU kernel
+LEFT_OUT_KINDS = ("compile", "async TP")  # minutes each; no CPU kernel
 LARGEST_WORLD = 8
 MOST_REFUSED = 2000  # draws in a row that cannot run, before cases that can are said to be too rare
 MOST_REASONS = 3
 
 
-def named(name: str) -> Case | None:
+def case_of_name(name: str) -> Case | None:
     """Return the case of a name like random_7_1. None for any other name."""
     match = re.fullmatch(r"random_(\d+)_(\d+)", name)
     return draw(int(match[1]), int(match[2])) if match else None
 
 
-def first(count: int, seed: int, reason: Callable[[Case], str | None], dtype: str | None = None) -> list[Case]:
+def draw_first(count: int, seed: int, reason: Callable[[Case], str | None], dtype: str | None = None) -> list[Case]:
     """Return the first cases in this dtype for which there is no reason why they cannot run. Raises CaseError if too rare.
 
     reason: why a case cannot run; None if it can.
@@ -42,7 +42,7 @@ def first(count: int, seed: int, reason: Callable[[Case], str | None], dtype: st
     cases: list[Case] = []
     reasons: list[str] = []
     for number in itertools.count(1):
-        case = in_dtype(draw(seed, number), dtype)
+        case = with_dtype(draw(seed, number), dtype)
         if refused := reason(case):
             reasons.append(refused)
         else:
@@ -51,11 +51,11 @@ def first(count: int, seed: int, reason: Callable[[Case], str | None], dtype: st
         if len(cases) == count:
             return cases
         if len(reasons) == MOST_REFUSED:
-            raise CaseError(f"--random {count}: {_too_rare(len(cases), number, reasons)}")
+            raise CaseError(f"--random {count}: {_too_rare_text(len(cases), number, reasons)}")
     raise AssertionError("counting does not end")
 
 
-def _too_rare(runnable: int, drawn: int, reasons: list[str]) -> str:
+def _too_rare_text(runnable: int, drawn: int, reasons: list[str]) -> str:
     """Return what keeps most of the drawn cases from running.
 
     It shows a person which option of the adapter or command would help.
@@ -68,27 +68,27 @@ def _too_rare(runnable: int, drawn: int, reasons: list[str]) -> str:
 def draw(seed: int, number: int) -> Case:
     """Return a case of one to three layouts and two to four other options, drawn anew until that is a valid case."""
     generator = random.Random(f"{seed} {number}")
-    kinds = _by_kind()
-    other_kinds = [kind for kind in kinds if kind not in (*LAYOUTS, *LEFT_OUT)]
+    kinds = _options_by_kind()
+    other_kinds = [kind for kind in kinds if kind not in (*LAYOUTS, *LEFT_OUT_KINDS)]
     while True:
         drawn_kinds = [
             *generator.sample(LAYOUTS, generator.randint(1, 3)),
             *generator.sample(other_kinds, generator.randint(2, 4)),
         ]
         chosen = [generator.choice(kinds[kind]) for kind in drawn_kinds]
-        if case := _combined(chosen, generator, f"random_{seed}_{number}"):
+        if case := _combine(chosen, generator, f"random_{seed}_{number}"):
             return case
 
 
 @functools.cache
-def _by_kind() -> dict[str, list[Option]]:
+def _options_by_kind() -> dict[str, list[Option]]:
     by_kind: dict[str, list[Option]] = {}
-    for option in options():
+    for option in all_options():
         by_kind.setdefault(option.kind, []).append(option)
     return by_kind
 
 
-def _combined(chosen: list[Option], generator: random.Random, name: str) -> Case | None:
+def _combine(chosen: list[Option], generator: random.Random, name: str) -> Case | None:
     fragment: dict[str, Any] = functools.reduce(merge, (option.fragment for option in chosen), {})
     wider = {axis: degree * generator.choice((1, 1, 2)) for axis, degree in fragment.get("dims", {}).items()}
     earlier = {"dims": {generator.choice(AXES[1:]): 2}} if "resume" in fragment else {}
@@ -99,4 +99,8 @@ def _combined(chosen: list[Option], generator: random.Random, name: str) -> Case
         case = from_json(fragment)
     except CaseError:
         return None
-    return case if case.dims.world_size <= LARGEST_WORLD and all(option.holds(case) for option in chosen) else None
+    return (
+        case
+        if case.dims.world_size <= LARGEST_WORLD and all(option.is_requested_by(case) for option in chosen)
+        else None
+    )

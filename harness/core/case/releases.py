@@ -10,13 +10,13 @@ SUMS_IN_REDUCE_DTYPE = ">=2.15"
 unsharded_grad_dtype` of torch/distributed/fsdp/_fully_shard/_fsdp_param.py in 2.15.0. In 2.13.0 and 2.14.1 a gradient that
 is reduced at once is as computed (`to_accumulated_grad_if_needed` there is for those that wait)."""
 
-TESTED = ((2, 11), (2, 15))
+TESTED_RELEASES = ((2, 11), (2, 15))
 """The oldest and the newest release of torch that the tests, or a trainer under test, were run with."""
 
-COMPARE = {"<": operator.lt, ">=": operator.ge}
+COMPARISONS = {"<": operator.lt, ">=": operator.ge}
 
 
-def numbers(release: str) -> tuple[int, int]:
+def parse_release(release: str) -> tuple[int, int]:
     """Return the first two numbers of a release: 2.15.0+cpu -> (2, 15). Raises ValueError."""
     match = re.match(r"(\d+)\.(\d+)", release)
     if not match:
@@ -24,26 +24,26 @@ def numbers(release: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def parsed(condition: str) -> tuple[str, tuple[int, int]]:
+def parse_condition(condition: str) -> tuple[str, tuple[int, int]]:
     """Return the comparison and the release of a condition: "<2.15" -> ("<", (2, 15)). Raises ValueError."""
     match = re.fullmatch(r"\s*(<|>=)\s*(\d+\.\d+)\s*", condition)
     if not match:
         raise ValueError(f'{condition!r}: expected "<" or ">=" and a release, such as "<2.15"')
-    return match[1], numbers(match[2])
+    return match[1], parse_release(match[2])
 
 
-def holds(condition: str, release: str) -> bool:
+def condition_holds(condition: str, release: str) -> bool:
     """Return whether a condition holds for a release. An unknown release (empty) counts as the oldest: only "<" holds."""
-    compare, bound = parsed(condition)
-    return COMPARE[compare](numbers(release), bound) if release else compare == "<"
+    compare, bound = parse_condition(condition)
+    return COMPARISONS[compare](parse_release(release), bound) if release else compare == "<"
 
 
-def untested(release: str) -> str:
+def untested_text(release: str) -> str:
     """Return a sentence on a release of torch outside of those that were tried; empty for one of them, or for no release."""
     try:
-        release_numbers = numbers(release)
+        release_numbers = parse_release(release)
     except ValueError:
         return ""
-    oldest, newest = (".".join(map(str, each)) for each in TESTED)
+    oldest, newest = (".".join(map(str, each)) for each in TESTED_RELEASES)
     note = f"torch {release} was not tested with this harness, {oldest} to {newest} were"
-    return "" if TESTED[0] <= release_numbers <= TESTED[1] else note
+    return "" if TESTED_RELEASES[0] <= release_numbers <= TESTED_RELEASES[1] else note

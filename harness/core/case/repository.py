@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from harness.core.evidence.git import git
+from harness.core.evidence.git import run_git
 
 
 def root_of(folder: Path) -> Path | None:
@@ -14,21 +14,21 @@ def root_of(folder: Path) -> Path | None:
     return next((above for above in (folder, *folder.parents) if (above / ".git").exists()), None)
 
 
-def name_here() -> str:
+def repository_name_here() -> str:
     """Return the name of the repository, and the folder in it in which commands are typed. Empty outside of a repository."""
     current_folder = Path.cwd()
     root = root_of(current_folder)
     if root is None:
         return ""
     try:
-        remote = git(root, "config", "--get", "remote.origin.url").stdout.strip()
+        remote = run_git(root, "config", "--get", "remote.origin.url").stdout.strip()
     except OSError:
         remote = ""
     name = remote.rstrip("/").replace(":", "/").rpartition("/")[2].removesuffix(".git") or root.name
     return "/".join([name, *current_folder.relative_to(root).parts])
 
 
-def from_here(path: str | Path) -> str:
+def path_from_here(path: str | Path) -> str:
     """Return the path relative to the current folder if both lie in one repository, or the path below that folder."""
     path = Path(path)
     current_folder = Path.cwd()

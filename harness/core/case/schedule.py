@@ -68,32 +68,32 @@ def rounds_of(pp: int, microbatches: int) -> int:
     return max(1, microbatches // pp)
 
 
-def actions(schedule: str, pp: int, chunks: int, microbatches: int, index: int) -> tuple[Action, ...]:
+def schedule_actions(schedule: str, pp: int, chunks: int, microbatches: int, index: int) -> tuple[Action, ...]:
     """Return the actions of the rank at a pp index in one pass of the schedule, in order. Only where `refusal` is None."""
     stages = stages_of(schedule, pp, chunks, index)
     behind = pp - 1 - index
     size = microbatches // rounds_of(pp, microbatches)
     if schedule == "GPipe":
-        return _numbered([("F", 0)] * microbatches + [("B", 0)] * microbatches, stages)
+        return _number_slots([("F", 0)] * microbatches + [("B", 0)] * microbatches, stages)
     if schedule == "LoopedBFS":
         return tuple(_looped_bfs(stages, microbatches))
     if schedule == "1F1B":
-        return _numbered(_one_forward_one_backward(_rounds(1, 1, microbatches), behind), stages)
+        return _number_slots(_one_forward_one_backward(_forward_chunks(1, 1, microbatches), behind), stages)
     if schedule == "Interleaved1F1B":
         ahead = (chunks - 1) * size + 2 * behind
-        return _numbered(_one_forward_one_backward(_rounds(chunks, size, microbatches), ahead), stages)
+        return _number_slots(_one_forward_one_backward(_forward_chunks(chunks, size, microbatches), ahead), stages)
     if schedule == "InterleavedZeroBubble":
         ahead = (chunks - 1) * size + behind
-        return _numbered(_zb1p(_rounds(chunks, size, microbatches), ahead, late=index), stages)
+        return _number_slots(_zb1p(_forward_chunks(chunks, size, microbatches), ahead, late=index), stages)
     if schedule == "ZBVZeroBubble":
         full = max(2 * pp - 1, microbatches)  # made for a full pipeline, then what there is not is left out
-        made = _numbered(_zbv(pp, index, full), stages)
+        made = _number_slots(_zbv(pp, index, full), stages)
         return tuple(action for action in made if action.microbatch < microbatches)
     assert schedule == "DualPipeV", schedule
-    return _numbered(_dual_pipe_v(pp, index, microbatches), stages)
+    return _number_slots(_dual_pipe_v(pp, index, microbatches), stages)
 
 
-def _numbered(slots: Slots, stages: tuple[int, ...]) -> tuple[Action, ...]:
+def _number_slots(slots: Slots, stages: tuple[int, ...]) -> tuple[Action, ...]:
     """Return the actions of slots, each with its microbatch.
 
     Each chunk takes its microbatches in order. A W finishes the earliest I (of its chunk) that still lacks one.
@@ -116,7 +116,7 @@ def _numbered(slots: Slots, stages: tuple[int, ...]) -> tuple[Action, ...]:
     return tuple(actions_done)
 
 
-def _rounds(chunks: int, size: int, microbatches: int) -> list[int]:
+def _forward_chunks(chunks: int, size: int, microbatches: int) -> list[int]:
     """Return the chunk of every forward, in order. Backwards go through the chunks the other way round."""
     order: list[int] = []
     for _ in range(microbatches // size):
@@ -178,10 +178,10 @@ def _looped_bfs(stages: tuple[int, ...], microbatches: int) -> Iterator[Action]:
         yield from (Action(stage, "B", number) for number in reversed(range(microbatches)))
 
 
-MOST_ACTIVE = 3  # stages of a rank that torch's looped schedules keep gathered at a time
+MOST_ACTIVE_STAGES = 3  # stages of a rank that torch's looped schedules keep gathered at a time
 
 
-def gathers(order: Iterable[Action], *, looped: bool, freed: bool) -> Counter[tuple[int, str]]:
+def count_gathers(order: Iterable[Action], *, looped: bool, freed: bool) -> Counter[tuple[int, str]]:
     """Return how often FSDP2 gathers the parameters of a stage in one pass, by stage and phase; for up to 3 stages a rank.
 
     Looped schedules gather each stage before its first action, outside of forward. Forward gathers what is not there and

@@ -8,7 +8,7 @@ from harness import BUILTIN, ROOT
 from harness.core.case.case import CaseError
 from harness.core.case.repository import root_of
 from harness.core.case.trainer_spec import TrainerSpec
-from harness.core.evidence.git import git
+from harness.core.evidence.git import run_git
 
 
 def repository_of(spec: str) -> Path:
@@ -26,7 +26,7 @@ def repository_of(spec: str) -> Path:
 
 def clean_commit(root: Path) -> str:
     """Return the commit that is checked out. Raises CaseError if files differ from it: a map is of a commit."""
-    commit = git(root, "rev-parse", "--verify", "HEAD").stdout.strip()
-    if not commit or git(root, "status", "--porcelain", "--untracked-files=no").stdout.strip():
+    commit = run_git(root, "rev-parse", "--verify", "HEAD").stdout.strip()
+    if not commit or run_git(root, "status", "--porcelain", "--untracked-files=no").stdout.strip():
         raise CaseError(f"{root}: has changes that are not committed; a map is of a commit: commit them or leave --map")
     return commit

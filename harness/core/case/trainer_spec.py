@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-CHECKOUT = ".trainer"
+CHECKOUT_FOLDER = ".trainer"
 """The folder of OUT into which `harness nightly --commit` clones the trainer's repository, with its adapter."""
-WRITTEN = re.compile(r"(?P<name>[\w-]+|.+?\.py|[^@]*)(@(?P<source>.*))?", re.DOTALL)
+SPEC_PATTERN = re.compile(r"(?P<name>[\w-]+|.+?\.py|[^@]*)(@(?P<source>.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class TrainerSpec:
 
     @classmethod
     def parse(cls, text: str) -> TrainerSpec:
-        match = WRITTEN.fullmatch(text)
+        match = SPEC_PATTERN.fullmatch(text)
         assert match is not None  # the last alternative and what follows take any text
         return cls(match["name"], match["source"] or "")
 

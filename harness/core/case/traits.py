@@ -10,12 +10,12 @@ from typing import Any
 from harness.core.case import measured
 from harness.core.case.allowance import Allowance
 from harness.core.case.case import Case, CaseError, ExpectedFailure
-from harness.core.case.measured import NOTHING, Measured, Observed
+from harness.core.case.measured import NOTHING_MEASURED, Measured, Observed
 
 OBSERVED = "observed"
 """Of FSDP2's units: they are judged as the wrappers claim them."""
 
-RESULTS = ("attention", "wq", "wk", "wv", "wo", "w1", "w3", "w2")
+BLOCK_RESULTS = ("attention", "wq", "wk", "wv", "wo", "w1", "w3", "w2")
 """What a block computes that a policy may keep."""
 CHOICES = {
     "fsdp_units": ("apart", "root", OBSERVED),
@@ -110,15 +110,15 @@ class TrainerTraits:
     """What the trainer gets wrong in this case; a case's own entry takes precedence."""
     allow: tuple[Allowance, ...] = ()
     """What it retains, copies, moves or computes beyond the plan in every case, each with its reason."""
-    measured: Measured = NOTHING
+    measured: Measured = NOTHING_MEASURED
     """What a launch showed of the trainer and nothing declares; an adapter leaves it empty."""
 
     def __post_init__(self) -> None:
         for key, known in CHOICES.items():
             if getattr(self, key) not in known:
                 raise ValueError(f"{key} {getattr(self, key)!r}: choose one of {', '.join(map(str, known))}")
-        if unknown := [name for name in self.op_keeps if name not in RESULTS]:
-            raise ValueError(f"op_keeps {unknown[0]!r}: choose of {', '.join(RESULTS)}")
+        if unknown := [name for name in self.op_keeps if name not in BLOCK_RESULTS]:
+            raise ValueError(f"op_keeps {unknown[0]!r}: choose of {', '.join(BLOCK_RESULTS)}")
         if self.loss_chunks < 1:
             raise ValueError(f"loss_chunks must be at least 1, got {self.loss_chunks}")
 
@@ -148,13 +148,13 @@ class TrainerTraits:
         return case.golden_noise_key if self.own_model else case.noise_key
 
 
-USUAL = TrainerTraits()
+USUAL_TRAITS = TrainerTraits()
 """Of a trainer that says nothing."""
-MEGATRON = TrainerTraits(master_weights=True, cp_heads="key_value")
+MEGATRON_TRAITS = TrainerTraits(master_weights=True, cp_heads="key_value")
 """Of Megatron in bfloat16, as far as a plan asks."""
 
 
-def settled(case: Case, traits: Mapping[str, TrainerTraits]) -> Case:
+def with_trainer_choices(case: Case, traits: Mapping[str, TrainerTraits]) -> Case:
     """Return the case with the trainer's choices in every launch, and its schedule where it keeps its own.
 
     traits: by the names of Case.launches. Raises CaseError for a schedule that has too few rates.
@@ -205,7 +205,7 @@ def with_wrapper(case: Case, wrapper: str | None) -> Case:
 
 
 def to_json(traits: TrainerTraits) -> dict[str, Any]:
-    declared = dataclasses.replace(traits, measured=NOTHING)
+    declared = dataclasses.replace(traits, measured=NOTHING_MEASURED)
     return dataclasses.asdict(declared) | {"measured": measured.to_json(traits.measured)}
 
 
@@ -222,7 +222,7 @@ def from_json(record: Mapping[str, Any]) -> TrainerTraits:
         "rates": rates,
         "zero_layout": layout,
         "flat_order": tuple(record.get("flat_order", ())),
-        "op_keeps": tuple(record.get("op_keeps", USUAL.op_keeps)),
+        "op_keeps": tuple(record.get("op_keeps", USUAL_TRAITS.op_keeps)),
     }
     if "measured" not in record:
         raise ValueError("nothing says what was measured")

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.core.case.repository import from_here
-from harness.core.case.trainer_spec import CHECKOUT
+from harness.core.case.repository import path_from_here
+from harness.core.case.trainer_spec import CHECKOUT_FOLDER
 
-OURS = "llama3"
+BUILTIN_TRAINER = "llama3"
 """The trainer that comes with the harness."""
-KEY = "harness_trainer"
+CONFIGURATION_KEY = "harness_trainer"
 TABLES = {"pytest.toml": ("pytest",), ".pytest.toml": ("pytest",), "pyproject.toml": ("tool", "pytest")}
 SECTIONS = {"pytest.ini": "pytest", ".pytest.ini": "pytest", "tox.ini": "pytest", "setup.cfg": "tool:pytest"}
 FILES = ("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
@@ -22,24 +22,26 @@ FILES = ("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini", "pyproject.
 
 
 @dataclass(frozen=True)
-class Usual:
+class DefaultTrainer:
     name: str
     """NAME, or FILE.py: absolute if a configuration names it, else relative to this folder."""
-    because: str = ""
+    reason: str = ""
     """What chose it, in words; empty if nothing did."""
 
 
-def usual_trainer() -> Usual:
+def default_trainer() -> DefaultTrainer:
     """Return the trainer to use if none is named. Raises ValueError if this folder has several adapters."""
     adapters = adapters_here()
     if trainer := configured(Path.cwd()):
         return trainer
     if len(adapters) > 1:
         raise ValueError(
-            f"name one of the adapters of this folder: {', '.join(adapters)}; or write {KEY} into pyproject.toml, table"
-            " [tool.pytest.ini_options]"
+            f"name one of the adapters of this folder: {', '.join(adapters)}; or write"
+            f" {CONFIGURATION_KEY} into pyproject.toml, table [tool.pytest.ini_options]"
         )
-    return Usual(adapters[0], "the only adapter of this folder") if adapters else Usual(OURS)
+    return (
+        DefaultTrainer(adapters[0], "the only adapter of this folder") if adapters else DefaultTrainer(BUILTIN_TRAINER)
+    )
 
 
 def adapters_here() -> list[str]:
@@ -47,55 +49,57 @@ def adapters_here() -> list[str]:
     return sorted(str(file) for file in Path().glob("*.py") if file.stem == "adapter" or file.stem.endswith("_adapter"))
 
 
-def typed(name: str) -> list[str]:
+def trainer_arguments(name: str) -> list[str]:
     """Return the words of a command line here that select the trainer: none if it is the usual one. An adapter in a checkout
     of `harness nightly` is the repository's."""
-    name = name.rpartition(f"/{CHECKOUT}/")[2]
+    name = name.rpartition(f"/{CHECKOUT_FOLDER}/")[2]
     try:
-        usual_name = usual_trainer().name
+        usual_name = default_trainer().name
     except ValueError:
         usual_name = ""
     is_usual = name == usual_name or (usual_name.endswith(".py") and Path(usual_name).resolve() == Path(name).resolve())
-    return [] if is_usual else ["--trainer", from_here(name) if name.endswith(".py") else name]
+    return [] if is_usual else ["--trainer", path_from_here(name) if name.endswith(".py") else name]
 
 
 # ---- the configuration
 
 
-def configured(folder: Path) -> Usual | None:
+def configured(folder: Path) -> DefaultTrainer | None:
     """Return what the nearest pytest configuration names, in this folder or above it. Raises ValueError."""
     for above in (folder, *folder.parents):
         for name in FILES:
             path = above / name
             if not path.is_file():
                 continue
-            section = section_of(path)
+            section = pytest_section_of(path)
             if section is not None:
-                return of_configuration(section[KEY], path) if KEY in section else None
+                return trainer_of_value(section[CONFIGURATION_KEY], path) if CONFIGURATION_KEY in section else None
     return None
 
 
-def of_configuration(value: Any, path: Path) -> Usual:
+def trainer_of_value(value: Any, path: Path) -> DefaultTrainer:
     """Return the trainer of that value; a FILE.py in it is relative to the configuration. Raises ValueError."""
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{path}: {KEY} = {value!r}: a NAME or a FILE.py is needed")
+        raise ValueError(f"{path}: {CONFIGURATION_KEY} = {value!r}: a NAME or a FILE.py is needed")
     name = value.strip()
     if name.endswith(".py") and not (path.parent / name).is_file():
-        raise ValueError(f"{path}: {KEY} = {name!r}: there is no such file")
-    return Usual(str(path.parent / name) if name.endswith(".py") else name, f"{KEY} of {path.name}")
+        raise ValueError(f"{path}: {CONFIGURATION_KEY} = {name!r}: there is no such file")
+    return DefaultTrainer(
+        str(path.parent / name) if name.endswith(".py") else name, f"{CONFIGURATION_KEY} of {path.name}"
+    )
 
 
-def section_of(path: Path) -> Mapping[str, Any] | None:
+def pytest_section_of(path: Path) -> Mapping[str, Any] | None:
     """Return the part that is for pytest; None if the file has none. Raises ValueError if it cannot be read."""
     try:
         if path.name in TABLES:
-            return _of_toml(tomllib.loads(path.read_text(encoding="utf-8")), path.name)
-        return next(_of_ini(path), None)
+            return _section_of_toml(tomllib.loads(path.read_text(encoding="utf-8")), path.name)
+        return next(_sections_of_ini(path), None)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
 
 
-def _of_toml(document: Any, name: str) -> Mapping[str, Any] | None:
+def _section_of_toml(document: Any, name: str) -> Mapping[str, Any] | None:
     for key in TABLES[name]:
         document = document.get(key, {})
         if not isinstance(document, dict):
@@ -104,7 +108,7 @@ def _of_toml(document: Any, name: str) -> Mapping[str, Any] | None:
     return section if section or name != "pyproject.toml" else None
 
 
-def _of_ini(path: Path) -> Iterator[Mapping[str, Any]]:
+def _sections_of_ini(path: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the section for pytest, if there is one. A pytest.ini counts even if it is empty."""
     from iniconfig import IniConfig, ParseError  # what pytest reads it with
 

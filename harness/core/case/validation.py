@@ -10,7 +10,7 @@ from typing import Any
 from harness.core.case import case_files, schedule
 from harness.core.case.case import Case, CaseError, ExpectedFailure
 from harness.core.case.features import ZERO, Features
-from harness.reference.config import trains
+from harness.reference.config import is_trainable
 
 LESS_LAYERS = ("first_stage_less_layers", "last_stage_less_layers")
 
@@ -18,7 +18,7 @@ LESS_LAYERS = ("first_stage_less_layers", "last_stage_less_layers")
 def validate_resume(case: Case, location: str) -> None:
     """Raise CaseError unless each launch has something to train, and is a case that could be run by itself."""
     if any(saved.model_only for saved in case.resume[:-1]):
-        raise CaseError(f"{location}: resume: model_only is about the last launch; only the last entry may have it")
+        raise CaseError(f"{location}: resume: model_only is allowed in the last entry only")
     ends = [0, *(saved.after for saved in case.resume), case.last_step or case.training.steps]
     ends = ends if case.model_of is None else ends[:-1]
     if any(end <= begin for begin, end in itertools.pairwise(ends)):
@@ -55,7 +55,7 @@ def validate(case: Case, world_size: Any, location: str) -> None:
         raise CaseError(
             f"{location}: global_batch {training.global_batch} is not divisible by dp_replicate {dims.dp_replicate}"
             f" x dp_shard {dims.dp_shard} x accumulation {case.features.accumulation}{of_pp} = {shares};"
-            f" request {_multiples(training.global_batch, shares)}"
+            f" request {_nearest_multiples(training.global_batch, shares)}"
         )
     _validate_last_batch(case, location)
     _validate_trainable(case, location)
@@ -68,7 +68,7 @@ def validate(case: Case, world_size: Any, location: str) -> None:
         half = " of every second step" if training.variable_length else ""
         raise CaseError(
             f"{location}: seq_len {length}{half} is not divisible by cp {dims.cp}{balanced} x tp {dims.tp} (sequence parallel);"
-            f" request {_multiples(training.seq_len, parts * (training.seq_len // length))}"
+            f" request {_nearest_multiples(training.seq_len, parts * (training.seq_len // length))}"
         )
     _validate_stages(case, location)
     _validate_features(case, location)
@@ -77,7 +77,7 @@ def validate(case: Case, world_size: Any, location: str) -> None:
         raise CaseError(f"{location}: runs must be 1, or 2 to compare a repeat, got {case.runs!r}")
 
 
-def _multiples(number: int, divisor: int) -> str:
+def _nearest_multiples(number: int, divisor: int) -> str:
     """Return the nearest multiples, in words."""
     below = number // divisor * divisor
     return f"{below} or {below + divisor}" if below else str(divisor)
@@ -138,13 +138,14 @@ def _validate_trainable(case: Case, location: str) -> None:
             )
     if case.model.lora is None:
         return
-    if not any(trains(case.training, fqn) for fqn in names if ".lora_" in fqn):
+    if not any(is_trainable(case.training, fqn) for fqn in names if ".lora_" in fqn):
         raise CaseError(
             f"{location}: lora: trainable {list(case.training.trainable)} fits no adapter; add '*.lora_?.weight'"
         )
     if case.training.quantize:
         raise CaseError(
-            f"{location}: lora with quantize {case.training.quantize}: which matmuls are in 8 bits is not defined"
+            f"{location}: lora with quantize {case.training.quantize}: not supported:"
+            " it is undefined which matmuls run in 8 bits"
         )
 
 
@@ -190,9 +191,9 @@ def _validate_features(case: Case, location: str) -> None:
                     f"{location}: {key} {getattr(features, key)!r} means nothing with {axis} 1; leave it out"
                 )
     if features.async_save and case.last_step is None:
-        raise CaseError(f"{location}: async_save is of a launch that saves, an entry of `resume`; leave it out")
+        raise CaseError(f"{location}: async_save belongs in the features of an entry of `resume`; leave it out here")
     if features.wrapper not in (None, "fsdp2") and dims.dp * dims.cp == 1:
-        raise CaseError(f"{location}: wrapper {features.wrapper!r} has no data ranks to look after; leave it out")
+        raise CaseError(f"{location}: wrapper {features.wrapper!r} needs dp_replicate, dp_shard or cp above 1")
     if features.wrapper in ("ddp", "replicate") and dims.dp_shard > 1:
         raise CaseError(f"{location}: wrapper {features.wrapper!r} shards nothing, but dp_shard {dims.dp_shard}")
     if features.wrapper == "fsdp1" and dims.tp > 1:
@@ -274,8 +275,8 @@ def _validate_wrapper_options(case: Case, location: str) -> None:
 
 def refuse_missing_script(expected: ExpectedFailure | None, file: str, location: str) -> None:
     """Refuse an expected failure whose minimal program is not in the repository of the case's file."""
-    if expected and not (case_files.repository_of(file) / expected.script).is_file():
+    if expected and not (case_files.repository_folder(file) / expected.script).is_file():
         raise CaseError(
-            f"{location}: expected_failure: script {expected.script!r}: no such file in "
-            f"{case_files.repository_of(file)}; write the minimal program"
+            f"{location}: expected_failure: script {expected.script!r} not found in "
+            f"{case_files.repository_folder(file)}; write the minimal program"
         )

@@ -13,7 +13,7 @@ from harness.core.case.case import Case, CaseError
 from harness.core.case.features import Features
 
 
-def in_dtype(case: Case, dtype: str | None) -> Case:
+def with_dtype(case: Case, dtype: str | None) -> Case:
     """Return the case in this dtype, no longer the case of any file. A case that is in this dtype is returned unchanged."""
     old = case.training.dtype
     if dtype is None or dtype == old:
@@ -22,24 +22,24 @@ def in_dtype(case: Case, dtype: str | None) -> Case:
     return dataclasses.replace(
         case,
         training=dataclasses.replace(case.training, dtype=dtype, compute_dtype=compute),
-        features=_reduced(case.features, old, dtype),
+        features=_with_reduce_dtype(case.features, old, dtype),
         resume=tuple(
-            dataclasses.replace(saved, features=_reduced(saved.features, old, dtype)) for saved in case.resume
+            dataclasses.replace(saved, features=_with_reduce_dtype(saved.features, old, dtype)) for saved in case.resume
         ),
         file="",
     )
 
 
-def _reduced(features: Features, old: str, dtype: str) -> Features:
+def _with_reduce_dtype(features: Features, old: str, dtype: str) -> Features:
     return dataclasses.replace(features, reduce_dtype=dtype) if features.reduce_dtype == old else features
 
 
-def reseeded(case: Case, seed: int) -> Case:
+def with_seed(case: Case, seed: int) -> Case:
     """Return the case with another seed: other weights, data and order. Raises CaseError for a seed that there is not.
 
     It is no longer the case of any file, and has no golden.
     """
     reseeded_case = dataclasses.replace(case, training=dataclasses.replace(case.training, seed=seed), file="")
-    if problem := limits.too_large(reseeded_case):
+    if problem := limits.size_problem(reseeded_case):
         raise CaseError(problem)
     return reseeded_case

@@ -58,14 +58,14 @@ def document_of(text: str) -> Any:
     """
     try:
         try:
-            return _loaded(_FastLoader(text))
+            return _construct_document(_FastLoader(text))
         except (yaml.YAMLError, ValueError, RecursionError):
-            return _loaded(_UniqueKeyLoader(text))
+            return _construct_document(_UniqueKeyLoader(text))
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def _loaded(loader: Any) -> Any:
+def _construct_document(loader: Any) -> Any:
     node = loader.get_single_node()
     limits.refuse_bombs(node)
     return None if node is None else loader.construct_document(node)

@@ -16,15 +16,15 @@ from typing import Any
 
 from harness.core import rings
 from harness.core.causes.contributions import lacks_the_outputs_part, sums_of_whole_gradients
-from harness.core.causes.declarable import LABEL, declared_once, lines_to_write, moved_inside
+from harness.core.causes.declarable import IF_INTENDED, adapter_lines, allow_moved_inside_lines, merge_declarations
 from harness.core.causes.engine import explain
 from harness.core.causes.facts import (
     adapters_scaled,
+    facts_of_table,
     layers_lost,
     not_finite,
     not_frozen,
     not_trained,
-    observed,
     of_other_stages,
     process_failed,
 )
@@ -32,9 +32,9 @@ from harness.core.causes.hypothesis import Facts, Suspects
 from harness.core.causes.reported import odd_reports, wrong_reports
 from harness.core.causes.request import neighbours
 from harness.core.causes.structure_facts import facts_of_structure, fsdp2_switches
-from harness.core.causes.telling import HARMLESS, broken_elsewhere, told, what_weaker_tests_say
+from harness.core.causes.telling import HARMLESS_CHECKS, build_diagnosis, other_launch_lines, weaker_test_lines
 from harness.core.checks import judge
-from harness.core.judge.result import Diagnosis, Result, Verdict, one_cause
+from harness.core.judge.result import Diagnosis, Result, Verdict, diagnosis_of_one_cause
 from harness.core.judge.trial import Trial, launch_label
 
 ORDER = (
@@ -78,10 +78,10 @@ ORDER_OF_FACTS = (
     "odd_reports",
     "odd_numbers",
     "odd_exports",
-    "observed",
+    "facts_of_table",
 )
 """The same of functions that say what a check saw directly."""
-OF_CORE: tuple[Suspects, ...] = (
+SUSPECTS_OF_CORE: tuple[Suspects, ...] = (
     layers_lost,
     not_trained,
     not_frozen,
@@ -97,14 +97,14 @@ FACTS_OF_CORE: tuple[Facts, ...] = (
     not_finite,
     facts_of_structure,
     odd_reports,
-    observed,
+    facts_of_table,
 )
 
 
 @functools.cache
 def all_suspects() -> tuple[Suspects, ...]:
     """Return the core's and those of rings, in the order in which they are asked."""
-    return in_order([*OF_CORE, *rings.functions_of("suspects")], ORDER)
+    return sort_functions([*SUSPECTS_OF_CORE, *rings.functions_of("suspects")], ORDER)
 
 
 @functools.cache
@@ -116,10 +116,10 @@ def costly_suspects() -> tuple[Suspects, ...]:
 @functools.cache
 def all_facts() -> tuple[Facts, ...]:
     """Return the core's and those of rings, in the order in which they are asked."""
-    return in_order([*FACTS_OF_CORE, *rings.functions_of("facts")], ORDER_OF_FACTS)
+    return sort_functions([*FACTS_OF_CORE, *rings.functions_of("facts")], ORDER_OF_FACTS)
 
 
-def in_order(functions: Sequence[Any], names: Sequence[str]) -> tuple[Any, ...]:
+def sort_functions(functions: Sequence[Any], names: Sequence[str]) -> tuple[Any, ...]:
     """Return the functions as these names order them, and last those that have another name."""
     order = {name: index for index, name in enumerate(names)}
     return tuple(sorted(functions, key=lambda function: order.get(function.__name__, len(names))))
@@ -147,22 +147,22 @@ def diagnose(
         if earlier_diagnosis:
             failed_earlier = {result.check for result in earlier_results if result.verdict is Verdict.FAIL}
             failed_later = {result.check for result in failed}
-            harmless = failed_earlier <= HARMLESS
-            if not (harmless and failed_later - HARMLESS):
-                later_lines = broken_elsewhere(trial, failed, earlier_results)
+            harmless = failed_earlier <= HARMLESS_CHECKS
+            if not (harmless and failed_later - HARMLESS_CHECKS):
+                later_lines = other_launch_lines(trial, failed, earlier_results)
                 return dataclasses.replace(earlier_diagnosis, evidence=(*earlier_diagnosis.evidence, *later_lines))
     broken = {result.check: result for result in failed if result.findings}
     if not broken:
-        return one_cause(f"{failed[0].check} is broken and does not say where") if failed else None
-    diagnosis = told(trial, results, explain(trial, results, suspects, facts, costly))
+        return diagnosis_of_one_cause(f"{failed[0].check} is broken and does not say where") if failed else None
+    diagnosis = build_diagnosis(trial, results, explain(trial, results, suspects, facts, costly))
     if trial.case.last_step is not None:
         diagnosis = dataclasses.replace(diagnosis, launch=launch_label(trial))
-    other_lines = broken_elsewhere(trial.saved[-1], earlier_results, failed) if earlier_results else ()
-    other_lines += lines_to_write(trial, broken) + fsdp2_switches(trial)
-    if not any(label == LABEL for label, _ in diagnosis.evidence):
-        other_lines += moved_inside(trial, broken)
-    lines = (*diagnosis.evidence, *other_lines, *what_weaker_tests_say(results))
-    return dataclasses.replace(diagnosis, evidence=declared_once(trial.case, lines))
+    other_lines = other_launch_lines(trial.saved[-1], earlier_results, failed) if earlier_results else ()
+    other_lines += adapter_lines(trial, broken) + fsdp2_switches(trial)
+    if not any(label == IF_INTENDED for label, _ in diagnosis.evidence):
+        other_lines += allow_moved_inside_lines(trial, broken)
+    lines = (*diagnosis.evidence, *other_lines, *weaker_test_lines(results))
+    return dataclasses.replace(diagnosis, evidence=merge_declarations(trial.case, lines))
 
 
 __all__ = ["Diagnosis", "all_facts", "all_suspects", "costly_suspects", "diagnose"]

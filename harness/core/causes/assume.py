@@ -11,22 +11,22 @@ import numpy as np
 from harness.core.case.case import Case
 from harness.core.causes.words import Arrays
 from harness.core.judge.assumed import AssumedOptimizer
-from harness.core.judge.held_values import order_of_entries
-from harness.core.judge.places import one_rank_per_share
-from harness.core.judge.received_samples import received_samples
+from harness.core.judge.held_values import reference_order_arguments
+from harness.core.judge.places import representative_of_shares
+from harness.core.judge.received_samples import received_sample_ids
 from harness.core.judge.tolerance import clip_coefficient
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate
+from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.make_plan import make_plan
 from harness.core.plan.plan import without_slices
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.record import ReferenceRun
 
 if TYPE_CHECKING:
-    from harness.reference.counterfactual import Batch, Otherwise
+    from harness.reference.counterfactual import Batch, Changes
 
 
-def another_case(trial: Trial, case: Case) -> Trial:
+def assume_case(trial: Trial, case: Case) -> Trial:
     """Assume that this had been requested: with its plan, and the same reference."""
     plan = make_plan(case, trial.traits)
     return replace(trial, case=case, plan=without_slices(plan) if lacks_slices(trial) else plan)
@@ -37,19 +37,19 @@ def lacks_slices(trial: Trial) -> bool:
     return "declared" not in trial.run.provided and not any(trial.plan.slices.values())
 
 
-def another_feature(trial: Trial, **features: Any) -> Trial:
+def assume_features(trial: Trial, **features: Any) -> Trial:
     """Assume that these features had been requested."""
-    return another_case(trial, replace(trial.case, features=replace(trial.case.features, **features)))
+    return assume_case(trial, replace(trial.case, features=replace(trial.case.features, **features)))
 
 
-def another_recipe(trial: Trial, training: TrainingConfig) -> Trial:
+def assume_recipe(trial: Trial, training: TrainingConfig) -> Trial:
     """Assume that this recipe had been requested: the reference is trained by it."""
-    words = {**order_of_entries(trial), **trial.assumption.reference}
+    words = {**reference_order_arguments(trial), **trial.assumption.reference}
     reference = retrain(trial.case.model, training, trial.reference, **words)
-    return replace(another_case(trial, replace(trial.case, training=training)), reference=reference)
+    return replace(assume_case(trial, replace(trial.case, training=training)), reference=reference)
 
 
-def another_reference(trial: Trial, **otherwise: Any) -> Trial:
+def assume_reference(trial: Trial, **otherwise: Any) -> Trial:
     """Assume another training of the reference, in addition to what is assumed of it already.
 
     The keywords are those of reference.counterfactual.
@@ -57,13 +57,13 @@ def another_reference(trial: Trial, **otherwise: Any) -> Trial:
     already_assumed = trial.assumption.reference
     assumed = {**already_assumed}
     for key, change in otherwise.items():
-        assumed[key] = _after(already_assumed.get(key), key, change)
-    keywords = order_of_entries(trial) | assumed
+        assumed[key] = _combine_changes(already_assumed.get(key), key, change)
+    keywords = reference_order_arguments(trial) | assumed
     reference = retrain(trial.case.model, trial.case.training, trial.reference, **keywords)
-    return replace(trial, reference=reference).assuming(reference=assumed)
+    return replace(trial, reference=reference).with_assumption(reference=assumed)
 
 
-def inputs_of_first_step(trial: Trial) -> Mapping[str, float]:
+def input_mean_squares(trial: Trial) -> Mapping[str, float]:
     """Return the mean square of what goes into each module in a launch's first step, by fqn in the order of the calls.
 
     It is computed where the launch goes on from an earlier one; it is empty where other samples are assumed.
@@ -84,11 +84,11 @@ def inputs_of_first_step(trial: Trial) -> Mapping[str, float]:
         if number == step:
             inputs.update(mean_squares(module, from_numpy(rows), trial.case.training.document_mask))
 
-    another_reference(trial, altered=record_inputs)
+    assume_reference(trial, altered=record_inputs)
     return inputs
 
 
-def _after(first: Any, key: str, second: Any) -> Any:
+def _combine_changes(first: Any, key: str, second: Any) -> Any:
     """Return two changes under one keyword as a single one.
 
     Changes of values are made one after the other. The optimizer is given only what both give it. For any other keyword the
@@ -99,34 +99,36 @@ def _after(first: Any, key: str, second: Any) -> Any:
     if key == "altered":
         return lambda module, step: (first(module, step), second(module, step))
     if key == "given":
-        return lambda *arguments: _of_those(second(*arguments), first(*arguments))
+        return lambda *arguments: _restrict_to(second(*arguments), first(*arguments))
     return lambda step, values: second(step, first(step, values))
 
 
-def _of_those(given: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str, Any]:
+def _restrict_to(given: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values whose parameter is among `those`."""
     return {fqn: value for fqn, value in given.items() if fqn in those}
 
 
-def another_optimizer(trial: Trial, assumed: AssumedOptimizer, **otherwise: Any) -> Trial:
+def assume_optimizer(trial: Trial, assumed: AssumedOptimizer, **otherwise: Any) -> Trial:
     """Assume that the optimizer of some ranks or parameters did something else, and train the reference so."""
-    return another_reference(trial, **otherwise).assuming(assumed)
+    return assume_reference(trial, **otherwise).with_assumption(assumed)
 
 
-def apart(trial: Trial, copies: Mapping[int, int], otherwise: Sequence[dict[str, Any]], **apart_fields: Any) -> Trial:
+def assume_separate_copies(
+    trial: Trial, copies: Mapping[int, int], otherwise: Sequence[dict[str, Any]], **apart_fields: Any
+) -> Trial:
     """Assume that ranks train separate copies of the model. A single copy is a reference like any other.
 
     copies: by rank, which copy it trains. otherwise, apart_fields: what is assumed of each copy and of all, in the words of
     reference.counterfactual.
     """
-    common = {**order_of_entries(trial), **trial.assumption.reference}
+    common = {**reference_order_arguments(trial), **trial.assumption.reference}
     of_copies = [{**common, **changes} for changes in otherwise]
-    runs = retrain_apart(trial.case.model, trial.case.training, trial.reference, of_copies, **apart_fields)
+    runs = retrain_separately(trial.case.model, trial.case.training, trial.reference, of_copies, **apart_fields)
     references = {rank: runs[copy] for rank, copy in copies.items()} if len(runs) > 1 else {}
-    return replace(trial, reference=runs[0]).assuming(references=references, apart=True)
+    return replace(trial, reference=runs[0]).with_assumption(references=references, apart=True)
 
 
-def retrain_apart(
+def retrain_separately(
     model: ModelConfig,
     training: TrainingConfig,
     reference: ReferenceRun,
@@ -136,51 +138,53 @@ def retrain_apart(
     """Return the reference of each copy of the model, trained again. Imports torch, which judging does not need."""
     from harness.reference import counterfactual
 
-    changes_of_copies = [counterfactual.Otherwise(**changes) for changes in otherwise]
-    separate_copies = counterfactual.Apart(otherwise=changes_of_copies, **apart_fields)
-    return counterfactual.retrain_apart(model, training, reference, separate_copies)
+    changes_of_copies = [counterfactual.Changes(**changes) for changes in otherwise]
+    separate_copies = counterfactual.SeparateCopies(otherwise=changes_of_copies, **apart_fields)
+    return counterfactual.retrain_separately(model, training, reference, separate_copies)
 
 
 def retrain(model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, **otherwise: Any) -> ReferenceRun:
     """Return the reference, trained again with these changes. Imports torch, which judging does not need."""
     from harness.reference import counterfactual
 
-    chosen: Otherwise = counterfactual.Otherwise(**otherwise)
+    chosen: Changes = counterfactual.Changes(**otherwise)
     return counterfactual.retrain(model, training, reference, chosen)
 
 
 # ---- replicas that train separately: copies of the model, each with what its ranks received
 
 
-Reduce = Callable[[int, list[Arrays]], list[Arrays]]
+ReduceCopies = Callable[[int, list[Arrays]], list[Arrays]]
 
 
-def train_apart(
-    trial: Trial, axis: str, reduce: Reduce | None = None, otherwise: Sequence[dict[str, Any]] | None = None
+def assume_separate_replicas(
+    trial: Trial, axis: str, reduce: ReduceCopies | None = None, otherwise: Sequence[dict[str, Any]] | None = None
 ) -> Trial:
     """Assume that the replicas along an axis (dp_replicate) are separate copies.
 
     reduce(step, gradients by replica) -> those that each has then; None: their sum. The last argument is, by replica, what
     reference.counterfactual changes.
     """
-    copies = {rank: coordinate(trial.case.dims, rank)[axis] for rank in trial.ranks}
+    copies = {rank: coordinate_of_rank(trial.case.dims, rank)[axis] for rank in trial.ranks}
     members: list[list[int]] = [[] for _ in range(max(copies.values()) + 1)]
     for rank, copy in copies.items():
         members[copy].append(rank)
 
     def shares(step: int, batch: Batch) -> list[np.ndarray]:
-        return [share_of(trial, ranks, step, batch.labels.shape) for ranks in members]
+        return [token_counts(trial, ranks, step, batch.labels.shape) for ranks in members]
 
     owners = tuple(range(len(members)))
-    reduce_copies = reduce or (lambda step, gradients: summed(gradients))
-    return apart(trial, copies, otherwise or [{}] * len(members), owners=owners, shares=shares, reduce=reduce_copies)
+    reduce_copies = reduce or (lambda step, gradients: sum_over_replicas(gradients))
+    return assume_separate_copies(
+        trial, copies, otherwise or [{}] * len(members), owners=owners, shares=shares, reduce=reduce_copies
+    )
 
 
-def share_of(trial: Trial, ranks: Sequence[int], step: int, shape: tuple[int, ...]) -> np.ndarray:
+def token_counts(trial: Trial, ranks: Sequence[int], step: int, shape: tuple[int, ...]) -> np.ndarray:
     """Return how often each token of a step counts if only these ranks' samples do. float64 [global_batch, seq_len]"""
-    received = received_samples(trial, step)
+    received = received_sample_ids(trial, step)
     sample_ids = set[object]()
-    for rank in one_rank_per_share(trial):
+    for rank in representative_of_shares(trial):
         if rank in ranks:
             sample_ids.update(received.get(rank, []))
     rows = [row for row, sample_id in enumerate(trial.reference.samples[step - 1]) if sample_id in sample_ids]
@@ -189,7 +193,7 @@ def share_of(trial: Trial, ranks: Sequence[int], step: int, shape: tuple[int, ..
     return counts
 
 
-def summed(gradients: list[Arrays]) -> list[Arrays]:
+def sum_over_replicas(gradients: list[Arrays]) -> list[Arrays]:
     """Return the sum of all, for every replica."""
     first, *others = gradients
     total = {}
@@ -204,9 +208,9 @@ def replicas_differ(trial: Trial, value_of: Callable[[int, str], object]) -> boo
     value_of: the value that a rank has of a parameter, by its fqn.
     """
     first_values: dict[object, tuple[int, object]] = {}
-    for rank, local_shards in trial.holdings.items():
+    for rank, local_shards in trial.local_slices.items():
         for fqn in local_shards:
-            replica = coordinate(trial.case.dims, rank)["dp_replicate"]
+            replica = coordinate_of_rank(trial.case.dims, rank)["dp_replicate"]
             key = (fqn, trial.slice_of(rank, fqn))
             first_replica, first_value = first_values.setdefault(key, (replica, value_of(rank, fqn)))
             if first_replica != replica and first_value != value_of(rank, fqn):
@@ -214,14 +218,14 @@ def replicas_differ(trial: Trial, value_of: Callable[[int, str], object]) -> boo
     return False
 
 
-def clipping_apart(trial: Trial) -> Trial:
+def assume_separate_clipping(trial: Trial) -> Trial:
     """Assume that each rank clips by the norm of the gradients of its copy."""
     norms = {}
     for rank in trial.ranks:
-        for reference_step in trial.reference_of(rank).steps:
+        for reference_step in trial.reference_of_rank(rank).steps:
             norms[rank, reference_step.step] = reference_step.grad_norm
 
     def clipped_gradient(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
         return clip_coefficient(norms[rank, step], trial.case.training.max_norm) * gradient
 
-    return trial.assuming(AssumedOptimizer(given=clipped_gradient))
+    return trial.with_assumption(AssumedOptimizer(given=clipped_gradient))

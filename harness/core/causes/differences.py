@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from harness.core.causes.reported import reported_of
-from harness.core.causes.words import Pair, from_step
+from harness.core.causes.reported import reports_of
+from harness.core.causes.words import Pair, from_step_text
 from harness.core.checks import all_checks, update
 from harness.core.checks.replica_agreement import replica_families
 from harness.core.judge import tolerance
 from harness.core.judge.assembly import gradient_distance, misfits
-from harness.core.judge.contents import take
+from harness.core.judge.contents import view_of_slice
 from harness.core.judge.losses import global_loss
 from harness.core.judge.trial import Trial
 
 
-def seen_gradients(trial: Trial, rank: int, step: int) -> dict[str, np.ndarray]:
+def observed_gradients(trial: Trial, rank: int, step: int) -> dict[str, np.ndarray]:
     """Return the gradients that a rank had in a step, by fqn; empty if it has no such step."""
     return next((record.gradients for record in trial.ranks[rank].steps if record.step == step), {})
 
@@ -26,28 +26,28 @@ def expected_gradient(trial: Trial, rank: int, fqn: str, step: int) -> np.ndarra
     """Return the rank's slice of the reference's gradient. None if the rank has no slice, or the reference no gradient."""
     part = trial.gradient_slice_of(rank, fqn)
     full = trial.reference.steps[step - 1].gradients.get(fqn)
-    return None if part is None or full is None else take(full, part)
+    return None if part is None or full is None else view_of_slice(full, part)
 
 
-def wrong_pairs(trial: Trial, step: int) -> list[Pair]:
+def pairs_with_wrong_gradient(trial: Trial, step: int) -> list[Pair]:
     """Return the (rank, fqn) whose gradient in a step is off by more than the check allows, in the model's order."""
     wrong = []
     for rank in sorted(trial.ranks):
-        for fqn in seen_gradients(trial, rank, step):
+        for fqn in observed_gradients(trial, rank, step):
             if expected_gradient(trial, rank, fqn, step) is None:
                 continue
-            if not distance(trial, rank, fqn, step) <= trial.bounds.gradient[step]:
+            if not distance_to_reference(trial, rank, fqn, step) <= trial.bounds.gradient[step]:
                 wrong.append((rank, fqn))
     return wrong
 
 
-def distance(trial: Trial, rank: int, fqn: str, step: int) -> float:
+def distance_to_reference(trial: Trial, rank: int, fqn: str, step: int) -> float:
     """Return how far a gradient that has an expected one is from it, relative to the largest entry of the whole parameter's."""
     full = trial.reference.steps[step - 1].gradients[fqn]
-    return gradient_distance(trial, rank, fqn, seen_gradients(trial, rank, step)[fqn], full)
+    return gradient_distance(trial, rank, fqn, observed_gradients(trial, rank, step)[fqn], full)
 
 
-def loss_off(trial: Trial, step: int) -> float | None:
+def loss_difference(trial: Trial, step: int) -> float | None:
     """Return how far the loss of a step is off, relative to the expected one. None if it is right or was not seen."""
     observed = global_loss(trial, step)
     expected = trial.reference.steps[step - 1].loss
@@ -61,50 +61,50 @@ def first_wrong_step(trial: Trial) -> int | None:
     """Return the first step in which a gradient is wrong, entry by entry or, in recipes with noise, as a whole. None if it is
     right in all."""
     for step in trial.case.steps:
-        if wrong_pairs(trial, step):
+        if pairs_with_wrong_gradient(trial, step):
             return step
         try:
-            if not trial.case.exact and not all(misfit.within for misfit in misfits(trial, step)[0]):
+            if not trial.case.exact and not all(misfit.is_within_bound for misfit in misfits(trial, step)[0]):
                 return step
         except tolerance.NoBound:
             return None
     return None
 
 
-def spans(trial: Trial, step: int) -> Iterator[tuple[str, list[int], int]]:
+def step_choices(trial: Trial, step: int) -> Iterator[tuple[str, list[int], int]]:
     """Yield the steps from the first wrong one on, and that one alone: words, steps, how many more choices that is."""
     later = [other for other in trial.case.steps if other >= step]
-    yield f" {from_step(trial, step)}" if step > trial.first_step else "", later, 0
+    yield f" {from_step_text(trial, step)}" if step > trial.first_step else "", later, 0
     if len(later) > 1:
         yield f" in step {step} alone", [step], 1
 
 
-def holders_of(trial: Trial, fqn: str) -> list[int]:
+def ranks_holding(trial: Trial, fqn: str) -> list[int]:
     """Return the ranks that hold some of a parameter, ascending."""
-    return [rank for rank, local_shards in sorted(trial.holdings.items()) if fqn in local_shards]
+    return [rank for rank, local_shards in sorted(trial.local_slices.items()) if fqn in local_shards]
 
 
 # ---- what follows of gradients that are wrong, as far as what came before is right
 
-NUMBERS = {"loss", "gradients", "grad_norm", "update", "samples", "positions", "initial_weights", "schedule"}
+NUMBER_CHECKS = {"loss", "gradients", "grad_norm", "update", "samples", "positions", "initial_weights", "schedule"}
 """Checks of numbers that may be broken because gradients are wrong."""
-OF_GRADIENTS = frozenset(name for name, module in all_checks().items() if getattr(module, "OF_GRADIENTS", False))
+GRADIENT_CHECKS = frozenset(name for name, module in all_checks().items() if getattr(module, "OF_GRADIENTS", False))
 """The checks that wrong gradients make fail: their files say so."""
 
 
-def consequences(trial: Trial, step: int) -> tuple[str, ...]:
+def checks_failing_with_gradients(trial: Trial, step: int) -> tuple[str, ...]:
     """Return the checks that fail because gradients are wrong from a step on.
 
     The loss of that step is computed before them. Reports are of what was computed. Updates are judged by the gradients that
     were seen, if these have one norm.
     """
-    losses = not any(loss_off(trial, earlier) for earlier in trial.case.steps if earlier <= step)
+    losses = not any(loss_difference(trial, earlier) for earlier in trial.case.steps if earlier <= step)
     follows_by_check = {
         "gradients": True,
-        "grad_norm": not (_have_one_norm(trial, step) and reported_of(trial, "grad_norm")),
+        "grad_norm": not (_gradients_have_one_norm(trial, step) and reports_of(trial, "grad_norm")),
         "loss": losses,
-        "reported_loss": losses and not reported_of(trial, "reported_loss"),
-        "update": not _have_one_norm(trial, step) and _updated_until(trial, step),
+        "reported_loss": losses and not reports_of(trial, "reported_loss"),
+        "update": not _gradients_have_one_norm(trial, step) and _updates_are_right_before(trial, step),
         "replica_agreement": not replicas_agree(trial, step),
     }
     return tuple(check for check, follows in follows_by_check.items() if follows)
@@ -112,7 +112,7 @@ def consequences(trial: Trial, step: int) -> tuple[str, ...]:
 
 def replicas_agree(trial: Trial, step: int) -> bool:
     """Return whether those who hold the same slice have the same gradient of a step: else there is no global norm."""
-    gradients = {rank: seen_gradients(trial, rank, step) for rank in trial.ranks}
+    gradients = {rank: observed_gradients(trial, rank, step) for rank in trial.ranks}
     for (fqn, _), ranks in replica_families(trial).items():
         for rank in ranks[1:]:
             first = gradients[ranks[0]].get(fqn)
@@ -124,20 +124,20 @@ def replicas_agree(trial: Trial, step: int) -> bool:
     return True
 
 
-def _have_one_norm(trial: Trial, step: int) -> bool:
+def _gradients_have_one_norm(trial: Trial, step: int) -> bool:
     """Return whether all gradients of a step are finite, have their parameters' shapes, and agree among replicas."""
     shapes = {}
     for rank, evidence in trial.ranks.items():
         for tensor in evidence.parameters:
             shapes[rank, tensor.fqn] = tensor.value.shape
     for rank in trial.ranks:
-        for fqn, gradient in seen_gradients(trial, rank, step).items():
+        for fqn, gradient in observed_gradients(trial, rank, step).items():
             if not np.isfinite(gradient).all() or shapes.get((rank, fqn)) != gradient.shape:
                 return False
     return replicas_agree(trial, step)
 
 
-def _updated_until(trial: Trial, step: int) -> bool:
+def _updates_are_right_before(trial: Trial, step: int) -> bool:
     """Return whether the updates of all steps before are right."""
-    mistakes = update.mistakes(trial, update.clipped_norms(trial))
+    mistakes = update.update_findings(trial, update.norms_for_clipping(trial))
     return not any(mistake.step and mistake.step < step for mistake in mistakes)

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from harness.core.causes.hypothesis import Broken, Evidence, Fact, FactsOf, Hypothesis, Proof, SuspectsOf, tested
+from harness.core.causes.hypothesis import Broken, Evidence, Fact, FactsOf, Hypothesis, Proof, SuspectsOf, prove
 from harness.core.causes.undercut import is_undercut
 from harness.core.judge.result import Cause, Result, Verdict
 from harness.core.judge.tolerance import NoBound
@@ -17,13 +17,13 @@ from harness.core.judge.trial import Trial
 from harness.reference import budget
 
 T = TypeVar("T")
-LONGEST = 120  # characters of what an error says
-FIRSTS = 6  # hypotheses that are tried as one of two independent mistakes
-PASSES = 4000  # forward passes of a step that are computed to find a cause
-JUDGED = 500  # hypotheses that are judged for it
-ONCE = frozenset({"gradients scaled"})
+MOST_CHARACTERS = 120  # characters of what an error says
+MOST_FIRST_MISTAKES = 6  # hypotheses that are tried as one of two independent mistakes
+MOST_PASSES = 4000  # forward passes of a step that are computed to find a cause
+MOST_JUDGED = 500  # hypotheses that are judged for it
+KINDS_ONCE = frozenset({"gradients scaled"})
 """Kinds of which there are not two at once: a factor fits what another one has left."""
-PASSES_ENDED = f"the reference was computed for {PASSES} forward passes"
+PASSES_ENDED_TEXT = f"the reference was computed for {MOST_PASSES} forward passes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Explanation:
     """Those that explain most, equally simple ones side by side."""
     facts: tuple[Fact, ...] = ()
     """Of checks that no proof explains."""
-    left: tuple[str, ...] = ()
+    unexplained: tuple[str, ...] = ()
     """Failing checks that neither explains."""
-    tried: int = 0
+    tried_count: int = 0
     """How many hypotheses were put to the test."""
-    raised: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
     """Errors meanwhile."""
-    ended: str = ""
+    end_reason: str = ""
     """Where the search met a bound."""
 
 
@@ -64,17 +64,17 @@ def _bounded_passes(evidence: object) -> contextlib.AbstractContextManager[None]
     if not isinstance(evidence, Trial):
         return contextlib.nullcontext()
     training = evidence.case.training
-    return budget.at_most(PASSES * training.global_batch * training.seq_len * evidence.case.model.vocab_size)
+    return budget.logits_budget(MOST_PASSES * training.global_batch * training.seq_len * evidence.case.model.vocab_size)
 
 
 def _explain(search: Search, trial: Any, results: Sequence[Result], facts: Sequence[FactsOf[Any]]) -> Explanation:
-    proofs = [proof for proof in search.proofs(trial, results) if not is_undercut(proof, results)]
-    unexplained = proofs[0].left if proofs else _failing_names(results)
+    proofs = [proof for proof in search.find_proofs(trial, results) if not is_undercut(proof, results)]
+    unexplained = proofs[0].unexplained if proofs else _failing_names(results)
     broken = {result.check: result for result in results if result.check in unexplained and result.findings}
     stated = list(search.ask(facts, trial, broken))
     chosen, left = choose_facts(stated, unexplained)
-    raised = tuple(search.raised)
-    return Explanation(tuple(proofs), chosen, left, search.tried, raised, search.ended)
+    raised = tuple(search.errors)
+    return Explanation(tuple(proofs), chosen, left, search.tried_count, raised, search.end_reason)
 
 
 def choose_facts(facts: Sequence[Fact], unexplained: Sequence[str]) -> tuple[tuple[Fact, ...], tuple[str, ...]]:
@@ -84,7 +84,7 @@ def choose_facts(facts: Sequence[Fact], unexplained: Sequence[str]) -> tuple[tup
     """
 
     def coverage(fact: Fact) -> tuple[int, bool]:
-        return len({*fact.checks} & {*left}), not fact.symptom
+        return len({*fact.checks} & {*left}), not fact.is_symptom
 
     chosen: list[Fact] = []
     left = tuple(unexplained)
@@ -106,26 +106,26 @@ class Search:
     """Functions that propose hypotheses."""
     costly: tuple[SuspectsOf[Any], ...] = ()
     """Those that compute models to do so. They are asked where the others leave a check unexplained."""
-    tried: int = 0
+    tried_count: int = 0
     """How many hypotheses were judged."""
-    raised: list[str] = dataclasses.field(default_factory=list)
+    errors: list[str] = dataclasses.field(default_factory=list)
     """What suspects, facts and assumptions raised, each once."""
-    ended: str = ""
+    end_reason: str = ""
     """Which bound the search met; empty if none."""
-    asked: object = None
+    asked_trial: object = None
     """The trial as it is recorded, while others are assumed."""
 
-    def proofs(self, trial: Any, results: Sequence[Result]) -> list[Proof]:
+    def find_proofs(self, trial: Any, results: Sequence[Result]) -> list[Proof]:
         """Return all of the simplest that explain everything; else two together; else the one that explains most."""
-        self.asked = trial
+        self.asked_trial = trial
         complete, partial = self._single_proofs(trial, results)
         if complete:
             return complete
         candidates = [proof for proof in partial if proof.explained]
-        firsts = [proof for proof in partial[:FIRSTS] if not proof.renumbers]
+        firsts = [proof for proof in partial[:MOST_FIRST_MISTAKES] if not proof.renumbers_ranks]
         for first in firsts:
             pairs = self._pairs(trial, results, first)
-            if pairs and pairs[0].complete:
+            if pairs and pairs[0].is_complete:
                 return pairs
             candidates += pairs
         return _best(candidates)
@@ -135,22 +135,22 @@ class Search:
         partial: list[Proof] = []
         for suspects in (self.suspects, self.costly):
             proposals = self.ask(suspects, trial, failing_checks(results))
-            bounded = itertools.islice(proposals, JUDGED + 1)
+            bounded = itertools.islice(proposals, MOST_JUDGED + 1)
             testable = [hypothesis for hypothesis in bounded if hypothesis.assume]
             testable.sort(key=_complexity)
             for _, equally_simple in itertools.groupby(testable, key=_complexity):
                 proofs = self._test_all(trial, results, list(equally_simple))
-                complete = [proof for proof in proofs if proof.complete]
+                complete = [proof for proof in proofs if proof.is_complete]
                 if complete:
                     return complete, []
                 partial += proofs
-        partial.sort(key=lambda proof: (-len(proof.explained), proof.fitted))
+        partial.sort(key=lambda proof: (-len(proof.explained), proof.fitted_count))
         return [], partial
 
     def _pairs(self, trial: Any, results: Sequence[Result], first: Proof) -> list[Proof]:
         """Return this proof together with each second one that explains all the rest, else with the best of the others."""
-        complete, partial = self._single_proofs(first.assumed, rejudged(first, results))
-        taken = ONCE & {hypothesis.cause.kind for hypothesis in first.hypotheses}
+        complete, partial = self._single_proofs(first.assumed, results_under(first, results))
+        taken = KINDS_ONCE & {hypothesis.cause.kind for hypothesis in first.hypotheses}
         seconds = [proof for proof in complete if proof.hypotheses[0].cause.kind not in taken]
         if not seconds:
             seconds = [proof for proof in partial if proof.hypotheses[0].cause.kind not in taken][:1]
@@ -166,23 +166,23 @@ class Search:
 
     def _test_all(self, trial: Any, results: Sequence[Result], hypotheses: Sequence[Hypothesis]) -> list[Proof]:
         """Return the proofs of those hypotheses that hold, of as many as may still be judged."""
-        allowed = hypotheses[: JUDGED - self.tried]
+        allowed = hypotheses[: MOST_JUDGED - self.tried_count]
         if len(allowed) < len(hypotheses):
-            self.ended = f"{JUDGED} hypotheses were judged"
-        self.tried += len(allowed)
+            self.end_reason = f"{MOST_JUDGED} hypotheses were judged"
+        self.tried_count += len(allowed)
         proofs = [self._test(trial, results, hypothesis) for hypothesis in allowed]
         return [proof for proof in proofs if proof]
 
     def _test(self, trial: Any, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
         """Return what a hypothesis explains. None if it does not hold, raises, or would cost too much."""
         try:
-            return tested(trial, results, hypothesis)
-        except budget.Spent:
-            self.ended = PASSES_ENDED
+            return prove(trial, results, hypothesis)
+        except budget.BudgetExceeded:
+            self.end_reason = PASSES_ENDED_TEXT
         except NoBound:  # no noise was measured for this assumption
             pass
         except Exception as error:
-            self._note(hypothesis.cause.kind, error)
+            self._record_error(hypothesis.cause.kind, error)
         return None
 
     def ask(self, makers: Iterable[Callable[[Any, Broken], Iterator[T]]], trial: Any, broken: Broken) -> Iterator[T]:
@@ -190,13 +190,13 @@ class Search:
         for make in makers:
             try:
                 yield from make(trial, broken)
-            except budget.Spent:
-                self.ended = PASSES_ENDED
+            except budget.BudgetExceeded:
+                self.end_reason = PASSES_ENDED_TEXT
             except Exception as error:
-                if trial is self.asked or not isinstance(error, NoBound):
-                    self._note(make.__name__, error)
+                if trial is self.asked_trial or not isinstance(error, NoBound):
+                    self._record_error(make.__name__, error)
 
-    def _note(self, who: str, error: Exception) -> None:
+    def _record_error(self, who: str, error: Exception) -> None:
         """Put an error on record, once, though most functions are asked again under each assumption.
 
         An error about a bound that was never measured is a sentence already.
@@ -205,9 +205,9 @@ class Search:
         if not isinstance(error, NoBound):
             where = traceback.extract_tb(error.__traceback__)[-1]
             first_line = text.partition("\n")[0]
-            text = f"{who} raised {type(error).__name__}: {first_line[:LONGEST]} at {where.name}:{where.lineno}"
-        if text not in self.raised:
-            self.raised.append(text)
+            text = f"{who} raised {type(error).__name__}: {first_line[:MOST_CHARACTERS]} at {where.name}:{where.lineno}"
+        if text not in self.errors:
+            self.errors.append(text)
 
 
 def failing_checks(results: Sequence[Result]) -> dict[str, Result]:
@@ -215,7 +215,7 @@ def failing_checks(results: Sequence[Result]) -> dict[str, Result]:
     return {result.check: result for result in results if result.verdict is Verdict.FAIL and result.findings}
 
 
-def rejudged(proof: Proof, results: Sequence[Result]) -> list[Result]:
+def results_under(proof: Proof, results: Sequence[Result]) -> list[Result]:
     """Return the results under what a proof assumes. Findings of a check that still fails are those of before."""
     after: list[Result] = []
     for result in results:
@@ -229,13 +229,13 @@ def _failing_names(results: Sequence[Result]) -> tuple[str, ...]:
 
 
 def _complexity(hypothesis: Hypothesis) -> int:
-    return hypothesis.fitted
+    return hypothesis.fitted_count
 
 
 def _best(candidates: Sequence[Proof]) -> list[Proof]:
     """Return those that explain most, then of these the simplest, then those that failing checks have seen. Equal ones go side
     by side, of the same causes the first."""
-    ordered = sorted(candidates, key=lambda proof: (-len(proof.explained), proof.fitted, -proof.seen))
+    ordered = sorted(candidates, key=lambda proof: (-len(proof.explained), proof.fitted_count, -proof.seen_count))
     best: dict[frozenset[Cause], Proof] = {}
     for proof in ordered:
         if _merit(proof) == _merit(ordered[0]):
@@ -245,7 +245,7 @@ def _best(candidates: Sequence[Proof]) -> list[Proof]:
 
 
 def _merit(proof: Proof) -> tuple[tuple[str, ...], int, int]:
-    return proof.explained, proof.fitted, proof.seen
+    return proof.explained, proof.fitted_count, proof.seen_count
 
 
 def _join(first: Proof, second: Proof, results: Sequence[Result]) -> Proof:
@@ -253,5 +253,5 @@ def _join(first: Proof, second: Proof, results: Sequence[Result]) -> Proof:
     hypotheses = (*first.hypotheses, *second.hypotheses)
     either = {*first.explained, *second.explained}
     explained = tuple(check for check in _failing_names(results) if check in either)
-    aside = tuple(dict.fromkeys((*first.aside, *second.aside)))
-    return Proof(hypotheses, explained, second.left, second.assumed, aside)
+    aside = tuple(dict.fromkeys((*first.tolerated_failures, *second.tolerated_failures)))
+    return Proof(hypotheses, explained, second.unexplained, second.assumed, aside)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 from harness.core.case.dims import AXES
 from harness.core.evidence.text import number_text
-from harness.core.judge.losses import losses
+from harness.core.judge.losses import losses_of_rank
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate
+from harness.core.plan.grid import coordinate_of_rank
 
 MOST_NAMES = 3
-ByStep = Callable[[int], float]
+FactorByStep = Callable[[int], float]
 
 
 def times_text(factor: float) -> str:
@@ -37,49 +37,49 @@ def factor_text(trial: Trial, factor: float, everywhere: bool = True) -> str:
     )
     texts = []
     for value, template in templates:
-        names = _degrees(trial, value, everywhere)
+        names = _names_of_number(trial, value, everywhere)
         if names:
             texts.append(template.format(" or ".join(names[:MOST_NAMES]), round(value)))
     if everywhere and factor != 1:
-        for text, by_step in _of_tokens(trial, trial.first_step, factor):
-            if _constant(trial, by_step):
+        for text, by_step in _token_factors_in_step(trial, trial.first_step, factor):
+            if _is_constant(trial, by_step):
                 texts.append(text)
     return f": as if {', or '.join(texts)}" if texts else ""
 
 
-def _degrees(trial: Trial, value: float, everywhere: bool) -> list[str]:
+def _names_of_number(trial: Trial, value: float, everywhere: bool) -> list[str]:
     """Return degrees, or else products of as few as possible, that are `value`."""
     numbers = {axis: getattr(trial.case.dims, axis) for axis in AXES}
     numbers["accumulation"] = trial.case.features.accumulation
     numbers["the number of a pipeline's microbatches"] = trial.case.microbatches
     sizes = {name: number for name, number in numbers.items() if number > 1}
     samples = []
-    if everywhere and _near(value, trial.case.training.global_batch):
+    if everywhere and _is_near(value, trial.case.training.global_batch):
         samples.append("the number of samples")
     for count in range(1, len(sizes) + 1):
         products = []
         for names in itertools.combinations(sizes, count):
-            if _near(value, math.prod(sizes[name] for name in names)):
+            if _is_near(value, math.prod(sizes[name] for name in names)):
                 products.append(" x ".join(names))
         if products:
             return products + samples
     return samples
 
 
-def token_factors(trial: Trial, step: int, factor: float) -> Iterator[tuple[str, ByStep]]:
+def token_factors(trial: Trial, step: int, factor: float) -> Iterator[tuple[str, FactorByStep]]:
     """Yield numbers of tokens that the factor may be in this step, the first that is wrong, and that differ from step to step.
 
     One step is no proof: what would be wrong before, and what shows in no other step, is a coincidence.
     """
-    for text, by_step in _of_tokens(trial, step, factor):
+    for text, by_step in _token_factors_in_step(trial, step, factor):
         before = [number for number in trial.case.steps if number < step]
         after = [number for number in trial.case.steps if number > step]
-        shown = any(not _near(by_step(number), 1) for number in after)
-        if not _constant(trial, by_step) and shown and all(_near(by_step(number), 1) for number in before):
+        shown = any(not _is_near(by_step(number), 1) for number in after)
+        if not _is_constant(trial, by_step) and shown and all(_is_near(by_step(number), 1) for number in before):
             yield f": {text}", by_step
 
 
-def _of_tokens(trial: Trial, step: int, factor: float) -> Iterator[tuple[str, ByStep]]:
+def _token_factors_in_step(trial: Trial, step: int, factor: float) -> Iterator[tuple[str, FactorByStep]]:
     """Yield what gradients are divided by in place of the number of valid tokens, where that gives the factor in a step."""
     valid = {reference_step.step: reference_step.valid_tokens for reference_step in trial.reference.steps}
     valid_text = "the number of valid tokens"
@@ -94,22 +94,22 @@ def _of_tokens(trial: Trial, step: int, factor: float) -> Iterator[tuple[str, By
     }
     for number, count in valid.items():
         divisors[f"divided by {valid_text} of step {number}"] = dict.fromkeys(valid, count)
-    for number, counts in _of_microbatches(trial).items():
+    for number, counts in _tokens_of_microbatches(trial).items():
         divisors[f"divided by the valid tokens of microbatch {number} alone"] = counts
         times_passes = {counted_step: trial.case.passes * count for counted_step, count in counts.items()}
         divisors[f"divided by {trial.case.passes} times the valid tokens of microbatch {number}"] = times_passes
     for text, divisor in divisors.items():
-        if _near(valid[step] / (divisor.get(step) or math.nan), factor):
+        if _is_near(valid[step] / (divisor.get(step) or math.nan), factor):
             yield text, lambda step, divisor=divisor: valid[step] / (divisor.get(step) or 1)  # type: ignore[misc]
 
 
-def _of_microbatches(trial: Trial) -> dict[int, dict[int, int]]:
+def _tokens_of_microbatches(trial: Trial) -> dict[int, dict[int, int]]:
     """Return valid tokens of all ranks, by number of microbatch, from 1, and step; empty if there is only one."""
     passes = trial.case.passes
-    ranks = [rank for rank in trial.ranks if coordinate(trial.case.dims, rank)["tp"] == 0]
+    ranks = [rank for rank in trial.ranks if coordinate_of_rank(trial.case.dims, rank)["tp"] == 0]
     losses_of_ranks: dict[int, list[list[tuple[float, int]]]] = {}
     for step in trial.case.steps:
-        losses_of_ranks[step] = [of_rank for rank in ranks if (of_rank := losses(trial, rank, step))]
+        losses_of_ranks[step] = [of_rank for rank in ranks if (of_rank := losses_of_rank(trial, rank, step))]
     if passes == 1:
         return {}
     for of_ranks in losses_of_ranks.values():
@@ -123,18 +123,18 @@ def _of_microbatches(trial: Trial) -> dict[int, dict[int, int]]:
     return counts
 
 
-def _constant(trial: Trial, by_step: ByStep) -> bool:
+def _is_constant(trial: Trial, by_step: FactorByStep) -> bool:
     """Return whether the factor is the same in every step."""
     numbers = [by_step(step.step) for step in trial.reference.steps]
-    return all(_near(number, numbers[0]) for number in numbers)
+    return all(_is_near(number, numbers[0]) for number in numbers)
 
 
-def _near(first: float, second: float) -> bool:
+def _is_near(first: float, second: float) -> bool:
     """Return whether two numbers are equal, but for rounding."""
     return math.isclose(first, second, rel_tol=1e-6)
 
 
-def how_far(trial: Trial, step: int, source_step: int) -> str:
+def step_distance_text(trial: Trial, step: int, source_step: int) -> str:
     """Return, in words, the distance between a step and the one whose samples it receives; empty if it is no known one."""
     training = trial.case.training
     saved = trial.case.steps.start - 1

@@ -16,38 +16,38 @@ from typing import Any
 import numpy as np
 
 from harness.core.causes import declarable
-from harness.core.causes.assume import another_case, another_recipe, another_reference
-from harness.core.causes.contributions import adding
-from harness.core.causes.differences import NUMBERS, expected_gradient
+from harness.core.causes.assume import assume_case, assume_recipe, assume_reference
+from harness.core.causes.contributions import accumulating_change
+from harness.core.causes.differences import NUMBER_CHECKS, expected_gradient
 from harness.core.causes.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis
 from harness.core.causes.words import (
     Arrays,
-    elsewhere,
+    elsewhere_text,
     finding_line,
     first_finding,
-    in_order,
-    modules,
-    rank_words,
-    some,
+    layers_or_parameters,
+    rank_text,
+    shorten_names,
+    sort_fqns,
     traffic_lines,
     where_text,
 )
 from harness.core.checks import memory, settings, traffic
-from harness.core.checks.completed import DONE, HELD, left_words, why
+from harness.core.checks.completed import ENDED_AFTER_LAST_STEP, VALUE_AT_START, early_exit_text, remedy_text
 from harness.core.evidence.records import AT_WORK, IN_A_RING, Exit
 from harness.core.evidence.text import number_text
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Cause, Line, Lines
 from harness.core.judge.trial import Trial
-from harness.reference.config import trains
+from harness.reference.config import is_trainable
 from harness.reference.distance import best_fit
 
-Test = Callable[[Trial, Finding], bool]
-More = Callable[[Trial, Finding], Lines]
-OF_STEPS = ("completed", "initial_weights", "checkpoint", "features", "memory", "traffic", "schedule", "resume")
+FindingTest = Callable[[Trial, Finding], bool]
+MoreLines = Callable[[Trial, Finding], Lines]
+STEP_CHECKS = ("completed", "initial_weights", "checkpoint", "features", "memory", "traffic", "schedule", "resume")
 """Checks of what a parameter or a step leaves, which breaks where there is none of it."""
-OF_COUNTED_STEPS = (
-    *OF_STEPS,
+COUNTED_STEP_CHECKS = (
+    *STEP_CHECKS,
     "samples",
     "positions",
     "grad_norm",
@@ -56,22 +56,22 @@ OF_COUNTED_STEPS = (
     "reported_numbers",
 )
 """Checks that compare by the number of a step what more steps than requested leave."""
-EVERYTHING = ("*",)
+ALL_FAILING = ("*",)
 """All checks that fail."""
 
 
-def _any(trial: Trial, finding: Finding) -> bool:
+def _accepts_any(trial: Trial, finding: Finding) -> bool:
     """Return True: every finding is meant."""
     return True
 
 
-def _nothing(trial: Trial, finding: Finding) -> Lines:
+def _no_lines(trial: Trial, finding: Finding) -> Lines:
     """Return no lines: nothing else is reported."""
     return ()
 
 
 @dataclass(frozen=True)
-class Row:
+class FindingRow:
     """Findings of a check that are a cause."""
 
     check: str
@@ -79,104 +79,124 @@ class Row:
     """Its name in docs/causes.md."""
     quantity: str = ""
     """The beginning of the finding's quantity; empty: of any."""
-    test: Test = _any
+    condition: FindingTest = _accepts_any
     """Whether a finding is meant."""
-    follows: tuple[str, ...] = ()
+    consequences: tuple[str, ...] = ()
     """Other checks that fail because of it."""
-    alone: bool = False
+    if_numbers_right: bool = False
     """Whether it is so only where numbers are right."""
-    whole: bool = False
+    if_all_findings: bool = False
     """Whether it is so only where all findings of the check are of it."""
-    symptom: bool = False
+    is_symptom: bool = False
     """Whether it is a cause only where there is no other."""
-    more: More = _nothing
+    more_lines: MoreLines = _no_lines
     """The lines of evidence beside the finding."""
 
 
-def _held(kind: str) -> More:
+def _declare_memory(kind: str) -> MoreLines:
     """Return a function that returns the line that declares bytes which ranks keep or copy beyond the plan."""
 
     def lines(trial: Trial, finding: Finding) -> Lines:
-        too_much = {"retained": memory.kept_beside, "copied": memory.copied_too_much}[kind]
+        too_much = {"retained": memory.has_unaccounted_tensors, "copied": memory.excessive_copies}[kind]
         ranks = [rank for rank in trial.ranks if too_much(trial, rank)]
-        return declarable.lines(trial, "memory", declarable.held(trial, kind, ranks)) if ranks else ()
+        return (
+            declarable.declaration_and_next_finding(
+                trial, "memory", declarable.allow_kept_or_copied(trial, kind, ranks)
+            )
+            if ranks
+            else ()
+        )
 
     return lines
 
 
-def _moved(trial: Trial, finding: Finding) -> Lines:
+def _moved_lines(trial: Trial, finding: Finding) -> Lines:
     """Return the flows that did not happen as planned, and the line that declares bytes moved outside of passes."""
-    return (*traffic_lines(trial), *declarable.lines(trial, "traffic", declarable.moved(trial, finding)))
+    return (
+        *traffic_lines(trial),
+        *declarable.declaration_and_next_finding(trial, "traffic", declarable.allow_moved(trial, finding)),
+    )
 
 
-def _declared_setting(trial: Trial, finding: Finding) -> Lines:
+def _setting_lines(trial: Trial, finding: Finding) -> Lines:
     """Return the line of an adapter that declares a switch, if it has the same value in all steps of all ranks."""
     observed_values = {step.settings.get(finding.name) for _, step in trial.own_steps()}
     values = observed_values.pop() if len(observed_values) == 1 else None
     if values is None or len(values) != 1:
         return ()
-    return (declarable.LABEL, f'settings = {{"{finding.name}": "{values[0]}"}}'), ("", "an attribute of the adapter")
+    return (declarable.IF_INTENDED, f'settings = {{"{finding.name}": "{values[0]}"}}'), (
+        "",
+        "an attribute of the adapter",
+    )
 
 
-def _of_numbers(trial: Trial, finding: Finding) -> bool:
+def _changes_numbers(trial: Trial, finding: Finding) -> bool:
     """Return whether it is a switch that changes numbers. Such a switch is reported first."""
     return finding.name in (*settings.FLOAT32, "default dtype")
 
 
-def _more_steps(trial: Trial, finding: Finding) -> bool:
+def _has_more_steps(trial: Trial, finding: Finding) -> bool:
     """Return whether there were more steps than requested. A launch that read an older checkpoint has more, too: it says so."""
     is_longer = isinstance(finding.observed, tuple) and len(finding.observed) > len(trial.case.steps)
     return is_longer and not trial.case.resume
 
 
-ROWS = (
-    Row("completed", "incomplete", "launch", follows=EVERYTHING),
-    Row("completed", "incomplete", "its own place", follows=EVERYTHING),
-    Row(
+FINDING_ROWS = (
+    FindingRow("completed", "incomplete", "launch", consequences=ALL_FAILING),
+    FindingRow("completed", "incomplete", "its own place", consequences=ALL_FAILING),
+    FindingRow(
         "completed",
         "incomplete",
-        test=lambda trial, finding: finding.expected == "an evidence file",
-        follows=EVERYTHING,
+        condition=lambda trial, finding: finding.expected == "an evidence file",
+        consequences=ALL_FAILING,
     ),
-    Row("completed", "incomplete", "optimizer steps", test=_more_steps, follows=OF_COUNTED_STEPS),
-    Row("completed", "incomplete", test=lambda trial, finding: finding.quantity != "", follows=OF_STEPS),
-    Row("checkpoint", "checkpoint"),
-    Row("settings", "another setting", test=_of_numbers, more=_declared_setting),
-    Row("settings", "another setting", more=_declared_setting),
-    Row("memory", "growing", "retained more"),
-    Row("memory", "retained", memory.UNACCOUNTED, more=_held("retained")),
-    Row("memory", "retained graph", "autograd graphs"),
-    Row("memory", "copied", "copies of weights", more=_held("copied")),
-    Row("collective_order", "collectives out of order"),
-    Row("replica_agreement", "replicas drift", alone=True),
-    Row("determinism", "not deterministic"),
-    Row("traffic", "ranks wait", traffic.WITHOUT_DATA, whole=True),
-    Row("process_groups", "process_groups of no plan", alone=True, symptom=True),
-    Row("traffic", "traffic of no plan", alone=True, symptom=True, more=_moved),
-    Row("placements", "placements of no plan", alone=True, symptom=True),
-    Row("memory", "memory of no plan", alone=True, symptom=True),
+    FindingRow(
+        "completed", "incomplete", "optimizer steps", condition=_has_more_steps, consequences=COUNTED_STEP_CHECKS
+    ),
+    FindingRow(
+        "completed", "incomplete", condition=lambda trial, finding: finding.quantity != "", consequences=STEP_CHECKS
+    ),
+    FindingRow("checkpoint", "checkpoint"),
+    FindingRow("settings", "another setting", condition=_changes_numbers, more_lines=_setting_lines),
+    FindingRow("settings", "another setting", more_lines=_setting_lines),
+    FindingRow("memory", "growing", "retained more"),
+    FindingRow("memory", "retained", memory.UNACCOUNTED, more_lines=_declare_memory("retained")),
+    FindingRow("memory", "retained graph", "autograd graphs"),
+    FindingRow("memory", "copied", "copies of weights", more_lines=_declare_memory("copied")),
+    FindingRow("collective_order", "collectives out of order"),
+    FindingRow("replica_agreement", "replicas drift", if_numbers_right=True),
+    FindingRow("determinism", "not deterministic"),
+    FindingRow("traffic", "ranks wait", traffic.WITHOUT_DATA, if_all_findings=True),
+    FindingRow("process_groups", "process_groups of no plan", if_numbers_right=True, is_symptom=True),
+    FindingRow("traffic", "traffic of no plan", if_numbers_right=True, is_symptom=True, more_lines=_moved_lines),
+    FindingRow("placements", "placements of no plan", if_numbers_right=True, is_symptom=True),
+    FindingRow("memory", "memory of no plan", if_numbers_right=True, is_symptom=True),
 )
 
 
-def observed(trial: Trial, broken: Broken, rows: tuple[Row, ...] = ROWS) -> Iterator[Fact]:
+def facts_of_table(trial: Trial, broken: Broken, rows: tuple[FindingRow, ...] = FINDING_ROWS) -> Iterator[Fact]:
     """Yield the facts of the table, in its order. A golden that fails alone says that the reference moved."""
     for row in rows:
         findings = broken[row.check].findings if row.check in broken else ()
         matching = []
         for finding in findings:
-            if finding.quantity.startswith(row.quantity) and row.test(trial, finding):
+            if finding.quantity.startswith(row.quantity) and row.condition(trial, finding):
                 matching.append(finding)
-        if not matching or (row.alone and NUMBERS & {*broken}) or (row.whole and len(matching) < len(findings)):
+        if (
+            not matching
+            or (row.if_numbers_right and NUMBER_CHECKS & {*broken})
+            or (row.if_all_findings and len(matching) < len(findings))
+        ):
             continue
-        follows = tuple(broken) if row.follows == EVERYTHING else (row.check, *row.follows)
+        follows = tuple(broken) if row.consequences == ALL_FAILING else (row.check, *row.consequences)
         cause = Cause(
             row.kind,
             "",
-            hint=elsewhere(matching),
+            hint=elsewhere_text(matching),
             finding=first_finding(matching),
             details=(("count", len(matching)),),
         )
-        yield Fact(cause, follows, row.more(trial, matching[0]), symptom=row.symptom)
+        yield Fact(cause, follows, row.more_lines(trial, matching[0]), is_symptom=row.is_symptom)
     if {*broken} == {"golden"}:
         text = (
             "the reference moved, not the trainer: model, data, recipe or torch changed since the golden was accepted"
@@ -187,7 +207,7 @@ def observed(trial: Trial, broken: Broken, rows: tuple[Row, ...] = ROWS) -> Iter
 # ---- processes
 
 
-ENDED = {"raised": "raised", "killed": "hung", "lost": "was lost"}
+END_WORDS = {"raised": "raised", "killed": "hung", "lost": "was lost"}
 
 
 def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
@@ -196,52 +216,52 @@ def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
     others = [exit for exit in trial.run.exits if exit.how != "ok" and not exit.blamed]
     if not blamed:
         if others:
-            yield from _nobody_to_blame(trial, others)
+            yield from _unblamed_facts(trial, others)
         return
     ranks_by_text: dict[str, list[int]] = defaultdict(list)
     ring = next((exit.reason for exit in blamed if exit.reason.startswith(IN_A_RING)), "")
     for exit in blamed:
         exit_without_ring = replace(exit, reason="") if ring == exit.reason else exit
-        ranks_by_text[_how_it_ended(trial, exit_without_ring)].append(exit.rank)
+        ranks_by_text[_exit_text(trial, exit_without_ring)].append(exit.rank)
     texts = []
     for how, ranks in ranks_by_text.items():
         text = how.replace("for it in", "for them in") if len(ranks) > 1 else how
-        texts.append(f"{rank_words(ranks)} {text}")
+        texts.append(f"{rank_text(ranks)} {text}")
     if ring:  # it is said once, first
         texts[0] = f"{ring}, then {texts[0]}"
     lines: list[Line] = []
-    reason = why(blamed[0].error)
+    reason = remedy_text(blamed[0].error)
     if reason:
         lines.append(("why", reason))
     for exit in blamed[:2]:
         if exit.last_collective:
             lines.append((f"rank {exit.rank}", f"last collective {exit.last_collective}"))
-    lines += _stacks(blamed)
+    lines += _stack_lines_of_blamed(blamed)
     if others:
-        lines += _who_waited(trial, blamed, others)
+        lines += _waiting_lines(trial, blamed, others)
     details = (("ranks", tuple(exit.rank for exit in blamed)), ("how", blamed[0].how))
     yield Fact(Cause("a process failed", "; ".join(texts[:3]), details=details), ("completed",), tuple(lines))
 
 
-def _who_waited(trial: Trial, blamed: list[Exit], others: list[Exit]) -> Lines:
+def _waiting_lines(trial: Trial, blamed: list[Exit], others: list[Exit]) -> Lines:
     """Return the lines on ranks that only waited.
 
     Where the blamed ranks ended after their last step, no record shows whether a collective was left out or is one too many.
     """
-    waited = rank_words([exit.rank for exit in others])
-    gone = rank_words([exit.rank for exit in blamed])
+    waited = rank_text([exit.rank for exit in others])
+    gone = rank_text([exit.rank for exit in blamed])
     line = ("not to blame", f"{waited} only waited")
     if any(exit.how != "ok" for exit in blamed):
         return (line,)
-    if all(left_words(trial, exit.rank) == DONE for exit in blamed):
+    if all(early_exit_text(trial, exit.rank) == ENDED_AFTER_LAST_STEP for exit in blamed):
         line = ("either", f"{waited} should not wait there after the last step, or {gone} left that collective out")
-    return (*_stack(others[0], f"rank {others[0].rank} in"), line)
+    return (*_stack_lines(others[0], f"rank {others[0].rank} in"), line)
 
 
-def _how_it_ended(trial: Trial, exit: Exit) -> str:
+def _exit_text(trial: Trial, exit: Exit) -> str:
     """Return how a rank ended, in words: a signal, an exception, or where it left."""
-    ended = f"died by {exit.signal}" if exit.how == "signal" else ENDED.get(exit.how, exit.how)
-    ended = left_words(trial, exit.rank) if exit.how == "ok" else ended
+    ended = f"died by {exit.signal}" if exit.how == "signal" else END_WORDS.get(exit.how, exit.how)
+    ended = early_exit_text(trial, exit.rank) if exit.how == "ok" else ended
     text = exit.error.removeprefix(ended).lstrip(",; ").rstrip(".")
     if exit.diverged:  # says more than what came of it
         return f"{exit.reason}, then {ended}: {text}"
@@ -249,34 +269,34 @@ def _how_it_ended(trial: Trial, exit: Exit) -> str:
     return f"{ended}: {text}" if text else ended
 
 
-def _stacks(blamed: list[Exit]) -> Lines:
+def _stack_lines_of_blamed(blamed: list[Exit]) -> Lines:
     """Return where the first rank was; of two ranks that were in different places, where each was."""
     pair = blamed if len(blamed) == 2 and all(exit.stack for exit in blamed) else []
     if len({exit.stack for exit in pair}) < 2:
-        return _stack(blamed[0])
+        return _stack_lines(blamed[0])
     lines: list[Line] = []
     for exit in pair:
-        lines += _stack(exit, f"rank {exit.rank} in")
+        lines += _stack_lines(exit, f"rank {exit.rank} in")
     return tuple(lines)
 
 
-def _stack(exit: Exit, label: str = "stack") -> Lines:
+def _stack_lines(exit: Exit, label: str = "stack") -> Lines:
     """Return the first four lines of a rank's stack, the first of them with the label."""
     return tuple(("" if i else label, line.strip()) for i, line in enumerate(exit.stack.splitlines()[:4]))
 
 
-def _nobody_to_blame(trial: Trial, failed: list[Exit]) -> Iterator[Fact]:
+def _unblamed_facts(trial: Trial, failed: list[Exit]) -> Iterator[Fact]:
     """Yield that ranks did not finish, where no rank is the cause: the job was too slow, or nothing shows which it is."""
     first = failed[0]
-    ranks = rank_words([exit.rank for exit in failed])
+    ranks = rank_text([exit.rank for exit in failed])
     if AT_WORK in first.error:
         yield Fact(Cause("too slow", f"too slow: {ranks} {first.error}"), ("completed",))
         return
     text = f"{ranks} did not finish, and nothing shows which of them is the cause"
     if first.undelivered:
         text = f"{ranks} did not finish: {first.undelivered}"
-    lines = [(f"rank {exit.rank}", _how_it_ended(trial, exit).replace("hung", "killed")) for exit in failed[:4]]
-    yield Fact(Cause("a process failed", text), ("completed",), (*lines, *_stack(first)))
+    lines = [(f"rank {exit.rank}", _exit_text(trial, exit).replace("hung", "killed")) for exit in failed[:4]]
+    yield Fact(Cause("a process failed", text), ("completed",), (*lines, *_stack_lines(first)))
 
 
 # ---- parameters of other stages
@@ -287,28 +307,28 @@ def of_other_stages(trial: Trial, broken: Broken) -> Iterator[Fact]:
     findings = broken["completed"].findings if "completed" in broken and trial.case.dims.pp > 1 else ()
     fqns_by_rank: dict[tuple[str, int], list[str]] = defaultdict(list)
     for finding in findings:
-        if finding.quantity == HELD and finding.name in trial.plan.shapes:
+        if finding.quantity == VALUE_AT_START and finding.name in trial.plan.shapes:
             verb = "lack" if finding.observed is None else "hold"
             fqns_by_rank[verb, finding.ranks[0]].append(finding.name)
     ranks_by_fqns: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
     for (verb, rank), names in fqns_by_rank.items():
-        ranks_by_fqns[verb, tuple(in_order(trial, names))].append(rank)
+        ranks_by_fqns[verb, tuple(sort_fqns(trial, names))].append(rank)
     texts = []
     details: list[tuple[str, object]] = []
     for (verb, fqns), ranks in sorted(ranks_by_fqns.items()):
-        texts.append(_held_text(trial, verb, fqns, ranks))
+        texts.append(_holding_text(trial, verb, fqns, ranks))
         details.append((verb, (*ranks, *fqns)))
     if texts:
-        numbers = NOT_TESTED if NUMBERS & {*broken} else ()
+        numbers = NOT_TESTED if NUMBER_CHECKS & {*broken} else ()
         cause = Cause("incomplete", "; ".join(texts[:3]), details=tuple(details))
         yield Fact(cause, tuple(broken), (finding_line(broken["completed"]), *numbers))
 
 
-def _held_text(trial: Trial, verb: str, fqns: tuple[str, ...], ranks: list[int]) -> str:
+def _holding_text(trial: Trial, verb: str, fqns: tuple[str, ...], ranks: list[int]) -> str:
     """Return the sentence that these ranks hold or lack these parameters, and which ranks the plan gives them to."""
     owners = [rank for rank, slices in trial.plan.slices.items() if fqns[0] in slices]
     ending = "s" if len(ranks) == 1 else ""
-    text = f"{rank_words(ranks)} {verb}{ending} {some(modules(trial, fqns))}"
+    text = f"{rank_text(ranks)} {verb}{ending} {shorten_names(layers_or_parameters(trial, fqns))}"
     if verb == "lack":
         return text
     owners_hold_it = False
@@ -316,8 +336,8 @@ def _held_text(trial: Trial, verb: str, fqns: tuple[str, ...], ranks: list[int])
         if rank in trial.ranks and any(tensor.fqn == fqns[0] for tensor in trial.ranks[rank].parameters):
             owners_hold_it = True
     if owners_hold_it:
-        return f"{text} as well, which the plan gives to {rank_words(owners)} alone"
-    return f"{text}, which the plan gives to {rank_words(owners)}"
+        return f"{text} as well, which the plan gives to {rank_text(owners)} alone"
+    return f"{text}, which the plan gives to {rank_text(owners)}"
 
 
 # ---- parameters that are not trained
@@ -332,7 +352,7 @@ def not_trained(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     held_fqns = set[str]()
     for evidence in trial.ranks.values():
         held_fqns.update(tensor.fqn for tensor in evidence.parameters)
-    trained = {fqn for fqn in held_fqns if trains(trial.case.training, fqn)}
+    trained = {fqn for fqn in held_fqns if is_trainable(trial.case.training, fqn)}
     in_gradients = set[str]()
     in_updates = set[str]()
     for step in steps:
@@ -345,20 +365,20 @@ def not_trained(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
     def assume(trial: Trial, gradients: Callable[[int, Arrays], Arrays]) -> Trial:
         as_they_were = {fqn: trial.reference.weights[fqn] for fqn in untrained}
-        return another_reference(trial, gradients=gradients, left=lambda step, parameters: parameters | as_they_were)
+        return assume_reference(trial, gradients=gradients, left=lambda step, parameters: parameters | as_they_were)
 
     def zero_gradients(step: int, gradients: Arrays) -> Arrays:
         return gradients | {fqn: np.zeros_like(gradients[fqn]) for fqn in without_gradient}
 
-    names = tuple(in_order(trial, untrained))
-    text = some(names) + (
+    names = tuple(sort_fqns(trial, untrained))
+    text = shorten_names(names) + (
         " without a gradient in every step" if without_gradient else " without an update in every step"
     )
     details = (("parameters", names), ("gradient", not without_gradient))
     yield Hypothesis(Cause("incomplete", text, details=details), partial(assume, gradients=zero_gradients))
     if not without_gradient:
         text += "; nothing sets the gradients to zero either, so no optimizer has them"
-        accumulated = adding([*trial.case.steps][1:], sorted(untrained), trial.case.training.max_norm)
+        accumulated = accumulating_change([*trial.case.steps][1:], sorted(untrained), trial.case.training.max_norm)
         yield Hypothesis(Cause("incomplete", text, details=details), partial(assume, gradients=accumulated))
 
 
@@ -379,9 +399,11 @@ def layers_lost(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         prefixes = tuple(f"{layer}." for layer in gone)
         weights = {fqn: value for fqn, value in trial.reference.weights.items() if not fqn.startswith(prefixes)}
         reference = replace(trial.reference, weights=weights)
-        return another_reference(replace(another_case(trial, case), reference=reference))
+        return assume_reference(replace(assume_case(trial, case), reference=reference))
 
-    text = f"{some(gone)} {'is' if len(gone) == 1 else 'are'} on no rank: {count} of {len(layers)} layers train"
+    text = (
+        f"{shorten_names(gone)} {'is' if len(gone) == 1 else 'are'} on no rank: {count} of {len(layers)} layers train"
+    )
     yield Hypothesis(Cause("layers lost", text, details=(("layers", tuple(gone)),)), assume)
 
 
@@ -398,8 +420,8 @@ def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
                     losses.append(microbatch.loss_sum)
         stages = {
             "the loss": [] if all(map(math.isfinite, losses)) else [(-1, "")],
-            "gradients": _not_finite(trial, step, "gradients"),
-            "parameters": _not_finite(trial, step, "parameters"),
+            "gradients": _pairs_not_finite(trial, step, "gradients"),
+            "parameters": _pairs_not_finite(trial, step, "parameters"),
         }
         first = next((name for name, pairs in stages.items() if pairs), None)
         if first is None:
@@ -409,18 +431,22 @@ def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
         finite = [name for name, pairs in stages.items() if not pairs]
         if finite:
             text += f", {' and '.join(finite)} of it finite"
-        checks = {"the loss": (*NUMBERS,), "gradients": (*NUMBERS - {"loss"},), "parameters": ("update", "finite")}
+        checks = {
+            "the loss": (*NUMBER_CHECKS,),
+            "gradients": (*NUMBER_CHECKS - {"loss"},),
+            "parameters": ("update", "finite"),
+        }
         later: tuple[str, ...] = ("finite", "reported_loss", "replica_agreement")
         if step < trial.case.steps[-1]:
-            later += (*NUMBERS,)
+            later += (*NUMBER_CHECKS,)
         follows = tuple(check for check in broken if check in {*checks[first], *later})
         if follows:
             cause = Cause("not finite", text, details=(("first", first), ("step", step)))
-            yield Fact(cause, follows, symptom=bool({"resume", "initial_weights"} & {*broken}))
+            yield Fact(cause, follows, is_symptom=bool({"resume", "initial_weights"} & {*broken}))
         return
 
 
-def _not_finite(trial: Trial, step: int, kind: str) -> list[tuple[int, str]]:
+def _pairs_not_finite(trial: Trial, step: int, kind: str) -> list[tuple[int, str]]:
     """Return (rank, fqn) of the gradients or parameters of a step that hold a number that is not finite."""
     pairs = []
     for rank, record in trial.own_steps():
@@ -441,12 +467,12 @@ def not_frozen(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     for _, step in trial.own_steps():
         in_gradients.update(step.gradients)
     planned = in_gradients & set(trial.plan.shapes)
-    names = tuple(in_order(trial, {fqn for fqn in planned if not trains(training, fqn)}))
+    names = tuple(sort_fqns(trial, {fqn for fqn in planned if not is_trainable(training, fqn)}))
     if "completed" in broken and names:
-        text = f"{some(names)} {'has a gradient' if len(names) == 1 else 'have gradients'}, though frozen"
+        text = f"{shorten_names(names)} {'has a gradient' if len(names) == 1 else 'have gradients'}, though frozen"
         thawed = replace(training, trainable=(*training.trainable, *names))
         cause = Cause("not frozen", text, details=(("parameters", names),))
-        yield Hypothesis(cause, partial(another_recipe, training=thawed))
+        yield Hypothesis(cause, partial(assume_recipe, training=thawed))
 
 
 def adapters_scaled(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
@@ -476,10 +502,10 @@ def adapters_scaled(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
             f"alpha / rank = {number_text(lora.scale)} times",
             details=(("factor", factor),),
         )
-        yield Hypothesis(cause, partial(another_reference, altered=partial(_scaled, factor * lora.scale)))
+        yield Hypothesis(cause, partial(assume_reference, altered=partial(_set_adapter_scale, factor * lora.scale)))
 
 
-def _scaled(scale: float, model: Any, step: int) -> None:
+def _set_adapter_scale(scale: float, model: Any, step: int) -> None:
     """Set the number by which every adapter of a model is multiplied."""
     for module in model.modules():
         if hasattr(module, "lora_b"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from harness.core import rings
-from harness.core.causes.words import Broken, elsewhere, finding_line, first_finding
+from harness.core.causes.words import Broken, elsewhere_text, finding_line, first_finding
 from harness.core.checks import all_checks, run_check
 from harness.core.judge.result import Cause, Line, Lines, Result, Verdict
 from harness.core.judge.trial import Trial
@@ -20,8 +20,8 @@ from harness.core.judge.trial import Trial
 class Comparable(Protocol):
     """Evidence that is no trial: what a ring compares, such as two recordings."""
 
-    def verdict_of(self, check: str) -> Verdict:
-        """Return the verdict of a check on this evidence, as it is or as it is assumed."""
+    def result_of(self, check: str) -> Result:
+        """Return the result of a check on this evidence, as it is or as it is assumed."""
 
 
 Evidence = TypeVar("Evidence", bound=Trial | Comparable)
@@ -36,19 +36,19 @@ class Hypothesis(Generic[Evidence]):
     """What is named if it is proven."""
     assume: Callable[[Evidence], Evidence] | None
     """The same evidence with another request, plan, reference or optimizer; None if no reference shows what follows."""
-    fitted: int = 1
+    fitted_count: int = 1
     """How many numbers or choices were fitted; simpler hypotheses are tried first."""
     lines: Lines = ()
     """What was seen of it."""
-    seen: tuple[str, ...] = ()
+    seen_by: tuple[str, ...] = ()
     """Checks that saw it directly: for these it is stated even if it is not proven."""
-    renumbers: bool = False
+    renumbers_ranks: bool = False
     """Whether ranks have other numbers in the assumed trial: its findings do not fit this one's."""
-    given: tuple[str, ...] = ()
+    given_checks: tuple[str, ...] = ()
     """Checks of what the trainer received: assumed, so they are no part of the proof."""
 
     def __post_init__(self) -> None:
-        assert known_checks() >= {*self.seen}, self.seen
+        assert known_checks() >= {*self.seen_by}, self.seen_by
 
     def and_then(self, change: Callable[[Evidence], Evidence]) -> Hypothesis[Evidence]:
         """Return this hypothesis with a further change to the evidence that is assumed."""
@@ -66,7 +66,7 @@ class Fact:
     """Those that it is the whole content of."""
     lines: Lines = ()
     """What was seen of it."""
-    symptom: bool = False
+    is_symptom: bool = False
     """Whether it names no mistake, and so is a cause only where there is no other."""
 
     def __post_init__(self) -> None:
@@ -84,19 +84,23 @@ def known_checks() -> frozenset[str]:
 NOT_TESTED: Lines = (("not tested", "whether all wrong numbers follow from this"),)
 
 
-def no_reference(why: str) -> Line:
+def not_tested_line(why: str) -> Line:
     return "not tested", f"whether all wrong numbers follow from this: {why}"
 
 
-def stated(broken: Broken, check: str, kind: str, text: str, *checks: str, more: Iterable[Line] = ()) -> Fact:
+def fact_with_text(
+    broken: Broken, check: str, kind: str, text: str, *checks: str, further_lines: Iterable[Line] = ()
+) -> Fact:
     """Return what a check saw as a fact, with its first finding. checks: others that this is the whole content of."""
-    return Fact(Cause(kind, text), (check, *checks), (finding_line(broken[check]), *more))
+    return Fact(Cause(kind, text), (check, *checks), (finding_line(broken[check]), *further_lines))
 
 
-def seen(broken: Broken, check: str, kind: str, text: str, *, more: Lines = ()) -> Fact:
+def fact_of_first_finding(broken: Broken, check: str, kind: str, text: str, *, further_lines: Lines = ()) -> Fact:
     """Return the first finding of a check as the cause itself."""
     findings = broken[check].findings
-    return Fact(Cause(kind, text, hint=elsewhere(findings), finding=first_finding(findings)), (check,), more)
+    return Fact(
+        Cause(kind, text, hint=elsewhere_text(findings), finding=first_finding(findings)), (check,), further_lines
+    )
 
 
 SuspectsOf = Callable[[Evidence, Broken], Iterator[Hypothesis[Evidence]]]
@@ -105,13 +109,13 @@ Suspects = SuspectsOf[Trial]
 Facts = FactsOf[Trial]
 
 
-def as_seen(suspects: SuspectsOf[Evidence]) -> FactsOf[Evidence]:
+def facts_of_unproven(suspects: SuspectsOf[Evidence]) -> FactsOf[Evidence]:
     """Return a function that states the first hypothesis of these suspects that a check has seen."""
 
     def facts(evidence: Evidence, broken: Broken) -> Iterator[Fact]:
         for hypothesis in suspects(evidence, broken):
-            if hypothesis.seen:
-                yield Fact(hypothesis.cause, hypothesis.seen, hypothesis.lines)
+            if hypothesis.seen_by:
+                yield Fact(hypothesis.cause, hypothesis.seen_by, hypothesis.lines)
                 return
 
     facts.__name__ = suspects.__name__
@@ -126,35 +130,35 @@ class Proof(Generic[Evidence]):
     """One, or two independent mistakes."""
     explained: tuple[str, ...]
     """Failing checks that pass under them."""
-    left: tuple[str, ...]
+    unexplained: tuple[str, ...]
     """Failing checks that do not."""
     assumed: Evidence
     """The evidence under all of them."""
-    aside: tuple[str, ...] = ()
+    tolerated_failures: tuple[str, ...] = ()
     """Passing checks that fail under them, and need not pass."""
 
     @property
-    def renumbers(self) -> bool:
-        return any(hypothesis.renumbers for hypothesis in self.hypotheses)
+    def renumbers_ranks(self) -> bool:
+        return any(hypothesis.renumbers_ranks for hypothesis in self.hypotheses)
 
     @property
-    def complete(self) -> bool:
-        return not self.left
+    def is_complete(self) -> bool:
+        return not self.unexplained
 
     @property
-    def fitted(self) -> int:
-        return sum(hypothesis.fitted for hypothesis in self.hypotheses)
+    def fitted_count(self) -> int:
+        return sum(hypothesis.fitted_count for hypothesis in self.hypotheses)
 
     @property
-    def seen(self) -> int:
+    def seen_count(self) -> int:
         """How many of the checks that are left have seen a hypothesis themselves."""
         direct: set[str] = set()
         for hypothesis in self.hypotheses:
-            direct.update(hypothesis.seen)
-        return len(direct & {*self.left})
+            direct.update(hypothesis.seen_by)
+        return len(direct & {*self.unexplained})
 
 
-def tested(evidence: Evidence, results: Sequence[Result], hypothesis: Hypothesis[Evidence]) -> Proof[Evidence] | None:
+def prove(evidence: Evidence, results: Sequence[Result], hypothesis: Hypothesis[Evidence]) -> Proof[Evidence] | None:
     """Return what a hypothesis explains if it is assumed. None if a check that passed fails then.
 
     A proof that explains nothing may still be half of what does.
@@ -162,11 +166,11 @@ def tested(evidence: Evidence, results: Sequence[Result], hypothesis: Hypothesis
     assert hypothesis.assume is not None
     assumed = hypothesis.assume(evidence)
     failing = [result.check for result in results if result.verdict is Verdict.FAIL]
-    explained = tuple(name for name in failing if _holds(assumed, name))
+    explained = tuple(name for name in failing if _passes(assumed, name))
     if explained == ("golden",):  # which passes under every assumption
         explained = ()
     # of other samples than requested, what is reported may count those that were requested
-    need_not_pass = {"reported_numbers"} if hypothesis.given else set()
+    need_not_pass = {"reported_numbers"} if hypothesis.given_checks else set()
     aside: list[str] = []
     for result in results:
         if result.verdict is not Verdict.PASS:
@@ -180,7 +184,7 @@ def tested(evidence: Evidence, results: Sequence[Result], hypothesis: Hypothesis
     return Proof((hypothesis,), explained, left, assumed, tuple(aside))
 
 
-def _holds(assumed: Trial | Comparable, name: str) -> bool:
+def _passes(assumed: Trial | Comparable, name: str) -> bool:
     """Return whether a check passes under an assumption, or has nothing to compare because of it.
 
     `replica_agreement` has nothing if ranks train separate copies, `reshard` if nothing is sharded, `exchange` without its
@@ -194,13 +198,13 @@ def _holds(assumed: Trial | Comparable, name: str) -> bool:
 
 def verdict_of(evidence: Trial | Comparable, name: str) -> Verdict:
     """Return the verdict of this launch alone. `golden` is about the reference, which is itself assumed."""
-    if not isinstance(evidence, Trial):
-        return evidence.verdict_of(name)
-    if name == "golden":
+    if name == "golden" and isinstance(evidence, Trial):
         return Verdict.PASS
     return judge_check(evidence, name).verdict
 
 
-def judge_check(trial: Trial, name: str) -> Result:
+def judge_check(evidence: Trial | Comparable, name: str) -> Result:
     """Return the result of a check for this launch alone."""
-    return run_check(name, all_checks()[name].check, trial)
+    if not isinstance(evidence, Trial):
+        return evidence.result_of(name)
+    return run_check(name, all_checks()[name].check, evidence)

@@ -14,25 +14,25 @@ import numpy as np
 
 from harness.core.case.dims import AXES, ParallelDims
 from harness.core.case.measured import Unit
-from harness.core.causes.assume import another_case, another_reference, lacks_slices
+from harness.core.causes.assume import assume_case, assume_reference, lacks_slices
 from harness.core.causes.hypothesis import Broken, Hypothesis
-from harness.core.causes.words import groups_text, in_order, in_parameters, some, traffic_lines
+from harness.core.causes.words import groups_text, in_parameters_text, shorten_names, sort_fqns, traffic_lines
 from harness.core.evidence.records import RankEvidence, Run, Wrapper
 from harness.core.judge.result import Cause, Lines
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate, shard_place
+from harness.core.plan.grid import coordinate_of_rank, shard_degree_and_index
 from harness.core.plan.kinds import PerRank
 from harness.core.plan.make_plan import make_plan
 from harness.core.plan.memory import parameter_bytes
 from harness.core.plan.plan import Kept, Plan
 from harness.core.plan.slices import BYTES, Interval, Slice, chunk, numel, slice_text, tp_dim
 
-BY_RANK = (
+PLAN_FIELDS_BY_RANK = (
     *("stages", "slices", "flows", "even_flows", "parameter_bytes", "spare_bytes", "units", "gradient_spare"),
     *("after_forward", "padding_after_forward", "last_flows"),
 )
 """What a plan says of each rank."""
-MOVED = ("dp_replicate", "dp_shard", "tp")
+REORDERED_AXES = ("dp_replicate", "dp_shard", "tp")
 """Axes whose order is tried."""
 
 
@@ -50,48 +50,52 @@ class Layout:
     """Whether FSDP shards over that axis as well, in the place of what it does."""
 
     @property
-    def known(self) -> ParallelDims:
-        """Return the degrees that the wrappers know of."""
+    def known_dims(self) -> ParallelDims:
+        """Return the degrees that the wrappers know of: `dims`, but 1 for the axis `without`.
+
+        If it is folded, tp's degree multiplies that of cp, or of dp_shard if cp is 1. If `without` is empty, they are
+        `dims`.
+        """
         if not self.without:
             return self.dims
         inner = "cp" if self.dims.cp > 1 else "dp_shard"
         folded = {inner: getattr(self.dims, inner) * self.dims.tp} if self.folded else {}
         return replace(self.dims, **{self.without: 1}, **folded)
 
-    def place(self, rank: int) -> int:
+    def usual_rank(self, rank: int) -> int:
         """Return which rank of the usual order stands at this rank's place."""
         degrees = [getattr(self.dims, axis) for axis in self.order]
         indices = np.unravel_index(rank, degrees)
         usual_indices = [indices[self.order.index(axis)] for axis in AXES]
         return int(np.ravel_multi_index(usual_indices, self.dims.degrees))
 
-    def _known_place(self, rank: int) -> int:
+    def _known_rank(self, rank: int) -> int:
         """Return which rank holds the same where only the known axes are."""
         if self.folded or not self.without:
             return rank
-        index_by_axis = {**coordinate(self.dims, rank), self.without: 0}
-        return int(np.ravel_multi_index([index_by_axis[axis] for axis in AXES], self.known.degrees))
+        index_by_axis = {**coordinate_of_rank(self.dims, rank), self.without: 0}
+        return int(np.ravel_multi_index([index_by_axis[axis] for axis in AXES], self.known_dims.degrees))
 
     def assume(self, trial: Trial) -> Trial:
         """Return the trial as if this layout had been requested."""
         if self.order != AXES:
-            trial = renamed(trial, {rank: self.place(rank) for rank in range(self.dims.world_size)})
-        return self.planned(trial)
+            trial = renumber_trial(trial, {rank: self.usual_rank(rank) for rank in range(self.dims.world_size)})
+        return self.with_plan(trial)
 
-    def planned(self, trial: Trial) -> Trial:
+    def with_plan(self, trial: Trial) -> Trial:
         """Return the trial with the plan of this layout, by the numbers that ranks have in the usual order."""
         if self.dims != trial.case.dims:
-            trial = another_case(trial, replace(trial.case, dims=self.dims))
-        return replace(trial, plan=self._plan(trial)) if self.without else trial
+            trial = assume_case(trial, replace(trial.case, dims=self.dims))
+        return replace(trial, plan=self._plan_of_known_axes(trial)) if self.without else trial
 
-    def _plan(self, trial: Trial) -> Plan:
+    def _plan_of_known_axes(self, trial: Trial) -> Plan:
         """Return the plan of the known axes, once for each index along the other axis. The K/V exchange over cp stays as it
         was."""
         own = trial.plan
-        small = make_plan(replace(trial.case, dims=self.known), trial.traits)
+        small = make_plan(replace(trial.case, dims=self.known_dims), trial.traits)
         ranks = range(self.dims.world_size)
-        along = {rank: coordinate(self.dims, rank)[self.without] * (not self.folded) for rank in ranks}
-        known_rank = {rank: self._known_place(rank) for rank in ranks}
+        along = {rank: coordinate_of_rank(self.dims, rank)[self.without] * (not self.folded) for rank in ranks}
+        known_rank = {rank: self._known_rank(rank) for rank in ranks}
         rank_at = {(known_rank[rank], along[rank]): rank for rank in ranks}
         groups = {self.without: own.groups[self.without]}
         for axis, lines in small.groups.items():
@@ -113,7 +117,7 @@ class Layout:
 
             return PerRank({rank: rank for rank in ranks}, value_of)
 
-        by_rank: dict[str, Any] = {key: each(key) for key in BY_RANK}
+        by_rank: dict[str, Any] = {key: each(key) for key in PLAN_FIELDS_BY_RANK}
         return replace(small, dims=own.dims, groups=groups, outside_bytes=own.outside_bytes, **by_rank)
 
 
@@ -122,30 +126,32 @@ def other_layouts(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
     Where slices are not derived, yield other degrees, by what wrappers claim.
     """
-    if lacks_slices(trial) and ("placements" in broken or ("exchange" in broken and not trial.holds_told)):
-        yield from (_whole(trial, Layout(dims), 1) for dims in _degrees(trial.case.dims))
+    if lacks_slices(trial) and ("placements" in broken or ("exchange" in broken and not trial.has_claims_or_contents)):
+        yield from (_layout_hypothesis(trial, Layout(dims), 1) for dims in _other_degrees(trial.case.dims))
         return
     is_judged = {"shard_contents", "placements"} & set(broken)
-    wrong = in_order(trial, (fqn for _, fqn, _ in wrong_parts(trial))) if is_judged else []
+    wrong = sort_fqns(trial, (fqn for _, fqn, _ in wrong_slices(trial))) if is_judged else []
     if not wrong:
         return
-    candidates = [(count, layout) for count, layout in layouts(trial.case.dims) if _holds(layout, trial, wrong)]
-    explaining_all = [(count, layout) for count, layout in candidates if _holds(layout, trial, trial.plan.shapes)]
-    yield from (_whole(trial, layout, count) for count, layout in explaining_all)
+    candidates = [
+        (count, layout) for count, layout in candidate_layouts(trial.case.dims) if _ranks_hold(layout, trial, wrong)
+    ]
+    explaining_all = [(count, layout) for count, layout in candidates if _ranks_hold(layout, trial, trial.plan.shapes)]
+    yield from (_layout_hypothesis(trial, layout, count) for count, layout in explaining_all)
     if not explaining_all:
-        yield from _strided(trial, wrong)
-        yield from (_partial(layout, trial, wrong) for _, layout in candidates[:1])
+        yield from _strided_hypotheses(trial, wrong)
+        yield from (_left_out_hypothesis(layout, trial, wrong) for _, layout in candidates[:1])
 
 
-def layouts(dims: ParallelDims) -> Iterator[tuple[int, Layout]]:
+def candidate_layouts(dims: ParallelDims) -> Iterator[tuple[int, Layout]]:
     """Yield other degrees, another order, or an axis left out, with how many choices each is made of; then two of them."""
-    movable = (axis for axis in MOVED if getattr(dims, axis) > 1)
-    orders = [tuple(_ordered(order)) for order in itertools.permutations(movable)][1:]
+    movable = (axis for axis in REORDERED_AXES if getattr(dims, axis) > 1)
+    orders = [tuple(_reorder_axes(order)) for order in itertools.permutations(movable)][1:]
     choices: list[dict[str, Any]] = [{"without": axis} for axis in ("tp", "cp") if getattr(dims, axis) > 1]
     if dims.tp > 1:
         choices.append({"without": "tp", "folded": True})
     choices += [{"order": order} for order in orders]
-    degrees = _degrees(dims)
+    degrees = _other_degrees(dims)
     yield from ((1, Layout(other)) for other in degrees)
     yield from ((1, Layout(dims, **choice)) for choice in choices)
     for choice in choices:
@@ -153,43 +159,45 @@ def layouts(dims: ParallelDims) -> Iterator[tuple[int, Layout]]:
             yield 2, Layout(other, **choice)
 
 
-def _degrees(dims: ParallelDims) -> list[ParallelDims]:
+def _other_degrees(dims: ParallelDims) -> list[ParallelDims]:
     """Return the other degrees of dp_replicate and dp_shard whose product is the same."""
     degrees = [replace(dims, dp_replicate=dims.dp // n, dp_shard=n) for n in range(1, dims.dp + 1) if dims.dp % n == 0]
     return [other for other in degrees if other != dims]
 
 
-def _ordered(order: Sequence[str]) -> Iterator[str]:
+def _reorder_axes(order: Sequence[str]) -> Iterator[str]:
     """Yield all axes: those of degree 1 and those that are not exchanged keep their places."""
     moved_axes = iter(order)
     yield from (next(moved_axes) if axis in order else axis for axis in AXES)
 
 
-def _holds(layout: Layout, trial: Trial, fqns: Iterable[str]) -> bool:
+def _ranks_hold(layout: Layout, trial: Trial, fqns: Iterable[str]) -> bool:
     """Return whether every rank holds of these parameters what the layout gives it."""
-    planned_slices = layout.planned(trial).plan.slices
-    for rank in sorted(trial.holdings):
-        local_shards = trial.holdings[rank]
+    planned_slices = layout.with_plan(trial).plan.slices
+    for rank in sorted(trial.local_slices):
+        local_shards = trial.local_slices[rank]
         for fqn in fqns:
-            if fqn in local_shards and not _same(local_shards[fqn], planned_slices[layout.place(rank)][fqn]):
+            if fqn in local_shards and not _is_same_slice(
+                local_shards[fqn], planned_slices[layout.usual_rank(rank)][fqn]
+            ):
                 return False
     return True
 
 
-def _same(held_slice: Slice | None, planned_slice: Slice) -> bool:
+def _is_same_slice(held_slice: Slice | None, planned_slice: Slice) -> bool:
     """Return whether a rank holds the planned slice. All slices without elements are equal."""
     if held_slice is None:
         return False
     return held_slice == planned_slice or numel(held_slice) == 0 == numel(planned_slice)
 
 
-def wrong_parts(trial: Trial) -> list[tuple[int, str, Slice | None]]:
+def wrong_slices(trial: Trial) -> list[tuple[int, str, Slice | None]]:
     """Return (rank, fqn, what it holds of it) where that is not what the plan says."""
     wrong = []
-    for rank, local_shards in sorted(trial.holdings.items()):
+    for rank, local_shards in sorted(trial.local_slices.items()):
         for fqn, part in local_shards.items():
             planned_slices = trial.plan.slices[rank]
-            if fqn in planned_slices and not _same(part, planned_slices[fqn]):
+            if fqn in planned_slices and not _is_same_slice(part, planned_slices[fqn]):
                 wrong.append((rank, fqn, part))
     return wrong
 
@@ -197,23 +205,23 @@ def wrong_parts(trial: Trial) -> list[tuple[int, str, Slice | None]]:
 # ---- words
 
 
-def _whole(trial: Trial, layout: Layout, count: int) -> Hypothesis:
+def _layout_hypothesis(trial: Trial, layout: Layout, count: int) -> Hypothesis:
     """Return the hypothesis that all parameters lie as this layout has them. count: how many choices it is made of."""
-    observed, expected = _words(layout, trial.case.dims)
+    observed, expected = _layout_texts(layout, trial.case.dims)
     details: list[tuple[str, object]] = list(vars(layout.dims).items()) if layout.dims != trial.case.dims else []
     details += [("order", layout.order)] if layout.order != AXES else []
     details += [("without", layout.without), ("folded", layout.folded)] if layout.without else []
     cause = Cause("another layout", observed, expected=expected, details=tuple(details))
-    lines = (*_group_lines(trial, layout), *contents_line(trial), *traffic_lines(trial))
-    return Hypothesis(cause, layout.assume, count, lines, renumbers=layout.order != AXES)
+    lines = (*_group_lines(trial, layout), *wrong_slices_line(trial), *traffic_lines(trial))
+    return Hypothesis(cause, layout.assume, count, lines, renumbers_ranks=layout.order != AXES)
 
 
-def _words(layout: Layout, dims: ParallelDims) -> tuple[str, str]:
+def _layout_texts(layout: Layout, dims: ParallelDims) -> tuple[str, str]:
     """Return what is observed, and what was requested."""
-    requested_shards = _shards(dims)
-    shards = _shards(layout.known)
+    requested_shards = _shard_degree(dims)
+    shards = _shard_degree(layout.known_dims)
     replicas = dims.dp * dims.cp * (dims.tp if layout.folded else 1) // shards
-    shard_axes = " x ".join(axis for axis in ("dp_shard", "cp") if getattr(layout.known, axis) > 1)
+    shard_axes = " x ".join(axis for axis in ("dp_shard", "cp") if getattr(layout.known_dims, axis) > 1)
     sharded = f"parameters are sharded over {shards} ranks"
     if dims.cp > 1:
         sharded += f" along {shard_axes}"
@@ -254,7 +262,7 @@ def _wrapper_name(shards: int, dims: ParallelDims) -> str:
     return "FSDP" if shards == dims.dp * dims.cp else "HSDP"
 
 
-def _shards(dims: ParallelDims) -> int:
+def _shard_degree(dims: ParallelDims) -> int:
     """Return the number of ranks over which FSDP cuts a parameter, cp ranks included."""
     return dims.dp_shard * dims.cp
 
@@ -270,7 +278,7 @@ def _group_lines(trial: Trial, layout: Layout) -> Iterator[tuple[str, str]]:
     )
     existing = trial.run.groups_on_all(lambda evidence: (group.ranks for group in evidence.groups))
     ran = layout.assume(trial).plan
-    rank_at = {layout.place(rank): rank for rank in range(layout.dims.world_size)}
+    rank_at = {layout.usual_rank(rank): rank for rank in range(layout.dims.world_size)}
     for axis, axis_that_ran in ((trial.plan.shard_axis, ran.shard_axis), ("dp_replicate", "dp_replicate")):
         planned = trial.plan.groups.get(axis, ())
         used_groups = []
@@ -289,13 +297,13 @@ def _group_lines(trial: Trial, layout: Layout) -> Iterator[tuple[str, str]]:
         yield label, f"expected {groups_text(planned)}   observed {observed}"
 
 
-def contents_line(trial: Trial) -> Lines:
+def wrong_slices_line(trial: Trial) -> Lines:
     """Return how many parameters are not held as planned, and the first of them."""
 
     def is_held_empty(wrong_part: tuple[int, str, Slice | None]) -> bool:
         return wrong_part[2] is not None and not numel(wrong_part[2])
 
-    wrong = sorted(wrong_parts(trial), key=is_held_empty)
+    wrong = sorted(wrong_slices(trial), key=is_held_empty)
     if not wrong:
         return ()
     rank, fqn, part = wrong[0]
@@ -317,28 +325,30 @@ def _data_axes_text(dims: ParallelDims) -> str:
     return "cp" if dims.dp == 1 else "dp and cp"
 
 
-def _partial(layout: Layout, trial: Trial, wrong: list[str]) -> Hypothesis:
+def _left_out_hypothesis(layout: Layout, trial: Trial, wrong: list[str]) -> Hypothesis:
     """Return the hypothesis that a module was left out of what was applied to all others."""
     left_out = ""
     if layout.without == "tp":
         left_out = "TP"
-    elif _shards(layout.known) == 1:
+    elif _shard_degree(layout.known_dims) == 1:
         left_out = "FSDP"
-    observed = f"{left_out} is not applied" if left_out else f"for some parameters {_words(layout, trial.case.dims)[0]}"
+    observed = (
+        f"{left_out} is not applied" if left_out else f"for some parameters {_layout_texts(layout, trial.case.dims)[0]}"
+    )
 
     def assume(trial: Trial) -> Trial:
-        layout_slices = layout.planned(trial).plan.slices
+        layout_slices = layout.with_plan(trial).plan.slices
         planned_slices = trial.plan.slices
         if left_out == "FSDP" and trial.case.wrapper == "fsdp2":
-            trial = _in_no_unit(trial, {*wrong})
+            trial = _without_units_of(trial, {*wrong})
         changed = {}
         for rank, slices in planned_slices.items():
             changed[rank] = {fqn: layout_slices[rank][fqn] for fqn in wrong if fqn in slices}
         return _with_slices(trial, changed)
 
     details = (("left_out", left_out), ("parameters", tuple(wrong)))
-    cause = Cause("left out of a wrapper", observed, in_parameters(trial, wrong), details=details)
-    return Hypothesis(cause, assume, 2, contents_line(trial))
+    cause = Cause("left out of a wrapper", observed, in_parameters_text(trial, wrong), details=details)
+    return Hypothesis(cause, assume, 2, wrong_slices_line(trial))
 
 
 def _with_slices(trial: Trial, changed: Mapping[int, Mapping[str, Slice]]) -> Trial:
@@ -359,7 +369,7 @@ def _with_slices(trial: Trial, changed: Mapping[int, Mapping[str, Slice]]) -> Tr
     return replace(trial, plan=replace(plan, slices=slices, parameter_bytes=sizes, after_forward=after_forward))
 
 
-def _in_no_unit(trial: Trial, fqns: set[str]) -> Trial:
+def _without_units_of(trial: Trial, fqns: set[str]) -> Trial:
     """Return the trial as if FSDP2 had been configured to ignore them: no unit gathers them."""
     plan = trial.plan
     units = {}
@@ -374,7 +384,7 @@ def _in_no_unit(trial: Trial, fqns: set[str]) -> Trial:
     return replace(trial, plan=replace(plan_of_units, traits=plan.traits))
 
 
-def _strided(trial: Trial, wrong: list[str]) -> Iterator[Hypothesis]:
+def _strided_hypotheses(trial: Trial, wrong: list[str]) -> Iterator[Hypothesis]:
     """Yield that rows are dealt out over dp_shard first and over tp inside: a tp rank does not gather consecutive rows."""
     dims = trial.case.dims
     plan = trial.plan
@@ -382,14 +392,14 @@ def _strided(trial: Trial, wrong: list[str]) -> Iterator[Hypothesis]:
         return
     rows: dict[int, dict[str, Interval]] = {}
     for rank, slices in plan.slices.items():
-        shards, index = shard_place(dims, rank)
-        tp_index = coordinate(dims, rank)["tp"]
+        shards, index = shard_degree_and_index(dims, rank)
+        tp_index = coordinate_of_rank(dims, rank)["tp"]
         rows[rank] = {}
         for fqn in wrong:
             if fqn in slices:
                 rows_of_shard = chunk((0, plan.shapes[fqn][0]), shards, index)
                 rows[rank][fqn] = chunk(rows_of_shard, dims.tp, tp_index)
-    for rank, local_shards in trial.holdings.items():
+    for rank, local_shards in trial.local_slices.items():
         held_rows = {fqn: part[0] for fqn, part in local_shards.items() if fqn in wrong and part}
         if held_rows != rows[rank]:
             return
@@ -400,31 +410,31 @@ def _strided(trial: Trial, wrong: list[str]) -> Iterator[Hypothesis]:
             for fqn, (first, last) in rows[rank].items():
                 start, stop = planned_slices[fqn][0]
                 weights[fqn][start:stop] = trial.reference.weights[fqn][first:last]
-        return another_reference(trial, weights=weights)
+        return assume_reference(trial, weights=weights)
 
-    where = f"{len(wrong)} of {len(plan.shapes)} parameters ({some(wrong)})"
+    where = f"{len(wrong)} of {len(plan.shapes)} parameters ({shorten_names(wrong)})"
     text = f"{where} are cut by dp_shard first and by tp inside (strided shards)"
     cause = Cause("strided shards", text, expected="tp first", details=(("parameters", tuple(wrong)),))
-    yield Hypothesis(cause, assume, 1, contents_line(trial))
+    yield Hypothesis(cause, assume, 1, wrong_slices_line(trial))
 
 
 # ---- each rank by the number of another
 
 
-def renamed(trial: Trial, names: Mapping[int, int]) -> Trial:
+def renumber_trial(trial: Trial, names: Mapping[int, int]) -> Trial:
     """Return the trial with other numbers of its ranks. names: a permutation of them."""
-    repeat = _run(trial.repeat, names) if trial.repeat else None
-    return replace(trial, run=_run(trial.run, names), repeat=repeat)
+    repeat = _renumber_run(trial.repeat, names) if trial.repeat else None
+    return replace(trial, run=_renumber_run(trial.run, names), repeat=repeat)
 
 
-def _run(run: Run, names: Mapping[int, int]) -> Run:
+def _renumber_run(run: Run, names: Mapping[int, int]) -> Run:
     """Return a run whose ranks have other numbers. names: old rank -> new rank."""
-    ranks = {names[rank]: _evidence(evidence, names) for rank, evidence in run.ranks.items()}
+    ranks = {names[rank]: _renumber_evidence(evidence, names) for rank, evidence in run.ranks.items()}
     exits = tuple(sorted((replace(exit, rank=names[exit.rank]) for exit in run.exits), key=lambda exit: exit.rank))
     return replace(run, ranks=dict(sorted(ranks.items())), exits=exits)
 
 
-def _evidence(evidence: RankEvidence, names: Mapping[int, int]) -> RankEvidence:
+def _renumber_evidence(evidence: RankEvidence, names: Mapping[int, int]) -> RankEvidence:
     """Return a rank's evidence with other numbers for all ranks in it. names: old rank -> new rank."""
 
     def line(ranks: Sequence[int]) -> tuple[int, ...]:

@@ -10,50 +10,56 @@ from typing import NamedTuple
 import numpy as np
 
 from harness.core.causes import declarable
-from harness.core.causes.assume import inputs_of_first_step
+from harness.core.causes.assume import input_mean_squares
 from harness.core.causes.contributions import common_factor
-from harness.core.causes.differences import distance, expected_gradient, loss_off, seen_gradients, wrong_pairs
+from harness.core.causes.differences import (
+    distance_to_reference,
+    expected_gradient,
+    loss_difference,
+    observed_gradients,
+    pairs_with_wrong_gradient,
+)
 from harness.core.causes.factors import times_text
 from harness.core.causes.hypothesis import Broken, verdict_of
 from harness.core.causes.words import (
     Pair,
-    extent,
+    extent_text,
     finding_line,
-    in_order,
-    in_parameters,
-    on_ranks,
-    rank_words,
+    in_parameters_text,
+    on_ranks_text,
+    rank_text,
+    sort_fqns,
     where_text,
 )
 from harness.core.evidence.text import number_text, ranks_text
 from harness.core.judge.assembly import misfits
-from harness.core.judge.contents import take
+from harness.core.judge.contents import view_of_slice
 from harness.core.judge.finding import Finding
-from harness.core.judge.held_values import order_of_entries
-from harness.core.judge.losses import global_loss, losses
-from harness.core.judge.received_samples import received_samples
+from harness.core.judge.held_values import reference_order_arguments
+from harness.core.judge.losses import global_loss, losses_of_rank
+from harness.core.judge.received_samples import received_sample_ids
 from harness.core.judge.result import Cause, Line, Lines, Verdict
 from harness.core.judge.tolerance import NoBound
 from harness.core.judge.trial import Trial
 from harness.core.plan.slices import tp_dim
 from harness.core.plan.stages import layers_of_stage
 
-KIND = "not explained"
-DIFFER = "; the weights differ already when the step begins"
-BY_ORDER = {"loss", "reported_loss", "gradients", "grad_norm"}
+UNEXPLAINED = "not explained"
+WEIGHTS_DIFFER = "; the weights differ already when the step begins"
+ORDER_CHECKS = {"loss", "reported_loss", "gradients", "grad_norm"}
 """The checks whose bounds depend on whether the trainer's model is the reference's."""
-SHARE = 4
+LOSS_FACTOR = 4
 """Times the bound of a loss that one rank's part of it may be off by."""
-OF_INPUTS = 4
+INPUT_FACTOR = 4
 """Times the bound of the first loss that a mean square may be off by: right runs were seen to be off by up to 1.6 times."""
 ROUNDING = 1e-12
 """Of a mean square in float64, relative: right runs of 148 cases were seen to be off by up to 4.5e-16."""
-OTHER_ORDER = 30
+ORDER_FACTOR = 30
 """Times the bound: with another order of operations gradients were seen to be off by up to 14 times what is measured without
 (docs/adapters.md, "parts" to "shares")."""
 
 
-class Weights(Enum):
+class WeightsComparison(Enum):
     """Comparison of the weights with which a step begins and the reference's."""
 
     RIGHT = auto()
@@ -82,32 +88,32 @@ def localise(
         if "replica_agreement" in [*broken][2:]:
             shown.append("replica_agreement")
         lines += [finding_line(broken[name]) for name in shown]
-        lines += _another_order(trial, broken)
+        lines += _own_order_lines(trial, broken)
     if others:
         lines.append(("also failing", ", ".join(others)))
     if not cause:
-        cause = Cause(KIND, "", finding=first_findings[0], hint=extent(trial, first_findings))
+        cause = Cause(UNEXPLAINED, "", finding=first_findings[0], hint=extent_text(trial, first_findings))
     return cause, tuple(lines)
 
 
-def _another_order(trial: Trial, broken: Broken) -> Lines:
+def _own_order_lines(trial: Trial, broken: Broken) -> Lines:
     """Return that a model of the trainer's own may be the reason, with the line that declares it. Empty if it cannot be.
 
     What such a model leaves by its order of operations was not measured for the reference's.
     """
-    if trial.traits.own_model or not {*broken} <= BY_ORDER:
+    if trial.traits.own_model or not {*broken} <= ORDER_CHECKS:
         return ()
     try:
         ratios = []
         for step in trial.case.steps:
-            ratios += [misfit.excess for misfit in misfits(trial, step)[0]]
+            ratios += [misfit.ratio_to_bound for misfit in misfits(trial, step)[0]]
         excess = max(ratios, default=math.inf)
     except NoBound:
         return ()
     text = "whether a model of the trainer's own, which rounds at other places than the reference's, explains it"
     line = ("not tested", f"{text}: `harness doctor` with these options tests it")
-    declared = declarable.declared_lines(trial.case, [("own_model", True)])
-    return (line, *declared) if excess <= OTHER_ORDER else ()
+    declared = declarable.declaration_lines(trial.case, [("own_model", True)])
+    return (line, *declared) if excess <= ORDER_FACTOR else ()
 
 
 def _first_wrong_number(trial: Trial, broken: Broken, passing: frozenset[str]) -> Cause | None:
@@ -116,28 +122,28 @@ def _first_wrong_number(trial: Trial, broken: Broken, passing: frozenset[str]) -
         return None
     findings = broken["update"].findings if "update" in broken else ()
     updates = {finding.step: finding for finding in reversed(findings) if finding.step}
-    replicas_differ_from = min((finding.step or math.inf for finding in _copies(broken)), default=math.inf)
+    replicas_differ_from = min((finding.step or math.inf for finding in _replica_findings(broken)), default=math.inf)
     for step in trial.case.steps:
         if updates and min(updates) < step:
             return _wrong_update(trial, broken, updates[min(updates)], min(updates))
-        off = loss_off(trial, step)
-        wrong = wrong_pairs(trial, step)
+        off = loss_difference(trial, step)
+        wrong = pairs_with_wrong_gradient(trial, step)
         if replicas_differ_from < step and (off or wrong):
-            return _copies_apart(trial, broken, replicas_differ_from)
+            return _diverged_replicas(trial, broken, replicas_differ_from)
         if off and wrong:
-            return _forward(trial, step, off, passing)
+            return _wrong_forward(trial, step, off, passing)
         if wrong:
             return _wrong_gradients(trial, step, wrong)
-        as_a_whole = _off_as_a_whole(trial, step)
+        as_a_whole = _gradients_off_as_a_whole(trial, step)
         if off:
-            text, where, details = _where_in_forward(trial, step, off)
+            text, where, details = _forward_texts(trial, step, off)
             if as_a_whole is not None:
                 details = (*details, *as_a_whole.details)
                 return replace(as_a_whole, observed=f"{text}{where}; {as_a_whole.observed}", details=details)
             matches = f", its gradients match within the bound of {trial.bounds.gradient[step]:.1e}"
-            if _saw_gradients(trial, step):
+            if _are_gradients_seen(trial, step):
                 text += matches
-            return Cause(KIND, text + where, details=details)
+            return Cause(UNEXPLAINED, text + where, details=details)
         if as_a_whole is not None:
             return as_a_whole
     return None
@@ -146,27 +152,27 @@ def _first_wrong_number(trial: Trial, broken: Broken, passing: frozenset[str]) -
 def _wrong_update(trial: Trial, broken: Broken, finding: Finding, step: int) -> Cause:
     """Return the cause for a step whose update is the first wrong number. finding: the check's first one of that step."""
     text = "the update is wrong"
-    if _saw_gradients(trial, step):
+    if _are_gradients_seen(trial, step):
         text += ", gradients before clipping are right"
-    hint = extent(trial, broken["update"].findings)
-    return Cause(KIND, text, finding=finding, hint=hint, details=(("place", "update"), ("step", step)))
+    hint = extent_text(trial, broken["update"].findings)
+    return Cause(UNEXPLAINED, text, finding=finding, hint=hint, details=(("place", "update"), ("step", step)))
 
 
-def _copies(broken: Broken) -> list[Finding]:
+def _replica_findings(broken: Broken) -> list[Finding]:
     """Return the findings of replicas whose values differ."""
     findings = broken["replica_agreement"].findings if "replica_agreement" in broken else ()
     return [finding for finding in findings if finding.quantity == "value"]
 
 
-def _copies_apart(trial: Trial, broken: Broken, step: float) -> Cause:
+def _diverged_replicas(trial: Trial, broken: Broken, step: float) -> Cause:
     """Return where copies of a parameter first differ after a step. No reference has such, so what follows is not judged."""
-    where = in_parameters(trial, {finding.name for finding in _copies(broken) if finding.step == step})
+    where = in_parameters_text(trial, {finding.name for finding in _replica_findings(broken) if finding.step == step})
     text = f"copies differ after step {step} {where}"
     text += ", and wrong numbers of later steps may follow from that"
-    return Cause(KIND, text, details=(("place", "replicas"), ("step", step)))
+    return Cause(UNEXPLAINED, text, details=(("place", "replicas"), ("step", step)))
 
 
-def _in_step(trial: Trial, step: int) -> str:
+def _step_text(trial: Trial, step: int) -> str:
     """Return " in step 2"; nothing for the first step.
 
     No later step is named: what is wrong there may follow from this step.
@@ -174,11 +180,11 @@ def _in_step(trial: Trial, step: int) -> str:
     return "" if step == trial.first_step else f" in step {step}"
 
 
-def _weights(trial: Trial, step: int) -> Weights:
+def _compare_weights(trial: Trial, step: int) -> WeightsComparison:
     """Return whether ranks begin a step with the reference's weights, as close as its gradients may be. Noise moves weights by
     what is not known."""
     if step == trial.first_step:
-        return Weights.RIGHT
+        return WeightsComparison.RIGHT
     right = trial.reference_step(step - 1).parameters
     unknown = not trial.case.exact
     for rank, record in trial.own_steps():
@@ -189,18 +195,18 @@ def _weights(trial: Trial, step: int) -> Weights:
             if part is None or fqn not in right:
                 unknown = True
                 continue
-            expected = take(right[fqn].reshape(trial.plan.shapes[fqn]), part)
+            expected = view_of_slice(right[fqn].reshape(trial.plan.shapes[fqn]), part)
             close = trial.bounds.gradient[step] * float(np.max(np.abs(right[fqn]), initial=0))
             if expected.size == observed.size and not np.allclose(
                 observed.ravel(), expected.ravel(), rtol=0, atol=close
             ):
-                return Weights.WRONG
-    return Weights.UNKNOWN if unknown else Weights.RIGHT
+                return WeightsComparison.WRONG
+    return WeightsComparison.UNKNOWN if unknown else WeightsComparison.RIGHT
 
 
-def _saw_gradients(trial: Trial, step: int) -> bool:
+def _are_gradients_seen(trial: Trial, step: int) -> bool:
     """Return whether each rank's gradient of each parameter that it holds was seen, and could be compared."""
-    gradients = {rank: seen_gradients(trial, rank, step) for rank in trial.ranks}
+    gradients = {rank: observed_gradients(trial, rank, step) for rank in trial.ranks}
     for rank, evidence in trial.ranks.items():
         for tensor in evidence.parameters:
             if not tensor.value.size:
@@ -212,24 +218,24 @@ def _saw_gradients(trial: Trial, step: int) -> bool:
 
 def _wrong_gradients(trial: Trial, step: int, wrong: list[Pair]) -> Cause:
     """Return the cause for a step whose loss is right, or was not seen."""
-    since = _in_step(trial, step)
+    since = _step_text(trial, step)
     before = ""
-    if since and _saw_gradients(trial, trial.first_step):
+    if since and _are_gradients_seen(trial, trial.first_step):
         before = f"right in step {trial.first_step} and "
-    largest = max(distance(trial, rank, fqn, step) for rank, fqn in wrong)
+    largest = max(distance_to_reference(trial, rank, fqn, step) for rank, fqn in wrong)
     how_much = ""
     if step == 1 and largest < math.inf:
         how_much = f" by up to {largest:.1e} of the largest entry in step 1"
     factor = common_factor(trial, step)
     times = "" if factor is None else f": {times_text(factor)} what they should be"
     ranks = sorted({rank for rank, _ in wrong})
-    fqns = in_order(trial, (fqn for _, fqn in wrong))
-    where = where_text(trial, wrong) + one_group(trial, {*ranks}) + in_common(trial, fqns)
+    fqns = sort_fqns(trial, (fqn for _, fqn in wrong))
+    where = where_text(trial, wrong) + common_group_text(trial, {*ranks}) + common_property_text(trial, fqns)
     matches = f"; the loss of step {step} matches within {trial.bounds.loss[step]:.0e}"
     if global_loss(trial, step) is not None:
         where += matches
-    if _weights(trial, step) is Weights.WRONG:
-        where += DIFFER
+    if _compare_weights(trial, step) is WeightsComparison.WRONG:
+        where += WEIGHTS_DIFFER
     details = (
         ("place", "gradients"),
         ("step", step),
@@ -238,46 +244,48 @@ def _wrong_gradients(trial: Trial, step: int, wrong: list[Pair]) -> Cause:
         ("ranks", tuple(ranks)),
         ("parameters", tuple(fqns)),
     )
-    return Cause(KIND, f"gradients are {before}wrong{how_much}{since}{times}", where, details=details)
+    return Cause(UNEXPLAINED, f"gradients are {before}wrong{how_much}{since}{times}", where, details=details)
 
 
-BEFORE_FORWARD = ("samples", "positions", "initial_weights", "resume")
+CHECKS_BEFORE_FORWARD = ("samples", "positions", "initial_weights", "resume")
 """The checks of what goes into the forward pass, but for the update: where that is wrong earlier, it is reported instead."""
 
 
-def _forward(trial: Trial, step: int, off: float, passing: frozenset[str]) -> Cause:
+def _wrong_forward(trial: Trial, step: int, off: float, passing: frozenset[str]) -> Cause:
     """Return the cause for a step whose loss is off.
 
     The forward pass is blamed where all that goes into it is right, weights as well. What is broken may be the reason as
     well, and so may what is not judged: it is not in `passing`.
     """
-    text, where, details = _where_in_forward(trial, step, off)
-    wrong = [check for check in BEFORE_FORWARD if check not in passing and verdict_of(trial, check) is Verdict.FAIL]
+    text, where, details = _forward_texts(trial, step, off)
+    wrong = [
+        check for check in CHECKS_BEFORE_FORWARD if check not in passing and verdict_of(trial, check) is Verdict.FAIL
+    ]
     if wrong:
-        return Cause(KIND, f"{text}; broken before the forward pass: {', '.join(wrong)}", details=details[:3])
-    weights = _weights(trial, step)
-    if weights is not Weights.RIGHT:
-        if weights is Weights.WRONG:
-            text += DIFFER
-        return Cause(KIND, text, details=(("place", "loss"), *details[1:3]))
-    since = _in_step(trial, step)
+        return Cause(UNEXPLAINED, f"{text}; broken before the forward pass: {', '.join(wrong)}", details=details[:3])
+    weights = _compare_weights(trial, step)
+    if weights is not WeightsComparison.RIGHT:
+        if weights is WeightsComparison.WRONG:
+            text += WEIGHTS_DIFFER
+        return Cause(UNEXPLAINED, text, details=(("place", "loss"), *details[1:3]))
+    since = _step_text(trial, step)
     if not since and trial.saved:
         since = " after resuming"
     before = ""
     if step > trial.first_step and since and global_loss(trial, trial.first_step) is not None:
         before = f"right in step {trial.first_step} and "
     ranks = ranks_whose_losses_are_off(trial, step)
-    on = on_ranks(trial, ranks) if ranks else ""
+    on = on_ranks_text(trial, ranks) if ranks else ""
     begun = "resume" if trial.saved else "initial_weights"
     right = [noun for check, noun in ((begun, "weights"), ("samples", "samples")) if check in passing]
     though = ""
     if step == trial.first_step and right:
         though = f" though {' and '.join(right)} are right"
     text = f"the forward pass is {before}wrong{on}{since}: {text}{though}{where}"
-    return Cause(KIND, text, details=(*details, ("ranks", tuple(ranks))))
+    return Cause(UNEXPLAINED, text, details=(*details, ("ranks", tuple(ranks))))
 
 
-def _where_in_forward(trial: Trial, step: int, off: float) -> tuple[str, str, tuple[tuple[str, object], ...]]:
+def _forward_texts(trial: Trial, step: int, off: float) -> tuple[str, str, tuple[tuple[str, object], ...]]:
     """Return by how much the loss is off, at which module it first goes wrong, and both as data.
 
     What goes into modules is on record of a launch's first step alone.
@@ -287,9 +295,9 @@ def _where_in_forward(trial: Trial, step: int, off: float) -> tuple[str, str, tu
     if step > trial.first_step:
         return text, "", details
     first_wrong = first_wrong_input(trial)
-    words = place_words(trial, first_wrong)
+    words = first_wrong_input_text(trial, first_wrong)
     where = f": {words}" if words else ""
-    return text, where, (*details, ("right", first_wrong.right), ("module", first_wrong.wrong))
+    return text, where, (*details, ("right", first_wrong.last_right), ("module", first_wrong.first_wrong))
 
 
 def ranks_whose_losses_are_off(trial: Trial, step: int) -> list[int]:
@@ -298,8 +306,8 @@ def ranks_whose_losses_are_off(trial: Trial, step: int) -> list[int]:
     With noise, dropout, cp or pp, or where samples or losses are not known, a rank's expected loss is unknown.
     """
     case = trial.case
-    received = received_samples(trial, step)
-    observed = {rank: losses(trial, rank, step) for rank in received}
+    received = received_sample_ids(trial, step)
+    observed = {rank: losses_of_rank(trial, rank, step) for rank in received}
     received_ids = set[object]()
     for sample_ids in received.values():
         received_ids.update(sample_ids)
@@ -308,65 +316,63 @@ def ranks_whose_losses_are_off(trial: Trial, step: int) -> list[int]:
         return []
     if not are_samples_known or not all(observed.values()):
         return []
-    from harness.reference.counterfactual import Otherwise, losses_of_rows
+    from harness.reference.counterfactual import Changes, loss_sums_of_rows
 
     before = {} if step == 1 else {"weights": trial.reference.steps[step - 2].parameters}
-    otherwise = Otherwise(**(order_of_entries(trial) | before))
-    rows = losses_of_rows(case.model, case.training, trial.reference, step, otherwise)
+    otherwise = Changes(**(reference_order_arguments(trial) | before))
+    rows = loss_sums_of_rows(case.model, case.training, trial.reference, step, otherwise)
     of_sample = dict(zip(trial.reference.samples[step - 1], rows, strict=True))
 
     def is_off(rank: int) -> bool:
         expected = math.fsum(of_sample[sample_id] for sample_id in received[rank] if sample_id is not None)
         difference = abs(math.fsum(total for total, _ in observed[rank]) - expected)
-        return not difference <= SHARE * trial.bounds.loss[step] * expected
+        return not difference <= LOSS_FACTOR * trial.bounds.loss[step] * expected
 
     return list(filter(is_off, received))
 
 
-def _off_as_a_whole(trial: Trial, step: int) -> Cause | None:
+def _gradients_off_as_a_whole(trial: Trial, step: int) -> Cause | None:
     """Return, in recipes with noise, which gradients are off though no entry is beyond its own bound. None if there are
     none."""
     try:
-        wrong = [misfit for misfit in misfits(trial, step)[0] if not misfit.within]
+        wrong = [misfit for misfit in misfits(trial, step)[0] if not misfit.is_within_bound]
     except NoBound:
         return None
     if not wrong:
         return None
-    worst = max(wrong, key=lambda misfit: misfit.excess)
+    worst = max(wrong, key=lambda misfit: misfit.ratio_to_bound)
     text = f"by {worst.distance:.1e} of its norm in {worst.fqn}, noise explains {worst.distance_bound:.1e}"
-    if worst.scaled:
-        text = (
-            f"{number_text(worst.fit, 4)} times the reference's by best fit in {worst.fqn} on {rank_words(worst.ranks)}"
-        )
-    fqns = in_order(trial, (misfit.fqn for misfit in wrong))
+    if worst.is_only_scaled:
+        text = f"{number_text(worst.scale, 4)} times the reference's by best fit in {worst.fqn} on {rank_text(worst.ranks)}"
+    fqns = sort_fqns(trial, (misfit.fqn for misfit in wrong))
     when = f" in step {step}" if step > trial.first_step else ""
     details = (("place", "gradients"), ("step", step), ("off", worst.distance), ("parameters", tuple(fqns)))
-    return Cause(KIND, f"gradients are off{when}", in_parameters(trial, fqns), hint=text, details=details)
+    return Cause(UNEXPLAINED, f"gradients are off{when}", in_parameters_text(trial, fqns), hint=text, details=details)
 
 
 # ---- the first module
 
 
-class Place(NamedTuple):
+class FirstWrongInput(NamedTuple):
     """The first module in forward's order whose input does not have the reference's mean square."""
 
-    right: str
+    last_right: str
     """The last module before it whose input has; empty if there is none."""
-    wrong: str
+    first_wrong: str
     """The module itself; empty if there is none."""
-    off: float
+    difference: float
     """How far its mean square is off, relative to the reference's."""
 
 
-def first_wrong_input(trial: Trial) -> Place:
+def first_wrong_input(trial: Trial) -> FirstWrongInput:
     """Return the first module whose input is wrong: mean squares of all ranks together, in the first step.
 
     Where A of an adapter is cut by columns, B receives a part of a sum on each tp rank. This input is left out.
     """
     adapter_half = ".lora_b" if trial.case.dims.tp > 1 else None
     right = ""
-    close = ROUNDING if trial.case.exact else OF_INPUTS * trial.bounds.loss[1]
-    for fqn, mean in inputs_of_first_step(trial).items():
+    close = ROUNDING if trial.case.exact else INPUT_FACTOR * trial.bounds.loss[1]
+    for fqn, mean in input_mean_squares(trial).items():
         if adapter_half and fqn.endswith(adapter_half):
             matrix = fqn.removesuffix(adapter_half)
             if tp_dim(f"{matrix}.lora_a.weight") == 1:
@@ -375,30 +381,30 @@ def first_wrong_input(trial: Trial) -> Place:
         observed = sum(squares for squares, _ in inputs)
         expected = mean * sum(count for _, count in inputs)
         if inputs and not math.isclose(observed, expected, rel_tol=close):
-            return Place(right, fqn, abs(observed / expected - 1) if expected else math.inf)
+            return FirstWrongInput(right, fqn, abs(observed / expected - 1) if expected else math.inf)
         right = fqn if inputs else right
-    return Place(right, "", 0.0)
+    return FirstWrongInput(right, "", 0.0)
 
 
-def place_words(trial: Trial, first_wrong: Place) -> str:
+def first_wrong_input_text(trial: Trial, first_wrong: FirstWrongInput) -> str:
     """Return the sentence on the first wrong input; empty if no input was seen."""
-    if not first_wrong.wrong:
-        if not first_wrong.right:
+    if not first_wrong.first_wrong:
+        if not first_wrong.last_right:
             return ""
         text_of_inputs = "the input of every module matches the reference in mean square"
         return f"{text_of_inputs}; the output, the loss, or what keeps the mean square may be otherwise"
-    text = f"{_input_words(trial, first_wrong.wrong)} does not match the reference in mean square"
-    text += f" (off by {first_wrong.off:.1e})" + _apart_over_tp(trial, first_wrong.wrong)
-    if not first_wrong.right:
+    text = f"{_input_text(trial, first_wrong.first_wrong)} does not match the reference in mean square"
+    text += f" (off by {first_wrong.difference:.1e})" + _tp_difference_text(trial, first_wrong.first_wrong)
+    if not first_wrong.last_right:
         return text
     hidden = ""
-    if first_wrong.right.endswith("inner_attention"):
+    if first_wrong.last_right.endswith("inner_attention"):
         hidden = ", where a wrong rotation of queries and keys would not show; scale and mask come behind it"
-    sender = _stage_of(trial, first_wrong.right)
-    receiver = _stage_of(trial, first_wrong.wrong)
+    sender = _stage_of(trial, first_wrong.last_right)
+    receiver = _stage_of(trial, first_wrong.first_wrong)
     if receiver != sender:
         hidden += f", and stage {sender} sends it to stage {receiver}"
-    return f"{text}; {_input_words(trial, first_wrong.right)}, before it, does{hidden}"
+    return f"{text}; {_input_text(trial, first_wrong.last_right)}, before it, does{hidden}"
 
 
 def _stage_of(trial: Trial, fqn: str) -> int:
@@ -416,7 +422,7 @@ def _stage_of(trial: Trial, fqn: str) -> int:
     return stages[-1] if layer else 0
 
 
-def _input_words(trial: Trial, fqn: str) -> str:
+def _input_text(trial: Trial, fqn: str) -> str:
     """Return what the input of a module is, in words.
 
     A model without dropout has no dropout modules. What would go into such a module is what the part of the block
@@ -427,7 +433,7 @@ def _input_words(trial: Trial, fqn: str) -> str:
     return f"the output of {block}.{part}" if part and not trial.case.model.dropout else f"the input of {fqn}"
 
 
-def _apart_over_tp(trial: Trial, fqn: str) -> str:
+def _tp_difference_text(trial: Trial, fqn: str) -> str:
     """Return that a module's input differs among tp ranks, where it should be equal; else nothing.
 
     Without sequence parallel the ranks of a tp group have one sum of what each computes of attention and feed-forward.
@@ -448,7 +454,7 @@ def _apart_over_tp(trial: Trial, fqn: str) -> str:
 # ---- what wrong parameters have in common
 
 
-def one_group(trial: Trial, ranks: set[int]) -> str:
+def common_group_text(trial: Trial, ranks: set[int]) -> str:
     """Return ", one group of dp_replicate" if these ranks are all of one group of an axis; else nothing."""
     for axis, groups in trial.plan.groups.items():
         if len(ranks) < len(trial.ranks) and ranks in [set(group) for group in groups]:
@@ -456,16 +462,16 @@ def one_group(trial: Trial, ranks: set[int]) -> str:
     return ""
 
 
-def in_common(trial: Trial, fqns: list[str]) -> str:
+def common_property_text(trial: Trial, fqns: list[str]) -> str:
     """Return "; all norm weights are wrong, no others" if these parameters, and no other, have one property; else
     nothing."""
-    for text, members in _properties(trial).items():
+    for text, members in _parameters_by_property(trial).items():
         if fqns == members and len(fqns) > 1:
             return f"; all {text} are wrong, no others"
     return ""
 
 
-def _properties(trial: Trial) -> dict[str, list[str]]:
+def _parameters_by_property(trial: Trial) -> dict[str, list[str]]:
     """Return parameters by name of what they share: a kind of modules, a layer, all before or behind one."""
     order = list(trial.plan.shapes)
     shapes = trial.case.model.parameter_shapes()

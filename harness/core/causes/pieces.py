@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness.core.causes import assume
-from harness.core.causes.assume import clipping_apart
-from harness.core.causes.differences import seen_gradients, wrong_pairs
-from harness.core.causes.words import Arrays, in_order
-from harness.core.checks.samples import parts_of
-from harness.core.judge.contents import take
+from harness.core.causes.assume import assume_separate_clipping
+from harness.core.causes.differences import observed_gradients, pairs_with_wrong_gradient
+from harness.core.causes.words import Arrays, sort_fqns
+from harness.core.checks.samples import microbatches_of
+from harness.core.judge.contents import view_of_slice
 from harness.core.judge.places import last_stage_ranks
-from harness.core.judge.received_samples import shares_of_samples
+from harness.core.judge.received_samples import sample_ids_by_share
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate
+from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.stages import positions
 
 if TYPE_CHECKING:
     from harness.reference.counterfactual import Batch
 
-Weights = Callable[[int, int], np.ndarray]
+WeightsOfPieces = Callable[[int, int], np.ndarray]
 """(step, rank) -> how often each piece counts. float64 [pieces], or [2, pieces]: of this step, and of the step before."""
 
-EXPLAINED = 1e-6  # of a gradient's size; float64 leaves 1e-14, a gradient that is no sum of pieces leaves 1e-2
-ENTRIES = 128  # of each parameter, that weights are fitted to
+TOLERATED_RESIDUAL = 1e-6  # of a gradient's size; float64 leaves 1e-14, a gradient that is no sum of pieces leaves 1e-2
+FITTED_ENTRIES = 128  # of each parameter, that weights are fitted to
 
 
 class Pieces:
@@ -44,7 +44,7 @@ class Pieces:
         self.trial = trial
         self.chunks = chunks
         self._masks = dict[tuple[int, int], np.ndarray]()
-        self._shares = {step: shares_of_samples(trial, step) for step in trial.case.steps}
+        self._shares = {step: sample_ids_by_share(trial, step) for step in trial.case.steps}
         pieces: list[tuple[int, int, int, int]] = []
         for rank, sample_ids in self._shares[trial.first_step].items():
             for row in range(len(sample_ids)):
@@ -56,7 +56,7 @@ class Pieces:
         self.microbatch = self.row // trial.case.local_batch
 
     @functools.cached_property
-    def known(self) -> bool:
+    def all_received_once(self) -> bool:
         """Return whether every rank received its samples, each one once, in every step."""
         steps = self._shares.values()
         received = []
@@ -67,15 +67,15 @@ class Pieces:
         sizes_of_shares = {tuple(map(len, shares.values())) for shares in steps}
         return received == expected and len(sizes_of_shares) == 1
 
-    def places(self, axes: Sequence[str]) -> np.ndarray:
+    def mesh_coordinates(self, axes: Sequence[str]) -> np.ndarray:
         """Return the mesh coordinate at which each piece is received, along these axes. int [pieces, axes]"""
         coordinates = []
         for rank, _, cp_rank, _ in self.all:
-            mesh_coordinate = {**coordinate(self.trial.case.dims, rank), "cp": cp_rank}
+            mesh_coordinate = {**coordinate_of_rank(self.trial.case.dims, rank), "cp": cp_rank}
             coordinates.append([mesh_coordinate[axis] for axis in axes])
         return np.array(coordinates, dtype=int).reshape(len(coordinates), len(axes))
 
-    def mask(self, number: int, step: int) -> np.ndarray:
+    def token_mask(self, number: int, step: int) -> np.ndarray:
         """Return 1 for each token of a piece. float64 [global_batch, seq_len of the step]"""
         if (number, step) not in self._masks:
             trial = self.trial
@@ -91,12 +91,12 @@ class Pieces:
             counts[batch_row, positions_of_rank[chunk * width : (chunk + 1) * width]] = 1.0
         return self._masks[number, step]
 
-    def tokens(self, step: int) -> np.ndarray:
+    def valid_tokens(self, step: int) -> np.ndarray:
         """Return the number of valid tokens of each piece. float64 [pieces]"""
         sample_ids = self.trial.reference.samples[step - 1]
         rows = [self.trial.reference.sample_ids.index(sample_id) for sample_id in sample_ids]
         valid = self.trial.reference.labels[rows, : self.trial.case.seq_len(step)] >= 0
-        return np.array([float((self.mask(number, step) * valid).sum()) for number in range(len(self.all))])
+        return np.array([float((self.token_mask(number, step) * valid).sum()) for number in range(len(self.all))])
 
     def gradients(self, step: int) -> list[Arrays]:
         """Compute each piece's own gradient in a step."""
@@ -104,7 +104,7 @@ class Pieces:
 
         def shares(number: int, batch: Batch) -> list[np.ndarray]:
             if number == step:
-                return [self.mask(piece, number) for piece in range(len(self.all))]
+                return [self.token_mask(piece, number) for piece in range(len(self.all))]
             zeros = [np.zeros(batch.labels.shape)] * (len(self.all) - 1)
             return [np.ones(batch.labels.shape), *zeros]
 
@@ -120,18 +120,18 @@ class Pieces:
         until = replace(until, steps=until.steps[:step])
         trial_until = replace(self.trial, reference=until)
         owners = (0,) * len(self.all)
-        assume.apart(trial_until, {}, [{}], owners=owners, shares=shares, reduce=reduce)
+        assume.assume_separate_copies(trial_until, {}, [{}], owners=owners, shares=shares, reduce=reduce)
         return gradients_of_pieces
 
 
-def chunks_of_the_loss(trial: Trial, step: int) -> int:
+def count_loss_chunks(trial: Trial, step: int) -> int:
     """Return into how many chunks of positions the losses of a step were cut, 1 where they were not or others than positions.
 
     Chunks in which no label counts may have been left out.
     """
     sizes: list[int] = []
     for rank in last_stage_ranks(trial):
-        for part in parts_of(trial, rank, step):
+        for part in microbatches_of(trial, rank, step):
             if part.chunks:
                 sizes += part.chunks
     widths = {-(-size // trial.case.local_batch) for size in sizes}
@@ -144,7 +144,7 @@ def chunks_of_the_loss(trial: Trial, step: int) -> int:
 
 
 @dataclass(frozen=True)
-class Fit:
+class FittedWeights:
     """How often pieces count in the gradients of the first wrong step."""
 
     trial: Trial
@@ -154,29 +154,29 @@ class Fit:
     """The parameters whose gradients are wrong in it."""
     weights: dict[int, np.ndarray]
     """Rank -> weights, float64 [pieces]."""
-    close: float
+    tolerance: float
     """Weights that differ by no more are the same."""
 
-    def same(self, first: np.ndarray | float, second: np.ndarray | float) -> bool:
+    def is_same_weight(self, first: np.ndarray | float, second: np.ndarray | float) -> bool:
         """Return whether two weights are equal within what the fit leaves."""
-        return bool(np.allclose(first, second, rtol=self.close, atol=self.close))
+        return bool(np.allclose(first, second, rtol=self.tolerance, atol=self.tolerance))
 
     @functools.cached_property
-    def counted(self) -> np.ndarray:
+    def has_tokens(self) -> np.ndarray:
         """Return which pieces have a valid token. bool [pieces]"""
-        return self.pieces.tokens(self.step) > 0
+        return self.pieces.valid_tokens(self.step) > 0
 
     @functools.cached_property
-    def alike(self) -> np.ndarray | None:
+    def common_weights(self) -> np.ndarray | None:
         """Return the weights on all ranks. float64 [pieces]; None where ranks have others."""
         first, *others = self.weights.values()
-        if not all(self.same(weights, first) for weights in others):
+        if not all(self.is_same_weight(weights, first) for weights in others):
             return None
         return np.asarray(np.mean([first, *others], axis=0))
 
-    def factor(self, fixed: Weights, free: Weights, known: Sequence[float]) -> float | None:
+    def factor(self, fixed: WeightsOfPieces, free: WeightsOfPieces, known: Sequence[float]) -> float | None:
         """Return how often `free` counts beside `fixed`; None if weights are not so. known: numbers that it may be."""
-        counted = self.counted
+        counted = self.has_tokens
         triples = []
         for rank, weights in self.weights.items():
             triples.append((weights[counted], fixed(self.step, rank)[counted], free(self.step, rank)[counted]))
@@ -187,23 +187,25 @@ class Fit:
         if not ratios.size:
             return None
         factor = float(np.median(ratios))
-        factor = float(next((number for number in (*known, round(factor)) if self.same(factor, number)), factor))
-        explains_all = all(self.same(weights, base + factor * times) for weights, base, times in triples)
+        factor = float(
+            next((number for number in (*known, round(factor)) if self.is_same_weight(factor, number)), factor)
+        )
+        explains_all = all(self.is_same_weight(weights, base + factor * times) for weights, base, times in triples)
         return factor if factor and explains_all else None
 
 
-def fit_of(trial: Trial, pieces: Pieces, gradients: list[Arrays], step: int) -> Fit | None:
+def fit_weights(trial: Trial, pieces: Pieces, gradients: list[Arrays], step: int) -> FittedWeights | None:
     """Fit the weights of pieces with these gradients; None where some rank's is no sum of them, or too little of one is seen.
 
     In recipes with noise all parameters are fitted, for some that are wrong stay within it.
     """
-    wrong = (fqn for _, fqn in wrong_pairs(trial, step)) if trial.case.exact else trial.plan.shapes
-    fqns = tuple(in_order(trial, wrong))
-    tolerated = EXPLAINED if trial.case.exact else trial.bounds.gradient[step]
+    wrong = (fqn for _, fqn in pairs_with_wrong_gradient(trial, step)) if trial.case.exact else trial.plan.shapes
+    fqns = tuple(sort_fqns(trial, wrong))
+    tolerated = TOLERATED_RESIDUAL if trial.case.exact else trial.bounds.gradient[step]
     weights_of_ranks = {}
     residuals = []
     for rank in sorted(trial.ranks):
-        fit = _fitted(trial, rank, step, fqns, gradients)
+        fit = _fit_rank(trial, rank, step, fqns, gradients)
         if fit is not None:
             weights, residual = fit
             weights_of_ranks[rank] = weights
@@ -211,10 +213,10 @@ def fit_of(trial: Trial, pieces: Pieces, gradients: list[Arrays], step: int) -> 
     worst = max(residuals, default=np.inf)
     if not worst <= tolerated:
         return None
-    return Fit(trial, pieces, step, fqns, weights_of_ranks, max(EXPLAINED, worst))
+    return FittedWeights(trial, pieces, step, fqns, weights_of_ranks, max(TOLERATED_RESIDUAL, worst))
 
 
-def _fitted(
+def _fit_rank(
     trial: Trial, rank: int, step: int, fqns: Sequence[str], gradients: list[Arrays]
 ) -> tuple[np.ndarray, float] | None:
     """Return the weights of pieces in a rank's gradient, and what they leave unexplained, relative to its norm.
@@ -223,12 +225,12 @@ def _fitted(
     """
     rows = []
     targets = []
-    for fqn, observed in seen_gradients(trial, rank, step).items():
+    for fqn, observed in observed_gradients(trial, rank, step).items():
         part = trial.gradient_slice_of(rank, fqn) if fqn in fqns else None
-        if part is not None and observed.size and observed.shape == take(gradients[0][fqn], part).shape:
-            entries = np.linspace(0, observed.size - 1, min(observed.size, ENTRIES)).astype(int)
+        if part is not None and observed.size and observed.shape == view_of_slice(gradients[0][fqn], part).shape:
+            entries = np.linspace(0, observed.size - 1, min(observed.size, FITTED_ENTRIES)).astype(int)
             scale = float(np.max(np.abs(trial.reference_step(step).gradients[fqn]))) or 1.0
-            columns = [take(of_piece[fqn], part).reshape(-1)[entries] for of_piece in gradients]
+            columns = [view_of_slice(of_piece[fqn], part).reshape(-1)[entries] for of_piece in gradients]
             rows.append(np.stack(columns, axis=1) / scale)
             targets.append(observed.reshape(-1)[entries] / scale)
     if not rows:
@@ -247,7 +249,9 @@ def _fitted(
 # ---- what is assumed
 
 
-def assuming(trial: Trial, pieces: Pieces, fqns: Sequence[str], weights: Weights, steps: Sequence[int]) -> Trial:
+def assuming(
+    trial: Trial, pieces: Pieces, fqns: Sequence[str], weights: WeightsOfPieces, steps: Sequence[int]
+) -> Trial:
     """Assume that in these steps each rank's gradient of these parameters holds each piece so often.
 
     Replicas that differ train separately, and clip by norms of their own; slices of one copy may hold other pieces.
@@ -262,7 +266,7 @@ def assuming(trial: Trial, pieces: Pieces, fqns: Sequence[str], weights: Weights
         of_rank = np.atleast_2d(weights(step, rank)) if step in steps else once
         counts[: len(of_rank)] = of_rank
     ranks_agree = all(np.array_equal(counts, table[step, ranks[0]]) for (step, _), counts in table.items())
-    replica = {rank: coordinate(trial.case.dims, rank)["dp_replicate"] for rank in ranks}
+    replica = {rank: coordinate_of_rank(trial.case.dims, rank)["dp_replicate"] for rank in ranks}
     copies = dict.fromkeys(ranks, 0) if ranks_agree else replica
     columns = np.concatenate([*table.values()])
     numbers_by_column = dict[tuple[int, bytes], list[int]]()
@@ -274,7 +278,7 @@ def assuming(trial: Trial, pieces: Pieces, fqns: Sequence[str], weights: Weights
     def shares(step: int, batch: Batch) -> list[np.ndarray]:
         masks = []
         for numbers in numbers_by_column.values():
-            masks.append(np.asarray(sum(pieces.mask(number, step) for number in numbers)))
+            masks.append(np.asarray(sum(pieces.token_mask(number, step) for number in numbers)))
         return masks
 
     def reduce(step: int, gradients: list[Arrays]) -> list[Arrays]:
@@ -286,43 +290,43 @@ def assuming(trial: Trial, pieces: Pieces, fqns: Sequence[str], weights: Weights
         of_copies = []
         for copy in sorted({*copies.values()}):
             counts_of_copy = {rank: counts[rank] for rank in ranks if copies[rank] == copy}
-            of_copies.append(_of_copy(trial, fqns, counts_of_copy, of_both_steps, len(gradients)))
+            of_copies.append(_gradients_of_copy(trial, fqns, counts_of_copy, of_both_steps, len(gradients)))
         return of_copies
 
     owners = tuple(owner for owner, _ in numbers_by_column)
     count = len({*copies.values()})
-    assumed = assume.apart(trial, copies, [{}] * count, owners=owners, shares=shares, reduce=reduce)
-    return clipping_apart(assumed) if count > 1 else assumed
+    assumed = assume.assume_separate_copies(trial, copies, [{}] * count, owners=owners, shares=shares, reduce=reduce)
+    return assume_separate_clipping(assumed) if count > 1 else assumed
 
 
-def _of_copy(
+def _gradients_of_copy(
     trial: Trial, fqns: Sequence[str], counts: Mapping[int, np.ndarray], gradients: list[Arrays], once: int
 ) -> Arrays:
     """Return each rank's slice of the sum that it has; of other parameters the sum of the first `once`."""
     sums = {}
     for weights in counts.values():
-        sums[weights.tobytes()] = {fqn: _sum(gradients, fqn, weights) for fqn in fqns}
+        sums[weights.tobytes()] = {fqn: _weighted_sum(gradients, fqn, weights) for fqn in fqns}
     whole = {}
     for fqn in gradients[0]:
         if fqn not in fqns:
-            whole[fqn] = _sum(gradients, fqn, np.arange(len(gradients)) < once)
+            whole[fqn] = _weighted_sum(gradients, fqn, np.arange(len(gradients)) < once)
     whole |= next(iter(sums.values()))
 
     def summed_slice(rank: int, fqn: str) -> np.ndarray:
         part = trial.gradient_slice_of(rank, fqn)
         assert part is not None
-        return take(sums[counts[rank].tobytes()][fqn], part)
+        return view_of_slice(sums[counts[rank].tobytes()][fqn], part)
 
-    return with_slices(trial, whole, fqns, counts, summed_slice) if len(sums) > 1 else whole
+    return replace_slices(trial, whole, fqns, counts, summed_slice) if len(sums) > 1 else whole
 
 
-def _sum(gradients: list[Arrays], fqn: str, weights: np.ndarray) -> np.ndarray:
+def _weighted_sum(gradients: list[Arrays], fqn: str, weights: np.ndarray) -> np.ndarray:
     """Return the sum of a parameter's gradients, each times its weight, in their dtype."""
     total = sum(weight * summand[fqn] for weight, summand in zip(weights, gradients, strict=True))
     return np.asarray(total).astype(gradients[0][fqn].dtype)
 
 
-def with_slices(
+def replace_slices(
     trial: Trial,
     gradients: Arrays,
     fqns: Sequence[str],
@@ -335,6 +339,6 @@ def with_slices(
     """
     whole = {**gradients, **{fqn: gradients[fqn].copy() for fqn in fqns}}
     for rank, fqn in itertools.product(ranks, fqns):
-        if fqn in trial.holdings[rank] and (part := trial.gradient_slice_of(rank, fqn)) is not None:
-            take(whole[fqn], part)[...] = slice_of(rank, fqn)
+        if fqn in trial.local_slices[rank] and (part := trial.gradient_slice_of(rank, fqn)) is not None:
+            view_of_slice(whole[fqn], part)[...] = slice_of(rank, fqn)
     return whole

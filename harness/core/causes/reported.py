@@ -18,92 +18,96 @@ import numpy as np
 
 from harness.core.case.dims import AXES
 from harness.core.causes.factors import factor_text, token_factors
-from harness.core.causes.hypothesis import Broken, Fact, Hypothesis, seen
-from harness.core.causes.words import finding_line, on_ranks
-from harness.core.checks.reported_rate import CLOSE
+from harness.core.causes.hypothesis import Broken, Fact, Hypothesis, fact_of_first_finding
+from harness.core.causes.words import finding_line, on_ranks_text
+from harness.core.checks.reported_rate import FLOAT32_TOLERANCE
 from harness.core.evidence.numbers import SPLIT
 from harness.core.evidence.text import number_text
 from harness.core.judge import norms as observed
 from harness.core.judge.contents import ROUNDED
-from harness.core.judge.losses import losses
+from harness.core.judge.losses import losses_of_rank
 from harness.core.judge.norms import GRADIENTS
-from harness.core.judge.reporting import Read, silences
+from harness.core.judge.reporting import Read, missing_report_findings
 from harness.core.judge.result import Cause
 from harness.core.judge.tolerance import clip_coefficient
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate, groups, tied_axis
+from harness.core.plan.grid import coordinate_of_rank, groups_along, tied_axis
 from harness.core.plan.slices import tp_dim
 from harness.core.plan.stages import parameters_of_stage
 
-Number = Callable[[int, int], float | None]
+NumberOfStep = Callable[[int, int], float | None]
 """What a rank would report of a step; None where nothing is known."""
-Source = tuple[tuple[tuple[str, object], ...], Number]
+NamedNumber = tuple[tuple[tuple[str, object], ...], NumberOfStep]
 """A number on record, and what it is: words and values."""
-Ranks = Mapping[int, Sequence[int]]
+RankSets = Mapping[int, Sequence[int]]
 """Rank -> those whose parts its number is made of."""
-Shares = Callable[[int], tuple[float, float]]
+RunningShares = Callable[[int], tuple[float, float]]
 """(n) -> how often the total before the n-th step and its own number count."""
 
-SHOWN = {"reported_loss": "loss", "grad_norm": "gradient norm", "reported_rate": "learning rate"}
-FIELDS = {"reported_loss": "reported_loss", "grad_norm": "grad_norm", "reported_rate": "reported_lr"}
-READ: dict[str, Read] = {check: attrgetter(name) for check, name in FIELDS.items()}
-WRONG = {"loss", "gradients", "update"}  # checks that what is reported may follow from
-EXACT = 1e-8  # a number is another one's, not only close to it
-KEPT = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99)  # of a running mean
+NOUNS = {"reported_loss": "loss", "grad_norm": "gradient norm", "reported_rate": "learning rate"}
+REPORT_FIELDS = {"reported_loss": "reported_loss", "grad_norm": "grad_norm", "reported_rate": "reported_lr"}
+READERS: dict[str, Read] = {check: attrgetter(name) for check, name in REPORT_FIELDS.items()}
+TRAINING_CHECKS = {"loss", "gradients", "update"}  # checks that what is reported may follow from
+SAME_NUMBER = 1e-8  # a number is another one's, not only close to it
+RUNNING_MEAN_SHARES = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99)  # of a running mean
 
 
 @dataclass(frozen=True)
-class Reported:
+class Reports:
     """Reports of one kind of number, and the numbers that were seen."""
 
     check: str
     """The check that judges these reports."""
-    shown: dict[tuple[int, int], float]
+    reported_numbers: dict[tuple[int, int], float]
     """(rank, step) -> the reported number."""
-    right: dict[tuple[int, int], float]
+    right_numbers: dict[tuple[int, int], float]
     """(rank, step) -> the number that was seen."""
-    odd: tuple[tuple[int, int], ...]
+    wrong_keys: tuple[tuple[int, int], ...]
     """The (rank, step) where these differ."""
 
-    def is_all(self, number: Number) -> bool:
+    def matches_all(self, number: NumberOfStep) -> bool:
         """Return whether that number equals every wrong report, wherever there is one."""
         pairs = []
-        for rank, step in self.odd:
+        for rank, step in self.wrong_keys:
             expected = number(rank, step)
             if expected is not None:
-                pairs.append((self.shown[rank, step], expected))
-        return bool(pairs) and all(math.isclose(shown, expected, rel_tol=EXACT) for shown, expected in pairs)
+                pairs.append((self.reported_numbers[rank, step], expected))
+        return bool(pairs) and all(math.isclose(shown, expected, rel_tol=SAME_NUMBER) for shown, expected in pairs)
 
-    def ratio(self, rank_and_step: tuple[int, int]) -> float:
+    def ratio_to_right(self, rank_and_step: tuple[int, int]) -> float:
         """Return the reported number divided by the right one; NaN where that is zero."""
-        return self.shown[rank_and_step] / (self.right[rank_and_step] or math.nan)
+        return self.reported_numbers[rank_and_step] / (self.right_numbers[rank_and_step] or math.nan)
 
 
 def wrong_reports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Yield that what ranks report is another number on record."""
-    for check, noun in SHOWN.items():
-        if check not in broken or silences(trial, "", READ[check]) or not (reported := reported_of(trial, check)):
+    for check, noun in NOUNS.items():
+        if (
+            check not in broken
+            or missing_report_findings(trial, "", READERS[check])
+            or not (reported := reports_of(trial, check))
+        ):
             continue
-        steps = sorted({step for _, step in reported.odd})
-        where = on_ranks(trial, {rank for rank, _ in reported.odd})
-        if {*steps} != {step for _, step in reported.shown}:
+        steps = sorted({step for _, step in reported.wrong_keys})
+        where = on_ranks_text(trial, {rank for rank, _ in reported.wrong_keys})
+        if {*steps} != {step for _, step in reported.reported_numbers}:
             where += f" in step {', '.join(map(str, steps))}"
-        for details, number, hint in _whose(trial, reported):
-            text = f"the {noun} is reported {phrase(details)}"
+        for details, number, hint in _matching_sources(trial, reported):
+            text = f"the {noun} is reported {details_text(details)}"
             cause = Cause(
                 "wrong report",
                 text,
                 where.strip(),
-                hint=hint or _coarse(reported),
+                hint=hint or _coarse_format_text(reported),
                 details=(("report", noun), *details),
             )
-            assume = partial(assuming_reports, reported=reported, number=number)
+            assume = partial(assume_reports, reported=reported, number=number)
             yield Hypothesis(cause, assume, lines=(finding_line(broken[check]),))
 
 
-def _coarse(reported: Reported) -> str:
+def _coarse_format_text(reported: Reports) -> str:
     """Return of which coarser format all that was reported is, two different numbers at least; empty if of none."""
-    shown = np.array([*reported.shown.values()])
+    shown = np.array([*reported.reported_numbers.values()])
     if len({*shown.tolist()}) <= 1:
         return ""
     for format_name in ("bfloat16", "float16"):
@@ -117,27 +121,29 @@ def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
     Where training is wrong too, the latter may follow from its numbers.
     """
-    for check, noun in SHOWN.items():
+    for check, noun in NOUNS.items():
         if check not in broken:
             continue
-        reported = reported_of(trial, check)
-        if silences(trial, "", READ[check]):
-            yield seen(broken, check, "report lacking", f"the reported {noun} is lacking in some steps")
+        reported = reports_of(trial, check)
+        if missing_report_findings(trial, "", READERS[check]):
+            yield fact_of_first_finding(
+                broken, check, "report lacking", f"the reported {noun} is lacking in some steps"
+            )
         elif reported is None and any(
             finding.quantity == "reported largest loss" for finding in broken[check].findings
         ):
-            yield seen(broken, check, "wrong report", "the reported largest loss is wrong")
-        elif reported and (not WRONG & {*broken} or _rounds_to_right(reported)):
-            text = ": ".join(filter(None, [f"the reported {noun} is wrong", _coarse(reported)]))
-            yield replace(seen(broken, check, "wrong report", text), symptom=True)
+            yield fact_of_first_finding(broken, check, "wrong report", "the reported largest loss is wrong")
+        elif reported and (not TRAINING_CHECKS & {*broken} or _rounds_to_right(reported)):
+            text = ": ".join(filter(None, [f"the reported {noun} is wrong", _coarse_format_text(reported)]))
+            yield replace(fact_of_first_finding(broken, check, "wrong report", text), is_symptom=True)
 
 
-def _rounds_to_right(reported: Reported) -> bool:
+def _rounds_to_right(reported: Reports) -> bool:
     """Return whether every wrong report divided by the right number is 1, as a person reads it."""
-    return all(number_text(reported.ratio(rank_and_step)) == "1" for rank_and_step in reported.odd)
+    return all(number_text(reported.ratio_to_right(rank_and_step)) == "1" for rank_and_step in reported.wrong_keys)
 
 
-def phrase(details: Sequence[tuple[str, object]]) -> str:
+def details_text(details: Sequence[tuple[str, object]]) -> str:
     """Return what a number is, in words: not reduced over dp_shard and tp."""
     texts = {}
     for name, value in details:
@@ -149,23 +155,23 @@ def phrase(details: Sequence[tuple[str, object]]) -> str:
     return ", ".join(phrases)
 
 
-def assuming_reports(trial: Trial, reported: Reported, number: Number) -> Trial:
+def assume_reports(trial: Trial, reported: Reports, number: NumberOfStep) -> Trial:
     """Assume that ranks should report this number where their reports are wrong."""
 
     def number_or_shown(rank: int, step: int) -> float:
-        expected = number(rank, step) if (rank, step) in reported.odd else reported.right[rank, step]
-        return reported.shown[rank, step] if expected is None else expected
+        expected = number(rank, step) if (rank, step) in reported.wrong_keys else reported.right_numbers[rank, step]
+        return reported.reported_numbers[rank, step] if expected is None else expected
 
-    return trial.assuming(reports={reported.check: number_or_shown})
+    return trial.with_assumption(reports={reported.check: number_or_shown})
 
 
-def reported_of(trial: Trial, check: str) -> Reported | None:
+def reports_of(trial: Trial, check: str) -> Reports | None:
     """Return what ranks report of one kind, and what was seen of it. None where they agree, or where that is not known."""
     shown = {}
     right = {}
     for rank, record, _ in trial.steps():
-        number = READ[check](record)
-        right_number = on_record(trial, check, rank, record.step)
+        number = READERS[check](record)
+        right_number = recorded_number(trial, check, rank, record.step)
         if number is not None and right_number is not None and math.isfinite(right_number):
             shown[rank, record.step] = number
             right[rank, record.step] = right_number
@@ -173,12 +179,12 @@ def reported_of(trial: Trial, check: str) -> Reported | None:
     wrong = []
     for rank, step in shown:
         difference = abs(shown[rank, step] - right[rank, step])
-        if not difference <= bounds.get(step, CLOSE) * abs(right[rank, step]):
+        if not difference <= bounds.get(step, FLOAT32_TOLERANCE) * abs(right[rank, step]):
             wrong.append((rank, step))
-    return Reported(check, shown, right, tuple(wrong)) if wrong else None
+    return Reports(check, shown, right, tuple(wrong)) if wrong else None
 
 
-def on_record(trial: Trial, check: str, rank: int, step: int) -> float | None:
+def recorded_number(trial: Trial, check: str, rank: int, step: int) -> float | None:
     """Return the loss, norm or rate that a step had. None where there is no such step; a rate's may be the schedule's."""
     record = next((record for record in trial.ranks[rank].steps if record.step == step), None)
     if check == "reported_rate":
@@ -186,12 +192,12 @@ def on_record(trial: Trial, check: str, rank: int, step: int) -> float | None:
             return record.lr
         return next((planned.lr for planned in trial.reference.steps if planned.step == step), None)
     if check == "reported_loss":
-        return _loss(trial, {rank: [*trial.ranks]}, None, False, 1.0, rank, step) if record else None
+        return _mean_loss(trial, {rank: [*trial.ranks]}, None, False, 1.0, rank, step) if record else None
     if record is None or not any(own_step.gradients for _, own_step in trial.own_steps() if own_step.step == step):
         return None
     if _copies_differ(trial, step) or unplanned_gradients(trial):
         return None
-    return norm_of(trial, rank, step)
+    return recorded_norm(trial, rank, step)
 
 
 def unplanned_gradients(trial: Trial) -> bool:
@@ -208,7 +214,7 @@ def unplanned_gradients(trial: Trial) -> bool:
 def _copies_differ(trial: Trial, step: int) -> bool:
     """Return whether two stages have other gradients of one tied weight: then nothing says which of both counts in the norm."""
     gradients = {rank: record.gradients for rank, record in trial.own_steps() if record.step == step}
-    for first_rank, *_, last_rank in _ends(trial):
+    for first_rank, *_, last_rank in _tied_groups(trial):
         first = gradients.get(first_rank, {})
         last = gradients.get(last_rank, {})
         for fqn in first.keys() & last.keys():
@@ -217,7 +223,7 @@ def _copies_differ(trial: Trial, step: int) -> bool:
     return False
 
 
-def _ends(trial: Trial) -> tuple[tuple[int, ...], ...]:
+def _tied_groups(trial: Trial) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of first and last stage that share a weight, group by group."""
     axis = tied_axis(trial.case)
     return trial.plan.groups[axis] if axis else ()
@@ -226,47 +232,49 @@ def _ends(trial: Trial) -> tuple[tuple[int, ...], ...]:
 # ---- the table of sources
 
 
-def _whose(trial: Trial, reported: Reported) -> Iterator[tuple[tuple[tuple[str, object], ...], Number, str]]:
+def _matching_sources(
+    trial: Trial, reported: Reports
+) -> Iterator[tuple[tuple[tuple[str, object], ...], NumberOfStep, str]]:
     """Yield the first source that gives all, or multiples by a number of the case; and in words which number that may be."""
-    for details, number in _sources(trial, reported.check):
-        if reported.is_all(number):
+    for details, number in _candidate_sources(trial, reported.check):
+        if reported.matches_all(number):
             yield details, number, ""
             return
-    ratio = reported.ratio(reported.odd[0])
-    factors = [*token_factors(trial, reported.odd[0][1], ratio)]
-    if len({step for _, step in reported.odd}) > 1 and number_text(ratio) != "1":
+    ratio = reported.ratio_to_right(reported.wrong_keys[0])
+    factors = [*token_factors(trial, reported.wrong_keys[0][1], ratio)]
+    if len({step for _, step in reported.wrong_keys}) > 1 and number_text(ratio) != "1":
         factors.append((factor_text(trial, ratio), lambda step: ratio))
     for hint, by_step in factors:
-        multiple: Number = lambda rank, step, by_step=by_step: by_step(step) * reported.right[rank, step]  # type: ignore[misc]  # noqa: E731
-        if reported.is_all(multiple):
+        multiple: NumberOfStep = lambda rank, step, by_step=by_step: by_step(step) * reported.right_numbers[rank, step]  # type: ignore[misc]  # noqa: E731
+        if reported.matches_all(multiple):
             yield (("times", ratio),), multiple, hint.removeprefix(": ")
 
 
-def _sources(trial: Trial, check: str) -> Iterator[Source]:
+def _candidate_sources(trial: Trial, check: str) -> Iterator[NamedNumber]:
     """Yield parts of this number, that of other steps, other numbers, and this one rounded."""
-    right = partial(on_record, trial, check)
+    right = partial(recorded_number, trial, check)
     limit = trial.case.training.max_norm
 
-    def apply_to_right(change: Callable[[float], float]) -> Number:
+    def apply_to_right(change: Callable[[float], float]) -> NumberOfStep:
         return lambda rank, step: None if (right_number := right(rank, step)) is None else change(right_number)
 
     if check == "reported_loss":
-        yield from _losses(trial)
+        yield from _loss_sources(trial)
     elif check == "grad_norm":
-        yield from norms(trial)
+        yield from norm_sources(trial)
     if check == "grad_norm" and limit is not None:
         yield (("after clipping to", limit),), apply_to_right(lambda norm: norm * clip_coefficient(norm, limit))
         yield (("after clipping to", limit),), apply_to_right(lambda norm: min(norm, limit))
     for value in (0.0, trial.case.training.lr):
         yield (("always as", value),), apply_to_right(lambda _, value=value: value)  # type: ignore[misc]
-    yield from of_other_steps(trial, right)
-    for other_check, noun in SHOWN.items():
+    yield from sources_of_other_steps(trial, right)
+    for other_check, noun in NOUNS.items():
         if other_check != check:
-            yield (("as the", noun),), partial(on_record, trial, other_check)
+            yield (("as the", noun),), partial(recorded_number, trial, other_check)
     yield (("rounded to", "float32"),), apply_to_right(lambda number: float(np.float32(number)))
 
 
-def of_other_steps(trial: Trial, right: Number) -> Iterator[Source]:
+def sources_of_other_steps(trial: Trial, right: NumberOfStep) -> Iterator[NamedNumber]:
     """Yield this number of another step, and what is kept of all steps so far."""
     steps = trial.case.steps
     for other_step in steps:
@@ -277,24 +285,29 @@ def of_other_steps(trial: Trial, right: Number) -> Iterator[Source]:
             name = f"as that of {count} step{'s' if count > 1 else ''}"
             side = "before" if sign < 0 else "later"
             yield ((name, side),), lambda rank, step, distance=distance: right(rank, step + distance)  # type: ignore[misc]
-    yield (("as the sum of", "all steps so far"),), partial(_so_far, trial, right, lambda n: (1, 1), False)
+    yield (("as the sum of", "all steps so far"),), partial(_total_so_far, trial, right, lambda n: (1, 1), False)
     yield (
         (("as the mean of", "all steps so far"),),
-        partial(_so_far, trial, right, lambda n: (n / (n + 1), 1 / (n + 1)), False),
+        partial(_total_so_far, trial, right, lambda n: (n / (n + 1), 1 / (n + 1)), False),
     )
-    for share in KEPT:
-        yield (("as a running mean that keeps", share),), partial(_so_far, trial, right, partial(_mixed, share), False)
+    for share in RUNNING_MEAN_SHARES:
+        yield (
+            (("as a running mean that keeps", share),),
+            partial(_total_so_far, trial, right, partial(_running_shares, share), False),
+        )
     name = "as a total of all steps so far, that of before counted times"
     for times in range(1, len(trial.ranks) + 1):  # ranks that bring along what has been reduced over them
-        yield ((name, times),), partial(_so_far, trial, right, lambda n, times=times: (times, 1), True)  # type: ignore[misc]
+        yield ((name, times),), partial(_total_so_far, trial, right, lambda n, times=times: (times, 1), True)  # type: ignore[misc]
 
 
-def _mixed(kept: float, n: int) -> tuple[float, float]:
+def _running_shares(kept: float, n: int) -> tuple[float, float]:
     """Return how often the mean so far and the n-th number count in a running mean that keeps this share."""
     return (kept, 1 - kept) if n else (0, 1)
 
 
-def _so_far(trial: Trial, right: Number, shares: Shares, tokens: bool, rank: int, step: int) -> float | None:
+def _total_so_far(
+    trial: Trial, right: NumberOfStep, shares: RunningShares, tokens: bool, rank: int, step: int
+) -> float | None:
     """Return the total of a number over all steps up to this one. None where the number of one of them is not known.
 
     tokens: whether the numbers are summed as sums over tokens, and divided by the tokens of the last step.
@@ -309,13 +322,15 @@ def _so_far(trial: Trial, right: Number, shares: Shares, tokens: bool, rank: int
     return total / weight
 
 
-def sets_of_ranks(trial: Trial, axes: Sequence[str] = AXES) -> Iterator[tuple[tuple[tuple[str, object], ...], Ranks]]:
+def sets_of_ranks(
+    trial: Trial, axes: Sequence[str] = AXES
+) -> Iterator[tuple[tuple[tuple[str, object], ...], RankSets]]:
     """Yield sets by the axes that a sum is not reduced over, few first; then one rank alone, for all."""
     present = [axis for axis in AXES if getattr(trial.case.dims, axis) > 1]
     for count in range(1, len(present) + 1):
         for missing in itertools.combinations([axis for axis in present if axis in axes], count):
             reduced_over = [axis for axis in present if axis not in missing]
-            sets = groups(trial.case.dims, *reduced_over) if reduced_over else [(rank,) for rank in trial.ranks]
+            sets = groups_along(trial.case.dims, *reduced_over) if reduced_over else [(rank,) for rank in trial.ranks]
             set_of_rank: dict[int, tuple[int, ...]] = {}
             for group in sets:
                 set_of_rank.update(dict.fromkeys(group, group))
@@ -324,7 +339,7 @@ def sets_of_ranks(trial: Trial, axes: Sequence[str] = AXES) -> Iterator[tuple[tu
         yield (("of rank", rank),), dict.fromkeys(trial.ranks, (rank,))
 
 
-def _losses(trial: Trial) -> Iterator[Source]:
+def _loss_sources(trial: Trial) -> Iterator[NamedNumber]:
     """Yield losses of some ranks and all microbatches, one, the first or the last ones, over their tokens or all.
 
     They may be times a number of microbatches.
@@ -350,18 +365,18 @@ def _losses(trial: Trial) -> Iterator[Source]:
             factors = [*dict.fromkeys((1.0, passes, 1 / passes))]
         for factor in factors:
             times = (("times", factor),) if factor != 1 else ()
-            yield (*words, *times), partial(_loss, trial, ranks, microbatches, over_step_tokens, factor)
+            yield (*words, *times), partial(_mean_loss, trial, ranks, microbatches, over_step_tokens, factor)
     for summands in ("ranks", "microbatches"):
         yield (("as a mean of means of", summands),), partial(_mean_of_means, trial, summands)
     for ((_, axes),), _ in sets_of_ranks(trial, SPLIT):
         if isinstance(axes, tuple):
-            yield (("as a mean of means along", axes),), partial(_means_along, trial, axes, False)
-            yield (("as a sum of means along", axes),), partial(_means_along, trial, axes, True)
+            yield (("as a mean of means along", axes),), partial(_combined_means_along, trial, axes, False)
+            yield (("as a sum of means along", axes),), partial(_combined_means_along, trial, axes, True)
 
 
-def _loss(
+def _mean_loss(
     trial: Trial,
-    ranks: Ranks,
+    ranks: RankSets,
     microbatches: tuple[int, int] | None,
     over_step_tokens: bool,
     factor: float,
@@ -375,8 +390,8 @@ def _loss(
     """
     chosen = slice(microbatches[0] - 1, microbatches[1]) if microbatches else slice(None)
     parts: list[tuple[float, int]] = []
-    for losses_of_rank in _parts(trial, ranks[rank], rank, step):
-        parts += losses_of_rank[chosen]
+    for losses in _losses_of_ranks(trial, ranks[rank], rank, step):
+        parts += losses[chosen]
     count = trial.reference_step(step).valid_tokens if over_step_tokens else sum(count for _, count in parts)
     return factor * math.fsum(total for total, _ in parts) / count if parts and count else None
 
@@ -384,11 +399,11 @@ def _loss(
 def _mean_of_means(trial: Trial, summands: str, rank: int, step: int) -> float | None:
     """Return the mean of the mean losses of all ranks, or of all microbatches. None if no loss was seen."""
     sets: list[list[tuple[float, int]]] = []
-    for losses_of_rank in _parts(trial, [*trial.ranks], rank, step):
+    for losses in _losses_of_ranks(trial, [*trial.ranks], rank, step):
         if summands == "microbatches":
-            sets += [[microbatch] for microbatch in losses_of_rank]
-        elif losses_of_rank:
-            sets.append(losses_of_rank)
+            sets += [[microbatch] for microbatch in losses]
+        elif losses:
+            sets.append(losses)
     means = []
     for losses_of_set in sets:
         count = sum(tokens for _, tokens in losses_of_set)
@@ -397,32 +412,32 @@ def _mean_of_means(trial: Trial, summands: str, rank: int, step: int) -> float |
     return math.fsum(means) / len(means) if means else None
 
 
-def _means_along(trial: Trial, axes: tuple[str, ...], summed: bool, rank: int, step: int) -> float | None:
+def _combined_means_along(trial: Trial, axes: tuple[str, ...], summed: bool, rank: int, step: int) -> float | None:
     """Return the sum or the mean of mean losses: each mesh coordinate along these axes has that of its own tokens.
 
     None if one of them is not known.
     """
     members: dict[tuple[int, ...], list[int]] = {}
     for member in trial.ranks:
-        mesh_coordinate = coordinate(trial.case.dims, member)
+        mesh_coordinate = coordinate_of_rank(trial.case.dims, member)
         members.setdefault(tuple(mesh_coordinate[axis] for axis in axes), []).append(member)
-    means = [_loss(trial, {rank: ranks}, None, False, 1.0, rank, step) for ranks in members.values()]
+    means = [_mean_loss(trial, {rank: ranks}, None, False, 1.0, rank, step) for ranks in members.values()]
     known_means = [mean for mean in means if mean is not None]
     return math.fsum(known_means) / (1 if summed else len(known_means)) if len(known_means) == len(means) else None
 
 
-def _parts(trial: Trial, ranks: Sequence[int], rank: int, step: int) -> list[list[tuple[float, int]]]:
+def _losses_of_ranks(trial: Trial, ranks: Sequence[int], rank: int, step: int) -> list[list[tuple[float, int]]]:
     """Return (loss, tokens) of these ranks' microbatches, rank by rank.
 
     Of tp peers, who compute the same, only those with the tp index of the rank count.
     """
-    tp_index = {other: coordinate(trial.case.dims, other)["tp"] for other in trial.ranks}
-    return [losses(trial, other, step) for other in ranks if tp_index.get(other) == tp_index[rank]]
+    tp_index = {other: coordinate_of_rank(trial.case.dims, other)["tp"] for other in trial.ranks}
+    return [losses_of_rank(trial, other, step) for other in ranks if tp_index.get(other) == tp_index[rank]]
 
 
-def norms(trial: Trial, kind: str = GRADIENTS) -> Iterator[Source]:
+def norm_sources(trial: Trial, kind: str = GRADIENTS) -> Iterator[NamedNumber]:
     """Yield norms of the tensors of some ranks or parameters, or norms that are counted in another way."""
-    norm = partial(norm_of, trial, of=kind)
+    norm = partial(recorded_norm, trial, quantity=kind)
     full_norm = cache(norm)
     for details, ranks in sets_of_ranks(trial):
         yield details, partial(norm, ranks=ranks)
@@ -437,25 +452,25 @@ def norms(trial: Trial, kind: str = GRADIENTS) -> Iterator[Source]:
         yield (("without", name),), partial(norm, fqns=all_fqns - fqns)
     for power in (1.0, math.inf):
         yield (("of norm type", power),), partial(norm, power=power)
-    for name, parts in groupings(trial).items():
+    for name, parts in parameter_groupings(trial).items():
         norms_of_parts = [partial(norm, fqns=part) for part in parts]
-        yield (("added up over", name),), partial(_sum_of, norms_of_parts)
+        yield (("added up over", name),), partial(_sum_of_norms, norms_of_parts)
     yield (("to the power of", 2),), lambda rank, step: norm(rank, step) ** 2
-    for name, family in _families(trial).items():
+    for name, family in _parameter_families(trial).items():
         family_norm = cache(partial(norm, fqns=family))
-        yield (("with", f"{name} counted twice"),), partial(_changed, full_norm, [(1, family_norm)])
-        yield (("with", f"{name} left out"),), partial(_changed, full_norm, [(-1, family_norm)])
-        for how, ranks in _lacking(trial, family):
+        yield (("with", f"{name} counted twice"),), partial(_changed_norm, full_norm, [(1, family_norm)])
+        yield (("with", f"{name} left out"),), partial(_changed_norm, full_norm, [(-1, family_norm)])
+        for how, ranks in _incomplete_rank_sets(trial, family):
             part_norm = partial(norm, fqns=family, ranks=ranks)
-            yield (("with", f"{name} {how}"),), partial(_changed, full_norm, [(-1, family_norm), (1, part_norm)])
+            yield (("with", f"{name} {how}"),), partial(_changed_norm, full_norm, [(-1, family_norm), (1, part_norm)])
 
 
-def _sum_of(norms_of_parts: Sequence[Callable[[int, int], float]], rank: int, step: int) -> float:
+def _sum_of_norms(norms_of_parts: Sequence[Callable[[int, int], float]], rank: int, step: int) -> float:
     """Return the sum of several norms, each as the rank sees it."""
     return math.fsum(norm(rank, step) for norm in norms_of_parts)
 
 
-def _families(trial: Trial) -> dict[str, set[str]]:
+def _parameter_families(trial: Trial) -> dict[str, set[str]]:
     """Return each parameter by itself, and those of one name in all layers."""
     families = {fqn: {fqn} for fqn in trial.plan.shapes}
     for fqn in trial.plan.shapes:
@@ -465,13 +480,13 @@ def _families(trial: Trial) -> dict[str, set[str]]:
     return families
 
 
-def _lacking(trial: Trial, fqns: Collection[str]) -> Iterator[tuple[str, Ranks]]:
+def _incomplete_rank_sets(trial: Trial, fqns: Collection[str]) -> Iterator[tuple[str, RankSets]]:
     """Yield the ranks whose parts a norm has, if it lacks those of others along an axis that cuts these parameters."""
     for axis in ("dp_shard", "tp"):
         if _is_cut_along(trial, axis, fqns):
             other_axes = [other for other in AXES if other != axis]
             group_of_rank: dict[int, tuple[int, ...]] = {}
-            for group in groups(trial.case.dims, *other_axes):
+            for group in groups_along(trial.case.dims, *other_axes):
                 group_of_rank.update(dict.fromkeys(group, group))
             yield f"not reduced over {axis}", group_of_rank
             yield f"counted on rank 0 of {axis} alone", dict.fromkeys(group_of_rank, group_of_rank[0])
@@ -487,7 +502,7 @@ def _is_cut_along(trial: Trial, axis: str, fqns: Collection[str]) -> bool:
     return False
 
 
-def _changed(norm: Callable[..., float], terms: Sequence[tuple[int, Number]], rank: int, step: int) -> float:
+def _changed_norm(norm: Callable[..., float], terms: Sequence[tuple[int, NumberOfStep]], rank: int, step: int) -> float:
     """Return the norm with the squares of others added so many times."""
     squares = [times * (other_norm(rank, step) or 0.0) ** 2 for times, other_norm in terms]
     if not all(map(math.isfinite, squares)):
@@ -496,7 +511,7 @@ def _changed(norm: Callable[..., float], terms: Sequence[tuple[int, Number]], ra
     return math.sqrt(max(0.0, norm(rank, step) ** 2 + added))
 
 
-def groupings(trial: Trial) -> dict[str, list[set[str]]]:
+def parameter_groupings(trial: Trial) -> dict[str, list[set[str]]]:
     """Return the parameters that may have a norm of their own, by the name of the grouping."""
     shapes = trial.case.model.parameter_shapes()
     keys: dict[str, Callable[[str], str]] = {
@@ -511,6 +526,6 @@ def groupings(trial: Trial) -> dict[str, list[set[str]]]:
     return sets
 
 
-def norm_of(trial: Trial, rank: int, step: int, ranks: Ranks | None = None, **how: Any) -> float:
+def recorded_norm(trial: Trial, rank: int, step: int, ranks: RankSets | None = None, **how: Any) -> float:
     """Return the norm of those ranks' slices as judge.norms has it, by default as this rank sees all."""
-    return observed.norm_of(trial, step, ranks[rank] if ranks else observed.nearest(trial, rank), **how)
+    return observed.norm_of(trial, step, ranks[rank] if ranks else observed.ranks_by_distance(trial, rank), **how)

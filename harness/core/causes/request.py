@@ -12,26 +12,26 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from harness.core.case.case import Case
-from harness.core.case.features import FEATURE_CHOICES, OR_SWITCHED
+from harness.core.case.features import FEATURE_CHOICES, THREE_WAY_SWITCHES
 from harness.core.case.traits import CHOICES as TRAIT_CHOICES
 from harness.core.case.traits import OBSERVED, TrainerTraits
 from harness.core.case.validation import validate
 from harness.core.causes import declarable
-from harness.core.causes.assume import another_case, another_recipe
+from harness.core.causes.assume import assume_case, assume_recipe
 from harness.core.causes.hypothesis import Broken, Hypothesis
 from harness.core.causes.layouts import other_layouts
-from harness.core.causes.words import extent, finding_line, first_finding, traffic_lines
+from harness.core.causes.words import extent_text, finding_line, first_finding, traffic_lines
 from harness.core.checks import all_checks, run_check
 from harness.core.judge.finding import Finding
-from harness.core.judge.measured import measured
-from harness.core.judge.order import flattened
+from harness.core.judge.measured import with_measured_traits
+from harness.core.judge.order import flatten_trial
 from harness.core.judge.result import Cause, Lines, Result, Verdict
 from harness.core.judge.trial import Trial
 from harness.core.plan.make_plan import make_plan
 from harness.reference.config import CHOICES as RECIPE_CHOICES
-from harness.reference.config import unused
+from harness.reference.config import unused_fields
 
-KINDS = {
+KIND_OF_FIELD = {
     "reshard_after_forward": "another policy after forward",
     "fsdp_units": "other units",
     "compile": "odd traces",
@@ -39,20 +39,20 @@ KINDS = {
     "traits": "another trait",
 }
 """Field -> its kind; all other fields have that of their part of the request."""
-OTHERS = (
+SOLVED_ELSEWHERE = (
     *("steps", "seed", "global_batch", "seq_len", "warmup_steps", "optimizer", "decay", "nesterov", "adjust_lr"),
     *("variable_length", "document_mask", "masked_samples", "all_valid", "last_batch"),
 )
 """Fields of the recipe that are of the optimizer or of the data, which have solvers of their own."""
-OF_CLAIMS = ("collective_order", "initial_weights", "process_groups", "settings")
+CLAIM_CHECKS = ("collective_order", "initial_weights", "process_groups", "settings")
 """Checks of structure that no request makes pass."""
 CHOICES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "features": {**FEATURE_CHOICES, **OR_SWITCHED},
+    "features": {**FEATURE_CHOICES, **THREE_WAY_SWITCHES},
     "training": RECIPE_CHOICES,
     "traits": TRAIT_CHOICES,
 }
-NONE = Result("", Verdict.PASS)
-PAIRS = 300  # pairs of values that are looked at for one check
+NO_RESULT = Result("", Verdict.PASS)
+MOST_PAIRS = 300  # pairs of values that are looked at for one check
 
 Values = Mapping[tuple[str, str], Any]
 """(part of the request: features, training, traits; field) -> value."""
@@ -70,28 +70,28 @@ class Neighbour:
     def assume(self, trial: Trial) -> Trial:
         """Return the trial with the reference of that recipe, judged by the requested one's bounds unless others were
         measured."""
-        assumed = self.planned(trial)
+        assumed = self.with_plan(trial)
         if not trial.reference.steps:
             return assumed
         if any(part == "training" for part, _ in self.values):
-            assumed = replace(assumed, reference=another_recipe(trial, assumed.case.training).reference)
-        return replace(assumed, reference=replace(assumed.reference, noise=_noise(trial, assumed)))
+            assumed = replace(assumed, reference=assume_recipe(trial, assumed.case.training).reference)
+        return replace(assumed, reference=replace(assumed.reference, noise=_noise_of(trial, assumed)))
 
-    def planned(self, trial: Trial) -> Trial:
+    def with_plan(self, trial: Trial) -> Trial:
         """Return the trial with the plan of that request, which is all that checks of structure need."""
-        case = self.case(trial.case)
-        traits = self.traits(trial.traits)
+        case = self.assumed_case(trial.case)
+        traits = self.assumed_traits(trial.traits)
         if {("features", "fsdp_units"), ("features", "wrapper"), ("traits", "fsdp_units")} & self.values.keys():
-            observed = measured(case, traits, trial.run).measured
+            observed = with_measured_traits(case, traits, trial.run).measured
             known = replace(traits.measured, units=observed.units, flat_order=observed.flat_order)
             traits = replace(traits, measured=known)
-        assumed = another_case(replace(trial, plan=replace(trial.plan, traits=traits)), case)
-        return assumed if trial.plan.flat else flattened(assumed)
+        assumed = assume_case(replace(trial, plan=replace(trial.plan, traits=traits)), case)
+        return assumed if trial.plan.flat else flatten_trial(assumed)
 
-    def case(self, case: Case) -> Case:
+    def assumed_case(self, case: Case) -> Case:
         """Return the case with these values. Raise ValueError where there is no such case."""
-        features = replace(case.features, **self._of("features"))
-        training = replace(case.training, **self._of("training"))
+        features = replace(case.features, **self._values_of("features"))
+        training = replace(case.training, **self._values_of("training"))
         other = replace(case, features=features, training=training)
         if other.features.reshard_after_forward == case.features.reshard_after_forward != "default":
             other_units = self.values.get(("features", "fsdp_units")) == OBSERVED
@@ -100,21 +100,21 @@ class Neighbour:
         validate(other, None, "")
         return other
 
-    def traits(self, traits: TrainerTraits) -> TrainerTraits:
+    def assumed_traits(self, traits: TrainerTraits) -> TrainerTraits:
         """Return the traits with these values. Raise ValueError where there are no such traits."""
-        return replace(traits, **self._of("traits"))
+        return replace(traits, **self._values_of("traits"))
 
-    def _of(self, part: str) -> dict[str, Any]:
+    def _values_of(self, part: str) -> dict[str, Any]:
         """Return the values of one part of the request, by field."""
         return {name: value for (part_of_value, name), value in self.values.items() if part_of_value == part}
 
-    def hypothesis(self, trial: Trial, broken: Broken, passing: Sequence[str], lines: Lines) -> Hypothesis:
+    def make_hypothesis(self, trial: Trial, broken: Broken, passing: Sequence[str], lines: Lines) -> Hypothesis:
         """Return what is put to the test. passing: the checks that pass under it on one rank."""
         (part, name), *_ = self.values
         is_trait = part == "traits"
-        kind = KINDS.get(name, KINDS[part])
-        texts = [f"{name} {_text(value)}" for (_, name), value in self.values.items()]
-        expected = " and ".join(_text(value) for value in self.requested.values())
+        kind = KIND_OF_FIELD.get(name, KIND_OF_FIELD[part])
+        texts = [f"{name} {_value_text(value)}" for (_, name), value in self.values.items()]
+        expected = " and ".join(_value_text(value) for value in self.requested.values())
         observed = f"{' and '.join(texts)} is observed"
         if is_trait:
             observed = f"the trainer does as with trait {' and '.join(texts)}"
@@ -122,24 +122,24 @@ class Neighbour:
         cause = Cause(kind, observed, expected=expected, details=details)
         if name == "fsdp_units":  # how the units differ the check has seen
             findings = broken[passing[0]].findings
-            cause = Cause(kind, "", hint=extent(trial, findings), finding=first_finding(findings), details=details)
+            cause = Cause(kind, "", hint=extent_text(trial, findings), finding=first_finding(findings), details=details)
         check_lines = [finding_line(broken[check]) for check in passing if check != "traffic"]
         declaring: Lines = ()
         if part == "features":
-            declaring = declarable.feature_lines(self.case(trial.case))
+            declaring = declarable.feature_declaration_lines(self.assumed_case(trial.case))
         if is_trait:
-            declaring = declarable.declared_lines(trial.case, self._of("traits").items())
+            declaring = declarable.declaration_lines(trial.case, self._values_of("traits").items())
         claimed = OBSERVED in self.values.values()  # which is fitted to what is seen
         fitted = len(self.values) + is_trait + claimed
         return Hypothesis(cause, self.assume, fitted, (*check_lines, *lines, *declaring))
 
 
-def _text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """Return a value as it is written in the request; "none" for None."""
     return "none" if value is None else str(value)
 
 
-def _noise(trial: Trial, assumed: Trial) -> Any:
+def _noise_of(trial: Trial, assumed: Trial) -> Any:
     """Return the noise that bounds are made of, with the requested case's for the assumed one if none was measured for it."""
     noise = trial.reference.noise or (trial.golden.noise if trial.golden else {})
     noise_of_case = noise.get(trial.traits.noise_key(trial.case))
@@ -149,19 +149,21 @@ def _noise(trial: Trial, assumed: Trial) -> Any:
 # ---- the space
 
 
-def singles(trial: Trial) -> Iterator[Neighbour]:
+def neighbours_of_one_field(trial: Trial) -> Iterator[Neighbour]:
     """Yield each other value of one field of the features, the recipe and the trainer's traits, of which there is a case."""
     case = trial.case
     for part, owner in (("features", case.features), ("training", case.training), ("traits", trial.traits)):
-        requested = {field.name: getattr(owner, field.name) for field in fields(owner)} | _in_force(trial, part)
+        requested = {field.name: getattr(owner, field.name) for field in fields(owner)} | _resolved_defaults(
+            trial, part
+        )
         for name, value in requested.items():
-            for other in _choices(trial, part, name, value):
+            for other in _possible_values(trial, part, name, value):
                 neighbour = Neighbour({(part, name): other}, {(part, name): value})
-                if other != value and _exists(neighbour, trial):
+                if other != value and _is_valid(neighbour, trial):
                     yield neighbour
 
 
-def _in_force(trial: Trial, part: str) -> dict[str, Any]:
+def _resolved_defaults(trial: Trial, part: str) -> dict[str, Any]:
     """Return what None stands for, by field of a part of the request."""
     case = trial.case
     computes_in = case.training.compute_dtype or case.training.dtype
@@ -178,30 +180,30 @@ def _in_force(trial: Trial, part: str) -> dict[str, Any]:
     return values.get(part, {})
 
 
-def _choices(trial: Trial, part: str, name: str, value: Any) -> Iterable[Any]:
+def _possible_values(trial: Trial, part: str, name: str, value: Any) -> Iterable[Any]:
     """Return all values of a field: those that its part of the request names, both of a switch, small numbers."""
-    is_the_optimizers = part == "training" and name in {*OTHERS, *unused(trial.case.training)}
+    is_the_optimizers = part == "training" and name in {*SOLVED_ELSEWHERE, *unused_fields(trial.case.training)}
     is_a_feature_too = (part, name) == ("traits", "fsdp_units")
     if is_the_optimizers or is_a_feature_too:
         return ()
     if name == "reshard_after_forward":
         degrees = [n for n in range(2, trial.case.shards) if trial.case.shards % n == 0]
-        usual = ("always", "never", "default")[: 2 if trial.plan.observed is not None else 3]
+        usual = ("always", "never", "default")[: 2 if trial.plan.measured_units is not None else 3]
         return (*usual, *degrees)  # where units are the trainer's choice the default is whatever it does
     named = CHOICES[part].get(name)
     if named is not None:
-        default = part == "traits" or name in _in_force(trial, part)  # None is no separate value
+        default = part == "traits" or name in _resolved_defaults(trial, part)  # None is no separate value
         return (choice for choice in named if choice is not None or not default)
     if isinstance(value, bool):
         return (True, False)
     return range(trial.case.training.global_batch + 1) if isinstance(value, int) else ()
 
 
-def _exists(neighbour: Neighbour, trial: Trial) -> bool:
+def _is_valid(neighbour: Neighbour, trial: Trial) -> bool:
     """Return whether there are such a case and such traits."""
     try:
-        neighbour.case(trial.case)
-        neighbour.traits(trial.traits)
+        neighbour.assumed_case(trial.case)
+        neighbour.assumed_traits(trial.traits)
     except ValueError:
         return False
     return True
@@ -218,73 +220,77 @@ def neighbours(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         return
     if any(hypothesis.cause.kind == "another layout" for hypothesis in hypotheses):
         return
-    looks = {name: _Look.at(trial, result) for name, result in broken.items() if _is_structure(name)}
-    placements = broken.get("placements", NONE).findings
+    looks = {name: _FailingCheck.of_result(trial, result) for name, result in broken.items() if _is_structure(name)}
+    placements = broken.get("placements", NO_RESULT).findings
     if trial.case.wrapper == "fsdp1" and any(finding.kind == "unit" for finding in placements):
         looks = {}  # of its vectors all else follows
     telling: dict[str, list[Neighbour]] = {name: [] for name in looks}
     lines = tuple(traffic_lines(trial)) if "traffic" in broken else ()
     explained = set[str]()
     if looks:
-        for neighbour in singles(trial):
-            results = {name: look.under(neighbour) for name, look in looks.items()}
+        for neighbour in neighbours_of_one_field(trial):
+            results = {name: look.result_under(neighbour) for name, look in looks.items()}
             passing = [name for name, result in results.items() if result.verdict is Verdict.PASS]
-            finding_else = [name for name, result in results.items() if looks[name].finds_else(result)]
+            finding_else = [name for name, result in results.items() if looks[name].has_other_findings(result)]
             if passing and not finding_else:
                 explained |= {*passing}
-                yield neighbour.hypothesis(trial, broken, passing, lines)
+                yield neighbour.make_hypothesis(trial, broken, passing, lines)
             for name in finding_else:
                 telling[name].append(neighbour)
     if not explained:
         for name, candidates in telling.items():
-            for pair in itertools.islice(_pairs(candidates, trial), PAIRS):
-                if looks[name].under(pair).verdict is Verdict.PASS:
-                    yield pair.hypothesis(trial, broken, [name], lines)
-    yield from _nothing_cut(trial, broken)
+            for pair in itertools.islice(_neighbours_of_two_fields(candidates, trial), MOST_PAIRS):
+                if looks[name].result_under(pair).verdict is Verdict.PASS:
+                    yield pair.make_hypothesis(trial, broken, [name], lines)
+    yield from _zero_as_replicas(trial, broken)
 
 
 def _is_structure(name: str) -> bool:
     """Return whether a request may make this check pass: it judges structure, or samples."""
-    return name == "samples" or (all_checks()[name].STAGE == "structure" and name not in OF_CLAIMS)
+    return name == "samples" or (all_checks()[name].STAGE == "structure" and name not in CLAIM_CHECKS)
 
 
-def _pairs(candidates: Iterable[Neighbour], trial: Trial) -> Iterator[Neighbour]:
+def _neighbours_of_two_fields(candidates: Iterable[Neighbour], trial: Trial) -> Iterator[Neighbour]:
     """Yield two values of different fields, by both of which a check finds something else."""
     for first, second in itertools.combinations(candidates, 2):
         if first.values.keys().isdisjoint(second.values):
             pair = Neighbour({**first.values, **second.values}, {**first.requested, **second.requested})
-            if _exists(pair, trial):
+            if _is_valid(pair, trial):
                 yield pair
 
 
 @dataclass(frozen=True)
-class _Look:
+class _FailingCheck:
     """One failing check, at the rank of its first finding alone; of all ranks where it passes there."""
 
     name: str
     trial: Trial
-    alone: Trial
+    trial_of_rank: Trial
     findings: frozenset[Finding]
 
     @classmethod
-    def at(cls, trial: Trial, result: Result) -> _Look:
+    def of_result(cls, trial: Trial, result: Result) -> _FailingCheck:
         """Return the failing check of this result, at the rank of its first finding."""
         ranks = (*(rank for rank in result.findings[0].ranks if rank in trial.ranks), min(trial.ranks))
         run = replace(trial.run, ranks={ranks[0]: trial.ranks[ranks[0]]}, chosen=ranks[:1])
         alone = trial if result.check == "samples" else replace(trial, run=run)
-        return cls(result.check, trial, alone, frozenset((*result.findings, *_judged(result.check, alone).findings)))
+        return cls(
+            result.check, trial, alone, frozenset((*result.findings, *_result_of_check(result.check, alone).findings))
+        )
 
-    def under(self, neighbour: Neighbour) -> Result:
+    def result_under(self, neighbour: Neighbour) -> Result:
         """Return the check's result under another request."""
-        result = _judged(self.name, neighbour.planned(self.alone))
-        return _judged(self.name, neighbour.planned(self.trial)) if result.verdict is Verdict.PASS else result
+        result = _result_of_check(self.name, neighbour.with_plan(self.trial_of_rank))
+        return (
+            _result_of_check(self.name, neighbour.with_plan(self.trial)) if result.verdict is Verdict.PASS else result
+        )
 
-    def finds_else(self, result: Result) -> bool:
+    def has_other_findings(self, result: Result) -> bool:
         """Return whether the result has a finding that there was not before."""
         return not self.findings >= {*result.findings}
 
 
-def _judged(name: str, trial: Trial) -> Result:
+def _result_of_check(name: str, trial: Trial) -> Result:
     """Return the result of one check on this trial."""
     return run_check(name, all_checks()[name].check, trial)
 
@@ -292,17 +298,17 @@ def _judged(name: str, trial: Trial) -> Result:
 # ---- ZeRO
 
 
-def _nothing_cut(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+def _zero_as_replicas(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Yield that ZeRO-1 or 2 ran as ZeRO-0, which is DDP.
 
     Then whole gradients are reduced, and every rank's optimizer has all of them.
     """
     if trial.case.wrapper in ("zero1", "zero2") and "memory" in broken:
         cause = Cause("another stage of ZeRO", "wrapper zero0 is observed", expected=trial.case.wrapper)
-        yield Hypothesis(cause, _as_replicas, 1, (finding_line(broken["memory"]),))
+        yield Hypothesis(cause, _with_replicas, 1, (finding_line(broken["memory"]),))
 
 
-def _as_replicas(trial: Trial) -> Trial:
+def _with_replicas(trial: Trial) -> Trial:
     """Return the trial with the traffic of DDP and the vectors of ZeRO, of which each rank has all."""
     dims = replace(trial.case.dims, dp_shard=1, dp_replicate=trial.case.dims.dp_shard)
     case = replace(trial.case, dims=dims, features=replace(trial.case.features, wrapper="ddp"))

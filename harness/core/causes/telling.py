@@ -6,20 +6,20 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from harness.core.causes.differences import NUMBERS
+from harness.core.causes.differences import NUMBER_CHECKS
 from harness.core.causes.engine import Explanation
 from harness.core.causes.hypothesis import Fact, Hypothesis
-from harness.core.causes.localise import KIND, localise
+from harness.core.causes.localise import UNEXPLAINED, localise
 from harness.core.causes.words import Broken
 from harness.core.checks import all_checks, run_check
 from harness.core.judge.result import Cause, Diagnosis, Line, Lines, Result, Verdict
 from harness.core.judge.trial import Trial, launch_label
 
-HARMLESS = frozenset({"memory", "traffic"})
+HARMLESS_CHECKS = frozenset({"memory", "traffic"})
 """Checks of what is kept or moved in addition: where more is wrong, that goes first."""
 
 
-def broken_elsewhere(trial: Trial, results: Sequence[Result], diagnosed: Sequence[Result]) -> Lines:
+def other_launch_lines(trial: Trial, results: Sequence[Result], diagnosed: Sequence[Result]) -> Lines:
     """Return the checks that fail in a launch, and not in the one that is diagnosed: maybe another mistake.
 
     diagnosed: the results of the launch that is diagnosed.
@@ -30,59 +30,63 @@ def broken_elsewhere(trial: Trial, results: Sequence[Result], diagnosed: Sequenc
     for result in results:
         if result.verdict is Verdict.FAIL and result.check not in failing_there and result.findings:
             finding = replace(result.findings[0], launch=where)
-            lines.append(("also failing", Cause(KIND, "", finding=finding)))
+            lines.append(("also failing", Cause(UNEXPLAINED, "", finding=finding)))
     return tuple(lines)
 
 
-def told(trial: Trial, results: Sequence[Result], explanation: Explanation) -> Diagnosis:
+def build_diagnosis(trial: Trial, results: Sequence[Result], explanation: Explanation) -> Diagnosis:
     """Return the diagnosis: what is proven and what was seen; and of what neither explains, where it first goes wrong."""
     proofs = explanation.proofs
     seen_causes = {fact.cause for fact in explanation.facts}
     hypotheses = sorted(
         proofs[0].hypotheses if proofs else (), key=lambda hypothesis: hypothesis.cause not in seen_causes
     )
-    facts, symptoms = _besides(hypotheses, explanation.facts)
+    facts, symptoms = _causes_and_symptoms(hypotheses, explanation.facts)
     unfinished = [fact for fact in facts if "completed" in fact.checks]  # what did not run explains the most
     all_lines: dict[Cause, Lines] = {fact.cause: fact.lines for fact in unfinished}
     all_lines |= {hypothesis.cause: hypothesis.lines for hypothesis in hypotheses}
     all_lines |= {fact.cause: fact.lines for fact in facts}
     lines_of_causes: dict[Cause, Lines] = {}
     for cause, cause_lines in all_lines.items():
-        if not _said_before(cause, all_lines):
+        if not _is_repeated(cause, all_lines):
             lines_of_causes[cause] = cause_lines
     lines: list[Line] = []
     for cause_lines in lines_of_causes.values():
         lines += cause_lines
     lines += [("also seen", fact.cause) for fact in symptoms]
     lines += _other_proofs(explanation)
-    unexplained = {result.check: result for result in results if result.check in explanation.left and result.findings}
+    unexplained = {
+        result.check: result for result in results if result.check in explanation.unexplained and result.findings
+    }
     if unexplained:
-        is_assumed = bool(proofs) and not proofs[0].renumbers
+        is_assumed = bool(proofs) and not proofs[0].renumbers_ranks
         assumed = proofs[0].assumed if is_assumed else trial
         if is_assumed:
             rerun = {name: run_check(name, all_checks()[name].check, assumed) for name in unexplained}
             unexplained = {name: result for name, result in rerun.items() if result.findings} or unexplained
         passing = frozenset(result.check for result in results if result.verdict is Verdict.PASS)
-        location, location_lines = _located(assumed, unexplained, explanation.tried, passing, bool(lines_of_causes))
+        location, location_lines = _locate(
+            assumed, unexplained, explanation.tried_count, passing, bool(lines_of_causes)
+        )
         label = "still failing" if is_assumed else "not explained"
         # where only harmless facts are known and numbers are wrong, the place of the wrong numbers is the cause
-        only_harmless = all(HARMLESS.issuperset(fact.checks) for fact in facts)
-        location_first = not proofs and only_harmless and bool(NUMBERS & {*unexplained})
+        only_harmless = all(HARMLESS_CHECKS.issuperset(fact.checks) for fact in facts)
+        location_first = not proofs and only_harmless and bool(NUMBER_CHECKS & {*unexplained})
         if lines_of_causes and not location_first:
             lines += [(label, location), *location_lines]
         else:
             lines += location_lines
         if location_first or not lines_of_causes:
             lines_of_causes = {location: (), **lines_of_causes}
-    lines += [("not tried", text) for text in explanation.raised]
-    if explanation.ended:
-        lines.append(("not searched further", explanation.ended))
+    lines += [("not tried", text) for text in explanation.errors]
+    if explanation.end_reason:
+        lines.append(("not searched further", explanation.end_reason))
     lines = [line for line in dict.fromkeys(lines) if line[1] not in lines_of_causes]
-    explained = _explained(explanation)
+    explained = _checks_by_cause(explanation)
     causes = []
     for cause in lines_of_causes:
-        causes.append(_with_extent(cause, explained.get(cause, explanation.left), results))
-    return Diagnosis(tuple(causes), (*_assuming(explanation, results), *lines))
+        causes.append(_with_extent(cause, explained.get(cause, explanation.unexplained), results))
+    return Diagnosis(tuple(causes), (*_assumption_lines(explanation, results), *lines))
 
 
 def _other_proofs(explanation: Explanation) -> Lines:
@@ -97,7 +101,7 @@ def _other_proofs(explanation: Explanation) -> Lines:
     return tuple(lines)
 
 
-def _said_before(cause: Cause, causes: Iterable[Cause]) -> bool:
+def _is_repeated(cause: Cause, causes: Iterable[Cause]) -> bool:
     """Return whether an earlier cause of that kind says the same, and maybe more."""
     earlier = itertools.takewhile(lambda other: other is not cause, causes)
     return bool(cause.observed) and any(
@@ -105,13 +109,13 @@ def _said_before(cause: Cause, causes: Iterable[Cause]) -> bool:
     )
 
 
-def _explained(explanation: Explanation) -> dict[Cause, tuple[str, ...]]:
+def _checks_by_cause(explanation: Explanation) -> dict[Cause, tuple[str, ...]]:
     """Return the failing checks by what explains them."""
     explained = {fact.cause: fact.checks for fact in explanation.facts}
     if explanation.proofs:
         proof = explanation.proofs[0]
         for hypothesis in proof.hypotheses:
-            explained[hypothesis.cause] = proof.explained or hypothesis.seen
+            explained[hypothesis.cause] = proof.explained or hypothesis.seen_by
     return explained
 
 
@@ -131,30 +135,30 @@ def _with_extent(cause: Cause, checks: Sequence[str], results: Sequence[Result])
     )
 
 
-def _besides(hypotheses: Sequence[Hypothesis], facts: Sequence[Fact]) -> tuple[list[Fact], list[Fact]]:
+def _causes_and_symptoms(hypotheses: Sequence[Hypothesis], facts: Sequence[Fact]) -> tuple[list[Fact], list[Fact]]:
     """Return facts that are causes in addition to what is proven, and symptoms, which are causes if there is no other.
 
     A finding alone adds nothing to a proven cause of its kind.
     """
     proven = {hypothesis.cause.kind for hypothesis in hypotheses}
     new = [fact for fact in facts if fact.cause.observed or fact.cause.kind not in proven]
-    named = [fact for fact in new if not fact.symptom]
-    symptoms = [fact for fact in new if fact.symptom]
+    named = [fact for fact in new if not fact.is_symptom]
+    symptoms = [fact for fact in new if fact.is_symptom]
     return (named, symptoms) if hypotheses or named else (symptoms, [])
 
 
-def _located(
+def _locate(
     trial: Trial, unexplained: Broken, tried: int, passing: frozenset[str], others_explained: bool
 ) -> tuple[Cause, Lines]:
     """Return the place where checks that nothing explains first go wrong. Where that raises, return their first finding."""
     try:
         return localise(trial, unexplained, tried, passing, others_explained=others_explained)
     except Exception as error:
-        cause = Cause(KIND, "", finding=next(iter(unexplained.values())).findings[0])
+        cause = Cause(UNEXPLAINED, "", finding=next(iter(unexplained.values())).findings[0])
         return cause, (("not located", f"{type(error).__name__}: {error}"),)
 
 
-def _assuming(explanation: Explanation, results: Sequence[Result]) -> Lines:
+def _assumption_lines(explanation: Explanation, results: Sequence[Result]) -> Lines:
     """Return how many failing checks pass under what is proven; empty if nothing is."""
     if not explanation.proofs:
         return ()
@@ -162,7 +166,7 @@ def _assuming(explanation: Explanation, results: Sequence[Result]) -> Lines:
     failed = {result.check for result in results if result.verdict is Verdict.FAIL}
     given = set[str]()
     for hypothesis in proof.hypotheses:
-        given.update(hypothesis.given)
+        given.update(hypothesis.given_checks)
     given &= failed
     broken = len(failed - given)
     proven = [check for check in proof.explained if check not in given]
@@ -176,12 +180,12 @@ def _assuming(explanation: Explanation, results: Sequence[Result]) -> Lines:
     if seen_checks:
         ending += f"; seen, not proven: {', '.join(seen_checks)}"
     fails = "no passing check fails"
-    if proof.aside:
-        fails += f" but {', '.join(proof.aside)}, which is left aside"
+    if proof.tolerated_failures:
+        fails += f" but {', '.join(proof.tolerated_failures)}, which is left aside"
     return (("assuming this", f"{len(proven)} of {broken} failing checks pass, and {fails}{ending}"),)
 
 
-def what_weaker_tests_say(results: Sequence[Result]) -> Lines:
+def weaker_test_lines(results: Sequence[Result]) -> Lines:
     """Return the checks that pass although the trainer is wrong: what weaker tests would have said."""
     passing = {result.check: result for result in results if result.verdict is Verdict.PASS}
     broken = {result.check for result in results if result.verdict is Verdict.FAIL}

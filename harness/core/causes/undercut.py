@@ -11,12 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.core.causes.differences import OF_GRADIENTS
+from harness.core.causes.differences import GRADIENT_CHECKS
 from harness.core.causes.hypothesis import Proof, judge_check
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Result, Verdict
 
-GRADIENTS_AND_DEEPER = OF_GRADIENTS | {"reported_numbers", "reported_rate", "golden"}
+GRADIENTS_AND_DEEPER = GRADIENT_CHECKS | {"reported_numbers", "reported_rate", "golden"}
 """Checks of gradients, of what is made of them, and of what is reported. `golden` passes under every assumption."""
 ANY_KIND: frozenset[str] = frozenset()
 
@@ -36,7 +36,7 @@ class Undercut:
 
     def applies(self, proof: Proof, results: Sequence[Result]) -> bool:
         """Return whether a proof of these results is none by this row."""
-        left = self.left & {*proof.left}
+        left = self.left & {*proof.unexplained}
         kinds = {hypothesis.cause.kind for hypothesis in proof.hypotheses}
         if not left or not self.follows.issuperset(proof.explained):
             return False
@@ -72,14 +72,16 @@ def is_undercut(proof: Proof, results: Sequence[Result], table: Sequence[Undercu
 def first_left_step(proof: Proof, results: Sequence[Result], checks: frozenset[str]) -> float:
     """Return the first step in which one of the checks still fails under the proof's assumption.
 
-    A check that cannot be judged under it, for lack of a bound, counts as before. Without any step it is so from the start.
+    A check that cannot be judged under it, for lack of a bound, counts as before. A check whose
+    findings are of no step fails from the start.
     """
-    steps: list[int] = []
+    first_steps: list[int] = []
     for result in results:
         if result.check in checks:
             assumed = judge_check(proof.assumed, result.check)
-            steps += steps_of(assumed.findings if assumed.verdict is Verdict.FAIL else result.findings)
-    return min(steps, default=0)
+            findings = assumed.findings if assumed.verdict is Verdict.FAIL else result.findings
+            first_steps.append(min(steps_of(findings), default=0))
+    return min(first_steps, default=0)
 
 
 def first_explained_step(proof: Proof, results: Sequence[Result]) -> float:

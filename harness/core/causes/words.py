@@ -10,7 +10,7 @@ import numpy as np
 from harness.core.evidence.text import bytes_text, ranks_text
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Line, Result
-from harness.core.judge.traffic import OF_PARAMETERS, observed_outside
+from harness.core.judge.traffic import PARAMETER_ROLES, observed_bytes_outside
 from harness.core.judge.traffic import observed as observed_traffic
 from harness.core.judge.trial import Trial
 from harness.core.plan.traffic.flow import OUTSIDE, Flow
@@ -21,18 +21,18 @@ Pair = tuple[int, str]  # rank, fqn
 Arrays = dict[str, np.ndarray]  # by fqn
 
 
-def some(names: Sequence[str], most_names: int = 2) -> str:
+def shorten_names(names: Sequence[str], most_names: int = 2) -> str:
     """Return the first names, and how many more there are: "a, b and 3 more"."""
     ending = f" and {len(names) - most_names} more" if len(names) > most_names else ""
     return ", ".join(names[:most_names]) + ending
 
 
-def rank_words(ranks: Sequence[int]) -> str:
+def rank_text(ranks: Sequence[int]) -> str:
     """Return "rank 3" or "ranks [0,1]"."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks_text(list(ranks))}"
 
 
-def steps_words(steps: Sequence[int]) -> str:
+def steps_text(steps: Sequence[int]) -> str:
     """Return "step 3" or "steps 1, 2, 3"."""
     noun = "steps" if len(steps) > 1 else "step"
     return f"{noun} {', '.join(map(str, steps))}"
@@ -48,7 +48,7 @@ def first_finding(findings: Sequence[Finding]) -> Finding:
     return replace(first, ranks=tuple(sorted(ranks)))
 
 
-def elsewhere(findings: Sequence[Finding]) -> str:
+def elsewhere_text(findings: Sequence[Finding]) -> str:
     """Return the ranks and steps that have a finding of the first one's quantity, beside it; empty if there are none."""
     first = findings[0]
     ranks = {*first_finding(findings).ranks}
@@ -63,34 +63,34 @@ def elsewhere(findings: Sequence[Finding]) -> str:
     other_ranks -= ranks
     texts = []
     if other_ranks:
-        texts.append(f"on {rank_words(sorted(other_ranks))}")
+        texts.append(f"on {rank_text(sorted(other_ranks))}")
     if other_steps:
-        texts.append(f"in {steps_words(sorted(other_steps))}")
+        texts.append(f"in {steps_text(sorted(other_steps))}")
     return f"also {' and '.join(texts)}" if texts else ""
 
 
-def on_ranks(trial: Trial, ranks: Iterable[int]) -> str:
+def on_ranks_text(trial: Trial, ranks: Iterable[int]) -> str:
     """Return " on ranks [0,1]"; nothing if it is all of them."""
     ranks = sorted(set(ranks))
-    return "" if len(ranks) == len(trial.ranks) else f" on {rank_words(ranks)}"
+    return "" if len(ranks) == len(trial.ranks) else f" on {rank_text(ranks)}"
 
 
-def in_order(trial: Trial, fqns: Iterable[str]) -> list[str]:
+def sort_fqns(trial: Trial, fqns: Iterable[str]) -> list[str]:
     """Return each parameter once, in the model's order."""
     names = set(fqns)
     return [fqn for fqn in trial.plan.shapes if fqn in names]
 
 
-def in_parameters(trial: Trial, fqns: Iterable[str]) -> str:
+def in_parameters_text(trial: Trial, fqns: Iterable[str]) -> str:
     """Return "in every parameter", or "in 2 of 12 parameters (a, b)"."""
-    fqns = in_order(trial, fqns)
+    fqns = sort_fqns(trial, fqns)
     total = len(trial.plan.shapes)
     if len(fqns) == total:
         return "in every parameter"
-    return f"in {len(fqns)} of {total} parameters ({some(modules(trial, fqns))})"
+    return f"in {len(fqns)} of {total} parameters ({shorten_names(layers_or_parameters(trial, fqns))})"
 
 
-def modules(trial: Trial, fqns: Sequence[str]) -> list[str]:
+def layers_or_parameters(trial: Trial, fqns: Sequence[str]) -> list[str]:
     """Return layers of which all parameters are among them, and the other parameters, in order."""
     layers = {fqn: ".".join(fqn.split(".")[:2]) for fqn in fqns if fqn.startswith("layers.")}
     incomplete = set[str]()
@@ -110,15 +110,15 @@ def where_text(trial: Trial, pairs: Iterable[Pair]) -> str:
     The text says so where that is a union: where a rank holds more of them than it has in `pairs`.
     """
     pairs = set(pairs)
-    return in_parameters(trial, (fqn for _, fqn in pairs)) + on_their_ranks(trial, pairs)
+    return in_parameters_text(trial, (fqn for _, fqn in pairs)) + on_their_ranks_text(trial, pairs)
 
 
-def on_their_ranks(trial: Trial, pairs: Iterable[Pair]) -> str:
+def on_their_ranks_text(trial: Trial, pairs: Iterable[Pair]) -> str:
     """Return on_ranks, and whether some of these ranks hold more of these parameters than they have in `pairs`."""
     pairs = set(pairs)
     fqns = {fqn for _, fqn in pairs}
     ranks = {rank for rank, _ in pairs}
-    text = on_ranks(trial, ranks)
+    text = on_ranks_text(trial, ranks)
     for rank in ranks:
         held_fqns = {tensor.fqn for tensor in trial.ranks[rank].parameters if tensor.value.size}
         has_more = any((rank, fqn) not in pairs for fqn in held_fqns & fqns)
@@ -127,7 +127,7 @@ def on_their_ranks(trial: Trial, pairs: Iterable[Pair]) -> str:
     return text
 
 
-def extent(trial: Trial, findings: Iterable[Finding]) -> str:
+def extent_text(trial: Trial, findings: Iterable[Finding]) -> str:
     """Return in which parameters and on which ranks these are, where that is more than the first one says."""
     pairs = set[Pair]()
     for finding in findings:
@@ -136,7 +136,7 @@ def extent(trial: Trial, findings: Iterable[Finding]) -> str:
     return where_text(trial, pairs) if len(pairs) > 1 else ""
 
 
-def from_step(trial: Trial, step: int) -> str:
+def from_step_text(trial: Trial, step: int) -> str:
     """Return "from step 2 on"; "in step 3" of the last, after which there is none to show it."""
     return f"in step {step}" if step >= trial.case.steps[-1] else f"from step {step} on"
 
@@ -160,10 +160,10 @@ def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
     declared = "declared" in trial.run.provided
     rank = min(trial.ranks)
     least = "" if declared else "at least "
-    planned = (flow for flow in trial.plan.flows[rank] if declared or flow.role in OF_PARAMETERS)
+    planned = (flow for flow in trial.plan.flows[rank] if declared or flow.role in PARAMETER_ROLES)
     bytes_inside = observed_traffic(trial, trial.ranks[rank], trial.first_step)
-    bytes_outside = observed_outside(trial.ranks[rank], trial.first_step)
-    for (axis, op, phase), flows in _by_collective(planned).items():
+    bytes_outside = observed_bytes_outside(trial.ranks[rank], trial.first_step)
+    for (axis, op, phase), flows in _flows_by_collective(planned).items():
         key = (trial.plan.group_of(rank, axis), op, phase)
         planned_bytes = sum(flow.bytes for flow in flows)
         moved = bytes_inside.get(key, 0) if phase != OUTSIDE else min(planned_bytes, bytes_outside.get(key, 0))
@@ -176,7 +176,7 @@ def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
             yield "traffic", f"{collective}: {expected}, observed {bytes_text(moved)}"
 
 
-def _by_collective(flows: Iterable[Flow]) -> dict[tuple[str, str, str], list[Flow]]:
+def _flows_by_collective(flows: Iterable[Flow]) -> dict[tuple[str, str, str], list[Flow]]:
     """Return flows by (axis, op, phase). Those of one key cannot be distinguished: over cp both parameters and keys are
     gathered."""
     flows_by_collective: dict[tuple[str, str, str], list[Flow]] = {}

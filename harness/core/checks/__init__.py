@@ -29,11 +29,11 @@ STAGES = ("process", "structure", "data", "numbers")
 def all_checks() -> dict[str, ModuleType]:
     """Return the module of every check by name, in the order of display."""
     names = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
-    modules = {name: _complete(importlib.import_module(f"{__name__}.{name}")) for name in names}
+    modules = {name: _require_complete(importlib.import_module(f"{__name__}.{name}")) for name in names}
     return dict(sorted(modules.items(), key=lambda item: (STAGES.index(item[1].STAGE), item[0])))
 
 
-def _complete(module: ModuleType) -> ModuleType:
+def _require_complete(module: ModuleType) -> ModuleType:
     """Return the module of a check. Raises CheckError for a file that is no check, with all that it lacks."""
     needs = getattr(module, "NEEDS", None)
     lacking = {
@@ -47,12 +47,12 @@ def _complete(module: ModuleType) -> ModuleType:
     return module
 
 
-def judging(provided: Provided) -> frozenset[str]:
+def applicable_checks(provided: Provided) -> frozenset[str]:
     """Return the checks that judge evidence of a kind that provides this."""
-    return frozenset(name for name, module in all_checks().items() if provided.lack(module.NEEDS) is None)
+    return frozenset(name for name, module in all_checks().items() if provided.find_lack(module.NEEDS) is None)
 
 
-def statement(name: str) -> str:
+def check_sentence(name: str) -> str:
     """Return the check in one sentence: the first line of the file's docstring."""
     return (all_checks()[name].__doc__ or "").strip().splitlines()[0]
 
@@ -62,11 +62,11 @@ def judge(trial: Trial) -> tuple[Result, ...]:
     results = []
     for name, module in all_checks().items():
         results_by_launch = [run_check(name, module.check, launch) for launch in trial.launches]
-        results.append(_of_all_launches(trial, results_by_launch))
+        results.append(_merge_launch_results(trial, results_by_launch))
     return tuple(results)
 
 
-def _of_all_launches(trial: Trial, results: list[Result]) -> Result:
+def _merge_launch_results(trial: Trial, results: list[Result]) -> Result:
     """Return the worst verdict, the sum of what was examined, and all findings, each with the label of its launch.
 
     The note is that of the last launch with this verdict.
@@ -97,7 +97,7 @@ def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Resu
     """
     provided = trial.provided
     needs = all_checks()[name].NEEDS
-    if lack := provided.lack(needs):
+    if lack := provided.find_lack(needs):
         return Result(name, Verdict.UNKNOWN if lack.unknown else Verdict.NOT_APPLICABLE, note=lack.why)
     try:
         result = check(trial)
@@ -113,6 +113,6 @@ def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Resu
         return Result(name, Verdict.UNKNOWN, note=f"the check itself raised {error!r} in {location}")
     if result.verdict is not Verdict.PASS:
         return result
-    if doubt := provided.doubt(needs):
+    if doubt := provided.reason_of_doubt(needs):
         return replace(result, verdict=Verdict.UNKNOWN, note=doubt)
     return result if result.examined else Result(name, Verdict.UNKNOWN, note="nothing was examined")

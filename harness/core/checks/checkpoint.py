@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from harness.core.evidence.checkpoint_index import TIED, Checkpoint, SavedTensor
+from harness.core.evidence.checkpoint_index import TIED_OUTPUT_FQN, Checkpoint, SavedTensor
 from harness.core.judge.finding import Finding, Limit
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.core.judge.trial import Trial
@@ -20,11 +20,11 @@ from harness.core.judge.trial import Trial
 STAGE = "data"
 NEEDS = frozenset({"checkpoint"})
 
-Key = tuple[str, str]
+TensorKey = tuple[str, str]
 """The quantity (parameter, or the optimizer's name for its state) and the parameter's fqn."""
 
 PARAMETER = "parameter"
-SMALL = 16 * 1024
+SMALL_BYTES = 16 * 1024
 
 
 def check(trial: Trial) -> Result:
@@ -34,16 +34,16 @@ def check(trial: Trial) -> Result:
     if checkpoint is None or checkpoint.unread:
         note = checkpoint.unread if checkpoint else "what was saved was not examined"
         return Result("checkpoint", Verdict.UNKNOWN, note=note)
-    findings = [*_beyond(trial, checkpoint), *_wrong(trial, checkpoint)]
+    findings = [*_excess_findings(trial, checkpoint), *_tensor_findings(trial, checkpoint)]
     return verdict_of("checkpoint", findings, examined=len(checkpoint.tensors))
 
 
-def wanted(trial: Trial) -> dict[Key, set[str]]:
+def expected_tensors(trial: Trial) -> dict[TensorKey, set[str]]:
     """Return the tensors that should be saved, each with the dtypes that it may have.
 
     Evidence stores a bfloat16 as float32, so a state in float32 of a bfloat16 parameter may have either.
     """
-    types: dict[Key, set[str]] = defaultdict(set)
+    types: dict[TensorKey, set[str]] = defaultdict(set)
     for evidence in trial.ranks.values():
         own_dtypes = {tensor.fqn: tensor.dtype for tensor in evidence.parameters}
         for fqn, dtype in own_dtypes.items():
@@ -60,47 +60,47 @@ def wanted(trial: Trial) -> dict[Key, set[str]]:
     return {key: names for key, names in types.items() if names}
 
 
-def saved(trial: Trial, checkpoint: Checkpoint) -> dict[Key, list[SavedTensor]]:
+def saved_tensors_by_key(trial: Trial, checkpoint: Checkpoint) -> dict[TensorKey, list[SavedTensor]]:
     """Return the floating-point tensors that belong to a parameter, by the quantity that their name is taken for."""
-    names = {name for name, _ in wanted(trial)} - {PARAMETER}
-    by_key: dict[Key, list[SavedTensor]] = defaultdict(list)
+    names = {name for name, _ in expected_tensors(trial)} - {PARAMETER}
+    by_key: dict[TensorKey, list[SavedTensor]] = defaultdict(list)
     for tensor in checkpoint.tensors:
-        if tensor.fqn and _counts(tensor):
+        if tensor.fqn and _is_examined(tensor):
             name = next((name for name in names if name in tensor.name.split(".")), PARAMETER)
             by_key[name, tensor.fqn].append(tensor)
     return dict(by_key)
 
 
-def may_be(trial: Trial, key: Key) -> int:
+def count_allowed_tensors(trial: Trial, key: TensorKey) -> int:
     """Return how many tensors of this key a checkpoint may have. A tied weight may be saved under both of its names."""
-    is_tied_weight = trial.case.model.tied_embeddings and key == (PARAMETER, TIED)
-    return int(key in wanted(trial) or is_tied_weight)
+    is_tied_weight = trial.case.model.tied_embeddings and key == (PARAMETER, TIED_OUTPUT_FQN)
+    return int(key in expected_tensors(trial) or is_tied_weight)
 
 
-def unknown(trial: Trial, checkpoint: Checkpoint) -> list[SavedTensor]:
+def tensors_of_no_parameter(trial: Trial, checkpoint: Checkpoint) -> list[SavedTensor]:
     """Return the floating-point tensors that belong to no parameter of the model."""
-    return [tensor for tensor in checkpoint.tensors if not tensor.fqn and _counts(tensor)]
+    return [tensor for tensor in checkpoint.tensors if not tensor.fqn and _is_examined(tensor)]
 
 
-def _counts(tensor: SavedTensor) -> bool:
+def _is_examined(tensor: SavedTensor) -> bool:
     return "float" in tensor.dtype and math.prod(tensor.shape) > 1
 
 
-def _beyond(trial: Trial, checkpoint: Checkpoint) -> Iterator[Finding]:
+def _excess_findings(trial: Trial, checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield findings of tensors, objects and files that are more than there should be."""
-    for (name, fqn), tensors in saved(trial, checkpoint).items():
-        allowed_count = may_be(trial, (name, fqn))
+    for (name, fqn), tensors in saved_tensors_by_key(trial, checkpoint).items():
+        allowed_count = count_allowed_tensors(trial, (name, fqn))
         if len(tensors) > allowed_count:
             names = ", ".join(tensor.name for tensor in tensors)
             subject: dict[str, Any] = {"kind": "parameter", "name": fqn, "quantity": name, "unit": "tensors"}
             yield Finding(**subject, expected=allowed_count, observed=len(tensors), note=names)
-    for tensor in unknown(trial, checkpoint):
+    for tensor in tensors_of_no_parameter(trial, checkpoint):
         observed = f"{tensor.dtype} {tensor.shape}"
         yield Finding(kind="file", name=tensor.name, expected="a parameter or its optimizer state", observed=observed)
     for name, size in (checkpoint.objects or {}).items():
-        if size > SMALL:
-            yield Finding(kind="file", name=name, expected=Limit(most=SMALL), observed=size, unit="bytes")
-    allowed_bytes = SMALL * trial.case.dims.world_size
+        if size > SMALL_BYTES:
+            yield Finding(kind="file", name=name, expected=Limit(most=SMALL_BYTES), observed=size, unit="bytes")
+    allowed_bytes = SMALL_BYTES * trial.case.dims.world_size
     if checkpoint.unindexed > allowed_bytes:
         limit = Limit(most=allowed_bytes)
         yield Finding(
@@ -108,24 +108,30 @@ def _beyond(trial: Trial, checkpoint: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _wrong(trial: Trial, checkpoint: Checkpoint) -> Iterator[Finding]:
+def _tensor_findings(trial: Trial, checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield findings of tensors that are lacking, not whole, stored more than once, or of another dtype."""
-    saved_tensors = saved(trial, checkpoint)
+    saved_tensors = saved_tensors_by_key(trial, checkpoint)
     shapes = trial.case.model.parameter_shapes()
-    for (name, fqn), types in wanted(trial).items():
+    for (name, fqn), types in expected_tensors(trial).items():
         if (name, fqn) not in saved_tensors:
             yield Finding(kind="parameter", name=fqn, quantity=name, expected="saved", observed="missing")
         for tensor in saved_tensors.get((name, fqn), ()):
             if tensor.shape != shapes[fqn]:
-                yield Finding(**_of(name, fqn, tensor), expected=shapes[fqn], observed=tensor.shape, unit="shape")
+                yield Finding(
+                    **_subject_of(name, fqn, tensor), expected=shapes[fqn], observed=tensor.shape, unit="shape"
+                )
             elif tensor.numbers != math.prod(tensor.shape):
                 elements = math.prod(tensor.shape)
-                yield Finding(**_of(name, fqn, tensor), expected=elements, observed=tensor.numbers, unit="elements")
+                yield Finding(
+                    **_subject_of(name, fqn, tensor), expected=elements, observed=tensor.numbers, unit="elements"
+                )
             if tensor.dtype not in types:
                 dtypes_text = " or ".join(sorted(types))
-                yield Finding(**_of(name, fqn, tensor), expected=dtypes_text, observed=tensor.dtype, unit="dtype")
+                yield Finding(
+                    **_subject_of(name, fqn, tensor), expected=dtypes_text, observed=tensor.dtype, unit="dtype"
+                )
 
 
-def _of(name: str, fqn: str, tensor: SavedTensor) -> dict[str, Any]:
+def _subject_of(name: str, fqn: str, tensor: SavedTensor) -> dict[str, Any]:
     """Return the fields that name a saved tensor in a finding."""
     return {"kind": "parameter", "name": fqn, "quantity": name, "note": f"saved as {tensor.name}"}

@@ -23,48 +23,50 @@ STAGE = "structure"
 NEEDS = frozenset({"structure", "members"})
 
 POINT_TO_POINT = ("send", "recv")
-UNEVEN = ("all_to_all", "scatter", "gather")  # ranks may rightly pass different numbers of bytes
+UNEVEN_OPERATORS = ("all_to_all", "scatter", "gather")  # ranks may rightly pass different numbers of bytes
 
 
 def check(trial: Trial) -> Result:
     if trial.plan.dims.world_size == 1:
         return not_applicable("collective_order", "one rank has no peers")
     sequences: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
-    calls_of_whole_groups = {rank: _of_whole_groups(trial, rank) for rank in sorted(trial.ranks)}
+    calls_of_whole_groups = {rank: _calls_of_whole_groups(trial, rank) for rank in sorted(trial.ranks)}
     for rank, evidence in sorted(trial.ranks.items()):
         for collective in evidence.collectives:
             if collective.op not in POINT_TO_POINT:
                 sequences[collective.group, collective.ranks].setdefault(rank, []).append(collective)
     findings: list[Finding] = []
     for (_, ranks), by_rank in sequences.items():
-        compared = _until_joined(trial, _as_far_as_all(trial, ranks, by_rank))
-        findings += _first_difference(trial, ranks, compared)
-    if not _unwell(trial):
-        findings += _unmatched({rank: _between_read(trial, calls) for rank, calls in calls_of_whole_groups.items()})
+        compared = _truncate_at_join(trial, _truncate_at_failure(trial, ranks, by_rank))
+        findings += _first_difference_findings(trial, ranks, compared)
+    if not _failed_ranks(trial):
+        findings += _unmatched_findings(
+            {rank: _without_unseen_peers(trial, calls) for rank, calls in calls_of_whole_groups.items()}
+        )
     examined = sum(map(len, calls_of_whole_groups.values()))
-    if len(trial.run.started) < trial.run.world_size and not examined and not findings:
+    if len(trial.run.started_ranks) < trial.run.world_size and not examined and not findings:
         return not_applicable("collective_order", "no group is wholly among the ranks that ran")
     return verdict_of("collective_order", findings, examined)
 
 
-def _unwell(trial: Trial) -> set[int]:
+def _failed_ranks(trial: Trial) -> set[int]:
     """Return the ranks that did not end well."""
     return {exit.rank for exit in trial.run.exits if exit.how != "ok"}
 
 
-def _as_far_as_all(
+def _truncate_at_failure(
     trial: Trial, ranks: tuple[int, ...], by_rank: dict[int, list[Collective]]
 ) -> dict[int, list[Collective]]:
     """Return, by rank, as many collectives as the ranks that did not end well issued.
 
     That those issued fewer is a finding of the check `completed`.
     """
-    lengths = [len(by_rank.get(rank, ())) for rank in ranks if rank in trial.ranks and rank in _unwell(trial)]
+    lengths = [len(by_rank.get(rank, ())) for rank in ranks if rank in trial.ranks and rank in _failed_ranks(trial)]
     least = min(lengths, default=None)
     return {rank: calls[:least] for rank, calls in by_rank.items()}
 
 
-def _until_joined(trial: Trial, by_rank: dict[int, list[Collective]]) -> dict[int, list[Collective]]:
+def _truncate_at_join(trial: Trial, by_rank: dict[int, list[Collective]]) -> dict[int, list[Collective]]:
     """Return, by rank, the collectives that were issued while all of these ranks had inputs."""
     joined_steps = [trial.ranks[rank].joined for rank in by_rank]
     last = min((step for step in joined_steps if step is not None), default=None)
@@ -76,27 +78,29 @@ def _until_joined(trial: Trial, by_rank: dict[int, list[Collective]]) -> dict[in
     return until_joined
 
 
-def _of_whole_groups(trial: Trial, rank: int) -> list[Collective]:
+def _calls_of_whole_groups(trial: Trial, rank: int) -> list[Collective]:
     """Return the collectives whose whole group left evidence, and sends and receives whose other side did."""
     calls = trial.ranks[rank].collectives
-    ranks_with_evidence = trial.run.seen
+    ranks_with_evidence = trial.run.recorded_ranks
     is_whole: dict[tuple[int, ...], bool] = {}
     for ranks in {call.ranks for call in calls}:
         is_whole[ranks] = all(member in ranks_with_evidence for member in ranks)
     return [call for call in calls if (is_whole[call.ranks] if call.peer is None else call.peer in ranks_with_evidence)]
 
 
-def _between_read(trial: Trial, calls: list[Collective]) -> list[Collective]:
+def _without_unseen_peers(trial: Trial, calls: list[Collective]) -> list[Collective]:
     """Return the calls without sends and receives whose peer left no evidence."""
     return [call for call in calls if call.peer is None or call.peer in trial.ranks]
 
 
-def _first_difference(trial: Trial, ranks: tuple[int, ...], by_rank: dict[int, list[Collective]]) -> list[Finding]:
+def _first_difference_findings(
+    trial: Trial, ranks: tuple[int, ...], by_rank: dict[int, list[Collective]]
+) -> list[Finding]:
     """Return a finding of the first collective at which members of one group disagree, with what each of them did."""
     present = [rank for rank in ranks if rank in trial.ranks]
     longest = max(len(sequence) for sequence in by_rank.values())
     for index in range(longest):
-        calls = {rank: call_text(by_rank.get(rank, []), index, phases=trial.holds_told) for rank in present}
+        calls = {rank: call_text(by_rank.get(rank, []), index, phases=trial.has_claims_or_contents) for rank in present}
         if len(set(calls.values())) > 1:
             majority = max(calls.values(), key=list(calls.values()).count)  # of a tie, the lowest rank's
             differing = {rank: call for rank, call in calls.items() if call != majority}
@@ -121,7 +125,7 @@ def call_text(sequence: list[Collective], index: int, *, phases: bool = True) ->
     if index >= len(sequence):
         return "nothing"
     call = sequence[index]
-    size = "" if call.op in UNEVEN else f"{bytes_text(call.bytes)} "
+    size = "" if call.op in UNEVEN_OPERATORS else f"{bytes_text(call.bytes)} "
     time = ""
     if call.op != WITHOUT_PLACE:
         time = f"step {call.step}"
@@ -131,7 +135,7 @@ def call_text(sequence: list[Collective], index: int, *, phases: bool = True) ->
     return f"{call.op} of {size}{call.dtype} ({', '.join(filter(None, (time, root)))})"
 
 
-def _unmatched(calls_by_rank: Mapping[int, list[Collective]]) -> list[Finding]:
+def _unmatched_findings(calls_by_rank: Mapping[int, list[Collective]]) -> list[Finding]:
     """Return findings of pairs of ranks where the one sent another number of bytes than the other received."""
     balance: dict[tuple[int, int, str], list[int]] = defaultdict(lambda: [0, 0])
     for rank, calls in calls_by_rank.items():

@@ -20,17 +20,17 @@ from harness.core.judge.result import Result, Verdict, verdict_of
 from harness.core.judge.trial import Trial
 from harness.core.plan.slices import numel
 from harness.core.trainers import CannotStart
-from harness.reference.config import trains
+from harness.reference.config import is_trainable
 
 STAGE = "process"
 NEEDS = frozenset({"ends"})
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a write meets where the machine, and no trainer, has set a limit."""
 
 
 def check(trial: Trial) -> Result:
     ended = sorted(trial.run.exits, key=lambda exit: not exit.blamed)
-    if note := _not_the_trainers(trial.run):
+    if note := _harness_failure_text(trial.run):
         return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
     unable = {exit.rank: exit.error for exit in ended if exit.how == "unable"}
     failed = [exit for exit in ended if (exit.how != "ok" or exit.blamed) and exit.rank not in unable]
@@ -45,11 +45,11 @@ def check(trial: Trial) -> Result:
         started = trial.run.world_size
         findings.append(Finding(quantity="launch", expected=requested, observed=started, unit="ranks started"))
     exited = {exit.rank for exit in trial.run.exits}
-    for rank in trial.due:
+    for rank in trial.expected_ranks:
         if rank not in exited:
             findings.append(Finding.at(rank, "exit code 0", "exit not reported", kind="process"))
         if rank in trial.ranks:
-            findings += _wrong_identity(trial, rank)
+            findings += _identity_findings(trial, rank)
             findings += _evidence_findings(trial, trial.ranks[rank]) if "declared" in trial.run.provided else []
         elif not any(exit.rank == rank and (exit.how != "ok" or rank in trial.run.unreadable) for exit in ended):
             findings.append(Finding.at(rank, "an evidence file", None, kind="process"))
@@ -61,16 +61,16 @@ def check(trial: Trial) -> Result:
         rank, reason = min(unable.items())
         note = f"rank {rank} could not be run alone: {reason}"
         return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
-    return verdict_of("completed", findings, examined=len(trial.run.started))
+    return verdict_of("completed", findings, examined=len(trial.run.started_ranks))
 
 
-def _not_the_trainers(run: Run) -> str:
+def _harness_failure_text(run: Run) -> str:
     """Return what the harness lacked, so that nothing is known of the trainer. Empty where some rank failed by itself."""
     blamed = [exit for exit in run.exits if exit.blamed]
     for exit in blamed:
-        if _raised(EvidenceError, exit):
+        if _was_ended_by(EvidenceError, exit):
             return f"rank {exit.rank} could not leave its evidence: {exit.error}"
-        if any(os.strerror(number) in exit.error for number in FULL):
+        if any(os.strerror(number) in exit.error for number in NO_SPACE_ERRORS):
             return f"rank {exit.rank} could not write: {exit.error}; free the disk, or raise the quota or ulimit -f"
     if unable := _unable_to_start(run):
         return f"rank {unable[0].rank} ran nothing of the trainer: {unable[0].error}"
@@ -85,7 +85,7 @@ def _unable_to_start(run: Run) -> list[Exit]:
 
     In that case, what they lack may be the trainer's own mistake.
     """
-    unable = [exit for exit in run.exits if _raised(CannotStart, exit)]
+    unable = [exit for exit in run.exits if _was_ended_by(CannotStart, exit)]
     reached = {"", *(exit.last_collective for exit in unable)}
     other_exits = [exit for exit in run.exits if exit not in unable]
     further = [
@@ -96,20 +96,20 @@ def _unable_to_start(run: Run) -> list[Exit]:
     return [] if further or any(exit.blamed for exit in other_exits) else unable
 
 
-def _raised(kind: type[Exception], exit: Exit) -> bool:
+def _was_ended_by(kind: type[Exception], exit: Exit) -> bool:
     """Return whether an error of this class ended the rank, maybe raised again as another one."""
     return re.match(rf"(.*; raised again as )?{kind.__name__}: ", exit.error) is not None
 
 
-def left_words(trial: Trial, rank: int) -> str:
+def early_exit_text(trial: Trial, rank: int) -> str:
     """Return the text on a rank that exited with 0 while others waited for it: it may have run all that is requested."""
     steps_done = {step.step for step in trial.run.ranks[rank].steps} if rank in trial.run.ranks else set()
     ran_all = "declared" in trial.run.provided and {*trial.case.steps} <= steps_done
-    return DONE if ran_all else "left early"
+    return ENDED_AFTER_LAST_STEP if ran_all else "left early"
 
 
 def _exit_finding(trial: Trial, exit: Exit) -> Finding:
-    text_by_exit = {"signal": f"died by {exit.signal}", "ok": left_words(trial, exit.rank)}
+    text_by_exit = {"signal": f"died by {exit.signal}", "ok": early_exit_text(trial, exit.rank)}
     ended = text_by_exit.get(exit.how, exit.how)
     observed = (
         exit.error
@@ -120,24 +120,24 @@ def _exit_finding(trial: Trial, exit: Exit) -> Finding:
         observed = f"{observed}; {exit.reason}"
     if exit.last_collective:
         observed += f"; last collective {exit.last_collective}"
-    if reason := why(exit.error):
+    if reason := remedy_text(exit.error):
         observed += f"\n{reason}"
     if exit.blamed and exit.stack:
         observed += "\n" + exit.stack.rstrip()
     expected = "to take part in what its peers wait for" if exit.how == "ok" else "exit code 0"
-    return Finding.at(exit.rank, expected, observed, kind="process", quantity="" if exit.blamed else WAITED)
+    return Finding.at(exit.rank, expected, observed, kind="process", quantity="" if exit.blamed else ONLY_WAITED)
 
 
 UNSEEN_OPTIMIZER = (
     "no torch.optim.Optimizer stepped, and one of another class is not seen: let the trainer's derive from torch's"
 )
-HELD = "value at the start"
-DONE = "ended after the last step"
-WAITED = "only waited"
+VALUE_AT_START = "value at the start"
+ENDED_AFTER_LAST_STEP = "ended after the last step"
+ONLY_WAITED = "only waited"
 """Of a rank that is not to blame."""
 
 
-def why(error: str) -> str:
+def remedy_text(error: str) -> str:
     """Return reason and remedy of an error of torch's that has neither; empty for any other."""
     if re.search(r"linalg\.vector_norm: .*\(Double\).* without narrowing to .*\(Float\)", error) is None:
         return ""
@@ -147,7 +147,7 @@ def why(error: str) -> str:
     )
 
 
-def _wrong_identity(trial: Trial, rank: int) -> list[Finding]:
+def _identity_findings(trial: Trial, rank: int) -> list[Finding]:
     """Return a finding if the rank took itself for another one, or for one of another world size.
 
     Ranks that never met each train alone, each the whole batch, and all agree.
@@ -175,23 +175,25 @@ def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
         findings.append(Finding.at(evidence.rank, tuple(wanted), tuple(steps), quantity="optimizer steps", note=note))
     held_fqns = {tensor.fqn for tensor in evidence.parameters}
     planned_fqns = set(trial.plan.slices.get(evidence.rank, {}))
-    findings += _inventory(partial(Finding.at, evidence.rank, quantity=HELD), planned_fqns, held_fqns)
+    findings += _presence_findings(partial(Finding.at, evidence.rank, quantity=VALUE_AT_START), planned_fqns, held_fqns)
     without_elements = {
         tensor.fqn for tensor in evidence.parameters if tensor.value.size == 0
     }  # FSDP1 gives them no gradient
     without_elements |= {
         fqn for fqn, part in trial.plan.gradient_slices.get(evidence.rank, {}).items() if not numel(part)
     }
-    trained = {fqn for fqn in held_fqns if trains(trial.case.training, fqn)}
+    trained = {fqn for fqn in held_fqns if is_trainable(trial.case.training, fqn)}
     for step in evidence.steps:
         gradients = set(step.gradients) | without_elements & trained
         updates = set(step.parameters)
         for quantity, due, observed in (("gradient", trained, gradients), ("update", held_fqns, updates)):
-            findings += _inventory(partial(Finding.at, evidence.rank, step=step.step, quantity=quantity), due, observed)
+            findings += _presence_findings(
+                partial(Finding.at, evidence.rank, step=step.step, quantity=quantity), due, observed
+            )
     return findings
 
 
-def _inventory(finding_of: Callable[..., Finding], wanted: set[str], observed: set[str]) -> list[Finding]:
+def _presence_findings(finding_of: Callable[..., Finding], wanted: set[str], observed: set[str]) -> list[Finding]:
     """Return a finding of each parameter that is missing, then of each that is there and not wanted."""
     if wanted == observed:
         return []

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from harness.core.case.dims import AXES, ParallelDims
-from harness.core.evidence.keys import ranks_of
+from harness.core.evidence.keys import ranks_from_key
 from harness.core.evidence.summary import POINT_TO_POINT, Summary
 from harness.core.evidence.summary_parts import Outside, Use
 from harness.core.evidence.text import ranks_text
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
-from harness.core.judge.traffic import INSIDE, OF_PARAMETERS
+from harness.core.judge.traffic import INSIDE_PHASES, PARAMETER_ROLES
 from harness.core.judge.trial import Trial
 from harness.core.plan.plan import Plan
 from harness.core.plan.slices import BYTES
@@ -34,30 +34,30 @@ NEEDS = frozenset({"uses", "members"})
 
 def check(trial: Trial) -> Result:
     dims = trial.plan.dims
-    axes = [axis for axis in ("tp", "cp", "pp") if getattr(dims, axis) > 1 and _is_expected(trial, axis)]
-    data = [] if trial.holds_told else data_axes(trial.plan)
+    axes = [axis for axis in ("tp", "cp", "pp") if getattr(dims, axis) > 1 and _expects_traffic(trial, axis)]
+    data = [] if trial.has_claims_or_contents else data_axes(trial.plan)
     if not axes and not data:
         return not_applicable("exchange", "neither tensor, context nor pipeline parallelism")
-    judged = [summary for summary in trial.glances if summary.saw_a_step and not summary.recorder.failed]
-    findings, undecided = _of_data(trial, data)
+    judged = [summary for summary in trial.rank_summaries if summary.saw_a_step and not summary.recorder.failed]
+    findings, undecided = _data_parallel_findings(trial, data)
     for axis in axes:
-        lines = trial.lines(axis)
+        lines = trial.axis_groups_by_rank(axis)
         for summary in judged:
             line = lines[summary.rank]
-            moved = _moved(summary, line, between_passes=axis == "pp")
-            declared = bool(moved) and _of_data_parallelism(trial, summary, moved)
+            moved = _calls_along_line(summary, line, between_passes=axis == "pp")
+            declared = bool(moved) and _is_data_parallel_traffic(trial, summary, moved)
             if not moved or declared:
                 in_passes = "" if axis == "pp" else " in forward or backward"
                 subject: dict[str, Any] = {"kind": "group", "axis": axis, "group": line, "step": summary.shown}
                 observed = "none but of parameters" if declared else None
                 findings.append(Finding.at(summary.rank, f"collectives{in_passes}", observed, **subject))
-            elif not any(_tells(trial, summary, use, axis) for use in moved):
+            elif not any(_proves_axis(trial, summary, use, axis) for use in moved):
                 ops = ", ".join(sorted({f"{use.op} in {use.phase}" for use in moved}))
                 group = f"its {axis} group {ranks_text(line)}"
                 undecided.append(f"rank {summary.rank}, {group}: {ops} may be of another axis")
         if axis == "pp":
-            undecided += _began_alike(judged, lines)
-    hint = other_order(judged, dims) if findings or undecided else ""
+            undecided += _possible_replicas_texts(judged, lines)
+    hint = axis_order_hint(judged, dims) if findings or undecided else ""
     result = verdict_of("exchange", findings, len(judged), note=hint)
     if undecided and not findings:
         return replace(result, verdict=Verdict.UNKNOWN, note=hint or undecided[0])
@@ -74,7 +74,7 @@ def data_axes(plan: Plan) -> list[str]:
     return [axis for axis in axes if axis in plan.groups]
 
 
-def _of_data(trial: Trial, axes: Sequence[str]) -> tuple[list[Finding], list[str]]:
+def _data_parallel_findings(trial: Trial, axes: Sequence[str]) -> tuple[list[Finding], list[str]]:
     """Return findings of axes along which nothing is moved in any step, and texts where what moves may serve something else."""
     findings: list[Finding] = []
     undecided: list[str] = []
@@ -86,13 +86,13 @@ def _of_data(trial: Trial, axes: Sequence[str]) -> tuple[list[Finding], list[str
             over = {(call.op, call.phase) for call in calls if call.ranks == group}
             observed = ", ".join(sorted(f"{op} in {phase}" for op, phase in over))
             copied = axis == trial.plan.replicate_axis
-            served = _gradients_summed(over) if copied else _parameters_cut(over)
-            if served is Served.UNTOLD:
+            served = _serves_replication(over) if copied else _serves_sharding(over)
+            if served is ServesAxis.UNDECIDED:
                 undecided.append(
                     f"rank {rank}, its {axis} group {ranks_text(group)}: {observed} may serve something else"
                 )
-            elif served is Served.NO:
-                cuts = {call.ranks for call in calls if call.op in CUTTING and call.phase in INSIDE}
+            elif served is ServesAxis.NO:
+                cuts = {call.ranks for call in calls if call.op in CUTTING and call.phase in INSIDE_PHASES}
                 note = f"it gathers and scatters over {' '.join(map(ranks_text, sorted(cuts)))}" if cuts else ""
                 subject: dict[str, Any] = {"kind": "group", "axis": axis, "group": group, "note": note}
                 wanted = "sums in backward" if copied else "gathers or scatters"
@@ -100,78 +100,81 @@ def _of_data(trial: Trial, axes: Sequence[str]) -> tuple[list[Finding], list[str
     return findings, undecided
 
 
-class Served(Enum):
+class ServesAxis(Enum):
     """Whether collectives over a group do what its axis is for."""
 
     YES = "yes"
     NO = "no"
-    UNTOLD = "they may serve something else"
+    UNDECIDED = "they may serve something else"
 
 
-def _parameters_cut(over: set[tuple[str, str]]) -> Served:
-    """Return whether parameters are cut over these ranks. Losses may be gathered between passes. over: operators and phases."""
+def _serves_sharding(over: set[tuple[str, str]]) -> ServesAxis:
+    """Return YES if a collective that cuts parameters runs in a pass or the optimizer, UNDECIDED if only elsewhere, else NO.
+
+    Elsewhere losses may be gathered. over: operators and phases of collectives over these ranks.
+    """
     phases = {phase for op, phase in over if op in CUTTING}
-    if phases & {*INSIDE, "optimizer"}:
-        return Served.YES
-    return Served.UNTOLD if phases else Served.NO
+    if phases & {*INSIDE_PHASES, "optimizer"}:
+        return ServesAxis.YES
+    return ServesAxis.UNDECIDED if phases else ServesAxis.NO
 
 
-def _gradients_summed(over: set[tuple[str, str]]) -> Served:
+def _serves_replication(over: set[tuple[str, str]]) -> ServesAxis:
     """Return whether gradients are summed over these ranks. FSDP scatters them, and gathers. over: operators and phases."""
     if any(op in ("all_reduce", "reduce") and phase in ("backward", "pipeline") for op, phase in over):
-        return Served.YES
-    return Served.NO if not over or ("all_gather", "forward") in over else Served.UNTOLD
+        return ServesAxis.YES
+    return ServesAxis.NO if not over or ("all_gather", "forward") in over else ServesAxis.UNDECIDED
 
 
-def _tells(trial: Trial, summary: Summary, use: Use | Outside, axis: str) -> bool:
+def _proves_axis(trial: Trial, summary: Summary, use: Use | Outside, axis: str) -> bool:
     """Return whether a collective proves that something moves along this axis: no other axis runs it there."""
-    if not trial.holds_told and use.op == "all_gather":
+    if not trial.has_claims_or_contents and use.op == "all_gather":
         return False  # which FSDP may issue over any ranks
-    return TELLING[axis](use.op, use.phase) and (
-        not _of_shards(summary, use, axis) or _exactly_planned(trial, summary, use)
+    return PROVES_AXIS[axis](use.op, use.phase) and (
+        not _may_be_sharding(summary, use, axis) or _is_planned_exactly(trial, summary, use)
     )
 
 
-def _is_expected(trial: Trial, axis: str) -> bool:
+def _expects_traffic(trial: Trial, axis: str) -> bool:
     """Return whether something should move along an axis. The layout decides for a job without a case."""
     if "declared" not in trial.provided:
         return True
     for rank in trial.ranks:
         for flow in trial.plan.flows_of(rank, trial.first_step):
-            if flow.axis == axis and flow.role not in OF_PARAMETERS:
+            if flow.axis == axis and flow.role not in PARAMETER_ROLES:
                 return True
     return False
 
 
-def _of_data_parallelism(trial: Trial, summary: Summary, moved: Sequence[Use | Outside]) -> bool:
+def _is_data_parallel_traffic(trial: Trial, summary: Summary, moved: Sequence[Use | Outside]) -> bool:
     """Return whether a case is declared, and by its plan all of this moves for parameters and gradients."""
-    planned = _planned(trial, summary)
-    return all(use.bytes <= planned[ranks_of(use.ranks), use.op, use.phase][0] for use in moved)
+    planned = _planned_bytes(trial, summary)
+    return all(use.bytes <= planned[ranks_from_key(use.ranks), use.op, use.phase][0] for use in moved)
 
 
-def _planned(trial: Trial, summary: Summary) -> dict[tuple[tuple[int, ...], str, str], tuple[int, int]]:
+def _planned_bytes(trial: Trial, summary: Summary) -> dict[tuple[tuple[int, ...], str, str], tuple[int, int]]:
     """Return the bytes that a declared case moves, by group, collective and phase: of parameters and gradients, and others."""
     of_parameters = Counter[Any]()
     of_others = Counter[Any]()
     if "declared" in trial.provided:
         for flow in trial.plan.flows_of(summary.rank, summary.shown):
-            counted = of_parameters if flow.role in OF_PARAMETERS else of_others
+            counted = of_parameters if flow.role in PARAMETER_ROLES else of_others
             counted[trial.plan.group_of(summary.rank, flow.axis), flow.op, flow.phase] += flow.bytes
     return defaultdict(
         lambda: (0, 0), {key: (of_parameters[key], of_others[key]) for key in of_parameters.keys() | of_others.keys()}
     )
 
 
-def _exactly_planned(trial: Trial, summary: Summary, use: Use | Outside) -> bool:
+def _is_planned_exactly(trial: Trial, summary: Summary, use: Use | Outside) -> bool:
     """Return whether a collective moves, to the byte, what a declared plan moves there for parameters and otherwise."""
-    of_parameters, of_others = _planned(trial, summary)[ranks_of(use.ranks), use.op, use.phase]
+    of_parameters, of_others = _planned_bytes(trial, summary)[ranks_from_key(use.ranks), use.op, use.phase]
     return of_others > 0 and use.bytes == of_parameters + of_others
 
 
 CUTTING = ("all_gather", "reduce_scatter", "reduce", "all_to_all")
 """Collectives by which parameters are used, or gradients reduced, that are cut over ranks."""
 
-TELLING: dict[str, Callable[[str, str], bool]] = {
+PROVES_AXIS: dict[str, Callable[[str, str], bool]] = {
     "tp": lambda op, phase: op not in ("broadcast", *POINT_TO_POINT) and phase != "backward",
     "cp": lambda op, phase: op not in ("all_reduce", "broadcast"),
     "pp": lambda op, phase: op in POINT_TO_POINT,
@@ -179,11 +182,11 @@ TELLING: dict[str, Callable[[str, str], bool]] = {
 """By axis, whether a collective of this phase is none that data parallelism without shards has, too; nor a ring, of tp."""
 
 
-GATHERED = BYTES | {"float16": 2}
+BYTES_PER_ELEMENT = BYTES | {"float16": 2}
 """Of a number that FSDP gathers, which may be in a dtype that no case requests."""
 
 
-def _of_shards(summary: Summary, use: Use | Outside, axis: str) -> bool:
+def _may_be_sharding(summary: Summary, use: Use | Outside, axis: str) -> bool:
     """Return whether a collective may be of a wrapper that claims to shard over these ranks.
 
     cp may share FSDP's ranks. The wrapper's collectives are then those that gather or scatter in backward, and those in forward
@@ -196,11 +199,11 @@ def _of_shards(summary: Summary, use: Use | Outside, axis: str) -> bool:
         return True
     if use.phase == "backward":
         return use.op in ("all_gather", "reduce_scatter")
-    parameter_bytes = summary.parameters.elements * GATHERED.get(use.dtype, 0)
+    parameter_bytes = summary.parameters.elements * BYTES_PER_ELEMENT.get(use.dtype, 0)
     return (use.op, use.phase) == ("all_gather", "forward") and parameter_bytes > 0 and use.bytes % parameter_bytes == 0
 
 
-def _began_alike(judged: Sequence[Summary], lines: dict[int, tuple[int, ...]]) -> list[str]:
+def _possible_replicas_texts(judged: Sequence[Summary], lines: dict[int, tuple[int, ...]]) -> list[str]:
     """Return a text on each set of ranks that claim nothing and begin with the same bytes of all parameters.
 
     They may be replicas: cp sends, too.
@@ -215,7 +218,7 @@ def _began_alike(judged: Sequence[Summary], lines: dict[int, tuple[int, ...]]) -
     return [f"ranks {ranks_text(ranks)} of a pp group begin with the same bytes, as replicas do" for ranks in families]
 
 
-def _moved(summary: Summary, line: tuple[int, ...], *, between_passes: bool) -> list[Use | Outside]:
+def _calls_along_line(summary: Summary, line: tuple[int, ...], *, between_passes: bool) -> list[Use | Outside]:
     """Return the collectives that a rank ran over itself and at least one other of these ranks.
 
     Stages of a pipeline send between passes, too.
@@ -225,16 +228,16 @@ def _moved(summary: Summary, line: tuple[int, ...], *, between_passes: bool) -> 
         if between_passes
         else summary.traffic.uses
     )
-    return [use for use in uses if len(set(line).intersection(ranks_of(use.ranks))) > 1]
+    return [use for use in uses if len(set(line).intersection(ranks_from_key(use.ranks))) > 1]
 
 
 # ---- pipelines of a layout whose ranks are counted in another order
 
 
-Lines = set[tuple[int, ...]]
+RankLines = set[tuple[int, ...]]
 
 
-def other_order(summaries: Iterable[Summary], dims: ParallelDims) -> str:
+def axis_order_hint(summaries: Iterable[Summary], dims: ParallelDims) -> str:
     """Return the layout's pipelines, the observed ones, and what to write, as a text.
 
     Empty where sends run over the layout's pipelines, or over those of no other order of the axes.
@@ -244,28 +247,29 @@ def other_order(summaries: Iterable[Summary], dims: ParallelDims) -> str:
         calls: tuple[Use | Outside, ...] = (*summary.traffic.uses, *summary.traffic.outside)
         for use in calls:
             if use.op in POINT_TO_POINT:
-                observed_lines.add(tuple(ranks_of(use.ranks)))
+                observed_lines.add(tuple(ranks_from_key(use.ranks)))
     outer, *inner = axes = [axis for axis in AXES if getattr(dims, axis) > 1]
-    if outer != "pp" or not observed_lines or observed_lines <= _pipelines(dims, axes):
+    if outer != "pp" or not observed_lines or observed_lines <= _pipeline_lines(dims, axes):
         return ""
     orders = ([*inner[:index], "pp", *inner[index:]] for index in range(1, len(axes)))
-    order = next((order for order in orders if observed_lines <= _pipelines(dims, order)), None)
+    order = next((order for order in orders if observed_lines <= _pipeline_lines(dims, order)), None)
     if order is None:
         return ""
     return (
-        f"the layout counts ranks in the order {', '.join(axes)}: pp groups {_text(_pipelines(dims, axes))}; sends and receives"
-        f" run over {_text(observed_lines)}, as in the order {', '.join(order)}, which is not judged: make the script's mesh"
+        f"the layout counts ranks in the order {', '.join(axes)}: pp groups {_lines_text(_pipeline_lines(dims, axes))};"
+        f" sends and receives run over {_lines_text(observed_lines)}, as in the order {', '.join(order)},"
+        " which is not judged: make the script's mesh"
         f" with pp first (init_device_mesh with mesh_dim_names {tuple(axes)}), or leave out --layout"
     )
 
 
-def _pipelines(dims: ParallelDims, order: Sequence[str]) -> Lines:
+def _pipeline_lines(dims: ParallelDims, order: Sequence[str]) -> RankLines:
     """Return the ranks that differ in pp alone, if the axes follow in this order, outermost first."""
     grid = np.arange(dims.world_size).reshape([getattr(dims, axis) for axis in order])
     lines = np.moveaxis(grid, order.index("pp"), -1).reshape(-1, dims.pp)
     return {tuple(map(int, line)) for line in lines}
 
 
-def _text(lines: Lines, limit: int = 4) -> str:
+def _lines_text(lines: RankLines, limit: int = 4) -> str:
     shown = sorted(lines)
     return " ".join(map(ranks_text, shown[:limit])) + (" .." if len(shown) > limit else "")

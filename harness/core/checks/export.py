@@ -13,35 +13,39 @@ import numpy as np
 
 from harness.core.checks.replica_agreement import replica_families
 from harness.core.evidence.exported import ExportedTensor, as_exported
-from harness.core.judge.exports import OUTPUT, export_of, rounding_of, weights_of
+from harness.core.judge.exports import OUTPUT_WEIGHT, expected_export, export_weights_after, rounding_units
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.core.judge.trial import Trial
 
 STAGE = "data"
 NEEDS = frozenset({"reference", "values", "declared"})
-ROUNDED = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 1.001 * 2.0**-8}
+ROUNDING_ERROR = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 1.001 * 2.0**-8}
 """By dtype of a file, how far rounding moves a number, relative to it. To bfloat16 it is rounded twice, by way of float32."""
-TABLES = ("inv_freq",)
+TABLE_SUFFIXES = ("inv_freq",)
 """Ends of names of tables that are no weights."""
 
 
 def check(trial: Trial) -> Result:
     if trial.case.features.export is None or trial.case.last_step is not None:
         return not_applicable("export", "no export is requested")
-    exported_tensors = exported(trial)
+    exported_tensors = recorded_export(trial)
     if exported_tensors is None:
         return Result("export", Verdict.UNKNOWN, note="what was exported was not read")
-    wanted = export_of(trial.case, weights_of(trial, trial.case.steps[-1])) | dict(trial.assumption.exported)
-    wrong_names = wrong(exported_tensors, wanted, roundings(trial))
-    missing = wanted.keys() - exported_tensors.keys() - ({OUTPUT} if trial.case.model.tied_embeddings else set())
-    unexpected = [name for name in exported_tensors if name not in wanted and not name.endswith(TABLES)]
-    findings = [_finding(name, str(wanted[name].shape), "not exported") for name in sorted(missing)]
-    findings += [_finding(name, "not exported", str(exported_tensors[name].value.shape)) for name in unexpected]
-    undecided = held_differently(trial)
+    wanted = expected_export(trial.case, export_weights_after(trial, trial.case.steps[-1])) | dict(
+        trial.assumption.exported
+    )
+    wrong_names = wrong_tensor_names(exported_tensors, wanted, rounding_units_by_name(trial))
+    missing = wanted.keys() - exported_tensors.keys() - ({OUTPUT_WEIGHT} if trial.case.model.tied_embeddings else set())
+    unexpected = [name for name in exported_tensors if name not in wanted and not name.endswith(TABLE_SUFFIXES)]
+    findings = [_tensor_finding(name, str(wanted[name].shape), "not exported") for name in sorted(missing)]
+    findings += [_tensor_finding(name, "not exported", str(exported_tensors[name].value.shape)) for name in unexpected]
+    undecided = differing_tensor_names(trial)
     last = trial.case.steps[-1]
     findings += [
-        _finding(name, f"the weights after step {last}", "others") for name in wrong_names if name not in undecided
+        _tensor_finding(name, f"the weights after step {last}", "others")
+        for name in wrong_names
+        if name not in undecided
     ]
     if undecided and not findings:
         note = f"ranks hold different values of {len(undecided)} of {len(exported_tensors)} tensors, and it has one of them"
@@ -49,7 +53,7 @@ def check(trial: Trial) -> Result:
     return verdict_of("export", findings, len(exported_tensors) - len(undecided))
 
 
-def held_differently(trial: Trial) -> set[str]:
+def differing_tensor_names(trial: Trial) -> set[str]:
     """Return the names of the tensors of which ranks with the same slice hold different values after the last step."""
     local_shards = {
         rank: record.parameters for rank, record in trial.own_steps() if record.step == trial.case.steps[-1]
@@ -59,39 +63,43 @@ def held_differently(trial: Trial) -> set[str]:
         contents = {local_shards[rank][fqn].tobytes() for rank in ranks if fqn in local_shards.get(rank, {})}
         if len(contents) > 1:
             differing.add(fqn)
-    weights = weights_of(trial, trial.case.steps[-1])
+    weights = export_weights_after(trial, trial.case.steps[-1])
     if not differing:
         return set()
     # A NaN marks each tensor of the file that a differing parameter went into.
     marked = {fqn: np.full_like(value, np.nan) if fqn in differing else value for fqn, value in weights.items()}
-    return {name for name, value in export_of(trial.case, marked).items() if np.isnan(value).any()}
+    return {name for name, value in expected_export(trial.case, marked).items() if np.isnan(value).any()}
 
 
-def exported(trial: Trial) -> dict[str, ExportedTensor] | None:
+def recorded_export(trial: Trial) -> dict[str, ExportedTensor] | None:
     """Return the tensors of the export by name, as the rank that read it recorded them. None if no rank did."""
     return next((evidence.exported for evidence in trial.ranks.values() if evidence.exported is not None), None)
 
 
-def roundings(trial: Trial) -> dict[str, Any]:
+def rounding_units_by_name(trial: Trial) -> dict[str, Any]:
     """Return, by name of an exported tensor, how many units of rounding each of its numbers may be off."""
-    return rounding_of(trial.case, weights_of(trial, trial.case.steps[-1]))
+    return rounding_units(trial.case, export_weights_after(trial, trial.case.steps[-1]))
 
 
-def wrong(
+def wrong_tensor_names(
     exported_tensors: dict[str, ExportedTensor], wanted: dict[str, Any], roundings_by_name: dict[str, Any]
 ) -> list[str]:
-    """Return the names of tensors that hold something else than `wanted`. roundings_by_name: as `roundings` returns it."""
+    """Return the names of tensors that hold something else than `wanted`.
+
+    roundings_by_name: as `rounding_units_by_name` returns it.
+    """
     return [
         name
         for name in exported_tensors
-        if name in wanted and not same(exported_tensors[name], wanted[name], roundings_by_name.get(name))
+        if name in wanted and not is_exported_value(exported_tensors[name], wanted[name], roundings_by_name.get(name))
     ]
 
 
-def same(tensor: ExportedTensor, value: Any, units: Any = None) -> bool:
-    """Return whether a tensor of a file holds these numbers, or others that are off by so many units of rounding.
+def is_exported_value(tensor: ExportedTensor, value: Any, units: Any = None) -> bool:
+    """Return whether a tensor of a file has the shape and the numbers of `value`, in the file's dtype.
 
-    units: by entry, None if nothing was rounded.
+    units: by entry, how far it may be off, as a multiple of the rounding error of value's dtype; None if nothing was
+    rounded. Where it is above 0, one rounding to the file's dtype is allowed too. Elsewhere numbers must be equal.
     """
     if tensor.value.shape != value.shape:
         return False
@@ -99,10 +107,10 @@ def same(tensor: ExportedTensor, value: Any, units: Any = None) -> bool:
     if units is None or not units.any():
         return tensor.value.tobytes() == exported.tobytes()
     exact = value.astype(np.float64)
-    bound = ROUNDED[tensor.dtype] * np.abs(exact) + ROUNDED[str(value.dtype)] * units
+    bound = ROUNDING_ERROR[tensor.dtype] * np.abs(exact) + ROUNDING_ERROR[str(value.dtype)] * units
     within_bound = np.abs(tensor.value - exact) <= bound
     return bool(np.where(units > 0, within_bound, tensor.value == exported).all())
 
 
-def _finding(name: str, expected: str, observed: str) -> Finding:
+def _tensor_finding(name: str, expected: str, observed: str) -> Finding:
     return Finding(kind="parameter", name=name, quantity="exported tensor", expected=expected, observed=observed)

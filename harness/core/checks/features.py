@@ -23,36 +23,51 @@ from harness.core.evidence.step import Attention, QuantizedMatmul, StepEvidence
 from harness.core.judge import compiled_code, output_layer, policies, saved_hooks
 from harness.core.judge.explained import ExplainedDifference, allowances_text, allowed_matmuls, most_of
 from harness.core.judge.finding import Finding, Limit, Value
-from harness.core.judge.received_samples import sizes_wanted
+from harness.core.judge.received_samples import expected_microbatch_sizes
 from harness.core.judge.result import Result, verdict_of
 from harness.core.judge.trial import Trial
-from harness.core.plan.frozen import differentiated_layers, products_left_out, products_of_block
-from harness.core.plan.grid import coordinate
+from harness.core.plan.frozen import count_differentiated_layers, matmuls_left_out, matmuls_of_block
+from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.slices import BYTES
 from harness.core.plan.stages import layers_of_stage, recomputed_layers
 
 STAGE = "structure"
 NEEDS = frozenset({"structure", "declared"})
 
-Looked = Iterator[Finding | None]  # None: something was looked at, and was right
+Outcomes = Iterator[Finding | None]  # None: something was looked at, and was right
 
 
 def check(trial: Trial) -> Result:
     outcomes: list[Finding | None] = []
-    looks = (_recomputed_blocks, output_layer.looked_at, _compiled_blocks, _products, _quantized_products)
-    looks += (*((_attention,) if attention_is_fused(trial) else ()), _beside, _hooks, _random_numbers)
+    looks = (
+        _recomputation_outcomes,
+        output_layer.judge_output_calls,
+        _compiled_block_outcomes,
+        _matmul_outcomes,
+        _quantized_matmul_outcomes,
+    )
+    looks += (
+        *((_attention_outcomes,) if is_attention_fused(trial) else ()),
+        _outside_matmul_outcomes,
+        _hook_outcomes,
+        _random_number_outcomes,
+    )
     for rank, evidence in sorted(trial.ranks.items()):
-        outcomes += [*wrapped(trial, rank), *_offloaded(trial, rank), *compiled_code.looked_at(trial, rank)]
+        outcomes += [
+            *wrapper_outcomes(trial, rank),
+            *_offload_outcomes(trial, rank),
+            *compiled_code.judge_compiled_code(trial, rank),
+        ]
         for step in evidence.steps:
-            trial_of_step = trial.of_step(step.step)
+            trial_of_step = trial.at_step(step.step)
             outcomes += [outcome for look in looks for outcome in look(trial_of_step, rank, step)]
-        outcomes += [*reduced(trial, rank), *buckets_in_force(trial, rank)]
+        outcomes += [*reduce_dtype_outcomes(trial, rank), *bucket_outcomes(trial, rank)]
     findings = [finding for finding in outcomes if finding]
-    notes = (_text_of_allowances(trial), policies.switches(trial))
+    notes = (_text_of_allowances(trial), policies.unusual_switches_text(trial))
     return verdict_of("features", findings, len(outcomes), note="; ".join(filter(None, notes)))
 
 
-def _expect(
+def _finding_unless_equal(
     rank: int, quantity: str, expected: Value, observed: Value, *, module: str = "", **fields: Any
 ) -> Finding | None:
     subject: dict[str, Any] = {
@@ -67,24 +82,24 @@ def _expect(
 # ---- wrappers and precision
 
 
-def wrapped(trial: Trial, rank: int) -> Looked:
+def wrapper_outcomes(trial: Trial, rank: int) -> Outcomes:
     kinds = sorted({wrapper.kind for wrapper in trial.ranks[rank].structure.values()})
     alone = trial.case.wrapper is None and len(kinds) == 1 and trial.case.dims.dp * trial.case.dims.cp == 1
     wanted = kinds[0] if alone else trial.case.wrapper or "none"  # over one data rank any wrapper does
-    yield _expect(rank, "data-parallel wrapper", wanted, " and ".join(kinds) or "none")
+    yield _finding_unless_equal(rank, "data-parallel wrapper", wanted, " and ".join(kinds) or "none")
 
 
-def _offloaded(trial: Trial, rank: int) -> Looked:
+def _offload_outcomes(trial: Trial, rank: int) -> Outcomes:
     observed = {wrapper.cpu_offload for wrapper in trial.ranks[rank].structure.values()}
     wanted = {trial.case.features.cpu_offload} if observed else observed
-    yield _expect(rank, "CPU offload", _onoff(wanted), _onoff(observed))
+    yield _finding_unless_equal(rank, "CPU offload", _on_off_values(wanted), _on_off_values(observed))
 
 
-def _onoff(switches: Collection[bool]) -> Value:
+def _on_off_values(switches: Collection[bool]) -> Value:
     return tuple("on" if switch else "off" for switch in sorted(switches))
 
 
-def reduced(trial: Trial, rank: int) -> Looked:
+def reduce_dtype_outcomes(trial: Trial, rank: int) -> Outcomes:
     """Return the gradients on their way over the data ranks. The check `traffic` judges whether there are any."""
     case, plan = trial.case, trial.plan
     groups = {plan.group_of(rank, axis) for axis in (plan.shard_axis, plan.replicate_axis) if axis in plan.groups}
@@ -98,24 +113,24 @@ def reduced(trial: Trial, rank: int) -> Looked:
     if trial.traits.cp_gathers and wanted in dtypes and plan.groups.get("cp") and plan.group_of(rank, "cp") in groups:
         dtypes -= {computed} - {wanted}  # of keys and values
     if floats := sorted(dtype for dtype in dtypes if "float" in dtype):
-        note = policies.unlike_others(trial.ranks[rank], wanted, "reduces_in")
-        yield _expect(rank, REDUCED, wanted, " and ".join(floats), note=note)
+        note = policies.differing_units_text(trial.ranks[rank], wanted, "reduces_in")
+        yield _finding_unless_equal(rank, REDUCED, wanted, " and ".join(floats), note=note)
 
 
-def buckets(trial: Trial, rank: int) -> list[int]:
+def bucket_sizes(trial: Trial, rank: int) -> list[int]:
     """Bytes of each reduction over the replicas in the last step, in which DDP's buckets have their final order."""
     ranks, last = trial.plan.peers(rank, trial.plan.replicate_axis), trial.ranks[rank].steps[-1].step
     calls = [call for call in trial.ranks[rank].collectives if (call.ranks, call.op) == (ranks, "all_reduce")]
     return [call.bytes for call in calls if (call.phase, call.step) == ("backward", last)]
 
 
-def buckets_in_force(trial: Trial, rank: int) -> Looked:
+def bucket_outcomes(trial: Trial, rank: int) -> Outcomes:
     """A bucket is closed by the parameter that fills it, so it is smaller than its size and one parameter more."""
     if trial.case.features.bucket_mb is None:
         return
     size = int(trial.case.features.bucket_mb * 2**20)
     limit = size + max(math.prod(shape) for shape in trial.plan.shapes.values()) * BYTES[trial.case.training.dtype]
-    largest, note = max(buckets(trial, rank), default=0), f"buckets of {size} bytes"
+    largest, note = max(bucket_sizes(trial, rank), default=0), f"buckets of {size} bytes"
     finding = Finding.at(rank, Limit(1, limit - 1), largest, kind="feature", quantity=BUCKET, unit="bytes", note=note)
     yield None if 0 < largest < limit else finding
 
@@ -123,31 +138,31 @@ def buckets_in_force(trial: Trial, rank: int) -> Looked:
 # ---- recomputation
 
 
-def layers_of(trial: Trial, rank: int) -> list[int]:
+def layers_of_rank(trial: Trial, rank: int) -> list[int]:
     return [layer for stage in trial.plan.stages[rank] for layer in layers_of_stage(trial.case, stage)]
 
 
-def recomputations(step: StepEvidence) -> dict[str, int]:
+def recomputation_counts(step: StepEvidence) -> dict[str, int]:
     """How often each module was called inside backward."""
     return {call.fqn: count for call, count in step.activity.calls.items() if call.phase == "backward"}
 
 
-def _recomputed_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+def _recomputation_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outcomes:
     """Compiled code recomputes without calling anything: then only the matmuls tell. Where not a block but its forward
     is checkpointed (transformers), only what is in it is called again."""
     recomputed = [] if trial.case.features.compile else recomputed_layers(trial.case, rank)
-    calls, requested = recomputations(step), {f"layers.{layer}" for layer in recomputed}
-    for layer in layers_of(trial, rank):
+    calls, requested = recomputation_counts(step), {f"layers.{layer}" for layer in recomputed}
+    for layer in layers_of_rank(trial, rank):
         wanted, block = trial.case.passes if layer in recomputed else 0, f"layers.{layer}"
         inside = (count for fqn, count in calls.items() if fqn.startswith(f"{block}."))
         called = calls.get(block, max(inside, default=0))
-        yield _expect(rank, RECOMPUTATIONS, wanted, called, step=step.step, module=block)
+        yield _finding_unless_equal(rank, RECOMPUTATIONS, wanted, called, step=step.step, module=block)
     for fqn in calls.keys() - {output_layer.OUTPUT}:
         if not any(fqn == block or fqn.startswith(f"{block}.") for block in requested):
-            yield _expect(rank, RECOMPUTATIONS, 0, calls[fqn], step=step.step, module=fqn or "the model")
+            yield _finding_unless_equal(rank, RECOMPUTATIONS, 0, calls[fqn], step=step.step, module=fqn or "the model")
 
 
-def matmuls(step: StepEvidence, phase: str) -> Counter[str]:
+def matmuls_by_dtype(step: StepEvidence, phase: str) -> Counter[str]:
     """Matmuls of a phase by dtype."""
     counted = Counter[str]()
     for key, count in step.activity.matmuls.items():
@@ -156,7 +171,7 @@ def matmuls(step: StepEvidence, phase: str) -> Counter[str]:
     return counted
 
 
-def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
+def recomputed_matmuls(trial: Trial, rank: int, step: StepEvidence) -> int | None:
     """Return how many matmuls backward repeats: in every block recomputed all but the last, whose result is not needed, if
     the trainer stops there (`ac_early_stop`).
 
@@ -165,10 +180,10 @@ def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
     repeated too: what backward needs last is the mask behind it. Where tp reduces attention's result and "op" keeps it,
     the matmul before is needed for nothing, which a compiler sees and leaves it out.
     """
-    case, layers = trial.case, len(layers_of(trial, rank))
-    inside = projects_inside(trial, rank, step)
-    projected = inside * output_layer.applied(trial, rank)
-    per_layer, remainder = divmod(matmuls(step, "forward").total() - projected, layers * case.passes)
+    case, layers = trial.case, len(layers_of_rank(trial, rank))
+    inside = projects_in_forward(trial, rank, step)
+    projected = inside * output_layer.forward_call_count(trial, rank)
+    per_layer, remainder = divmod(matmuls_by_dtype(step, "forward").total() - projected, layers * case.passes)
     if remainder or per_layer < 1:
         return None
     skipped = 1 if trial.traits.ac_early_stop and not case.model.dropout else 0
@@ -176,9 +191,9 @@ def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
     again_per_layer = (
         per_layer // 2 - needless if case.features.activation_checkpointing == "op" else per_layer - skipped
     )
-    return again_per_layer * case.passes * len(recomputed_layers(case, rank)) + inside * output_layer.applied_again(
-        trial, rank
-    )
+    return again_per_layer * case.passes * len(
+        recomputed_layers(case, rank)
+    ) + inside * output_layer.recomputation_count(trial, rank)
 
 
 BUCKET, RECOMPUTATIONS = "largest bucket reduced", "recomputations"
@@ -188,31 +203,31 @@ LACKING = "matmuls in backward"  # fewer than what was multiplied in forward nee
 RECOMPUTED, DTYPE = "matmuls in backward beyond planned gradients", "matmuls' dtype"
 
 
-def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+def _matmul_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outcomes:
     """Quantised matmuls are judged by their own format."""
     if trial.case.training.quantize:
         return
-    expect = partial(_expect, rank, step=step.step)
-    forward, backward = matmuls(step, "forward"), matmuls(step, "backward")
+    expect = partial(_finding_unless_equal, rank, step=step.step)
+    forward, backward = matmuls_by_dtype(step, "forward"), matmuls_by_dtype(step, "backward")
     wanted = trial.case.training.compute_dtype or trial.case.training.dtype
-    note = policies.of_matmuls(trial.ranks[rank], wanted, forward)
+    note = policies.matmul_dtypes_text(trial.ranks[rank], wanted, forward)
     yield expect(DTYPE, wanted, " and ".join(sorted(forward | backward)) or None, note=note)
-    recomputed, outputs = products_again(trial, rank, step), output_layer.applied(trial, rank)
+    recomputed, outputs = recomputed_matmuls(trial, rank, step), output_layer.forward_call_count(trial, rank)
     if recomputed is None:
         wanted = f"equally many in every block, and {outputs} of the output"
         yield expect(UNEVEN, wanted, forward.total())
     else:
-        layers = layers_of(trial, rank)
-        of_blocks = forward.total() - outputs * projects_inside(trial, rank, step)
-        merged = are_merged(trial.case, of_blocks, layers)
-        frozen = products_left_out(trial.case, layers, outputs=outputs // trial.case.passes, merged=merged)
+        layers = layers_of_rank(trial, rank)
+        of_blocks = forward.total() - outputs * projects_in_forward(trial, rank, step)
+        merged = has_merged_adapters(trial.case, of_blocks, layers)
+        frozen = matmuls_left_out(trial.case, layers, outputs=outputs // trial.case.passes, merged=merged)
         beyond_gradients = backward.total() - 2 * forward.total() + frozen
-        outside_passes = 0 if projects_inside(trial, rank, step) else matmuls_beside(step)
+        outside_passes = 0 if projects_in_forward(trial, rank, step) else plain_outside_matmuls(step)
         is_expected = beyond_gradients in {
             recomputed + times * outside_passes for times in (0, 2, 3)
         }  # the loss's: at once, later, or again
         if is_expected or beyond_gradients >= 0:
-            called = sorted({fqn.split(".")[2] for fqn in recomputations(step) if fqn.count(".") > 1})
+            called = sorted({fqn.split(".")[2] for fqn in recomputation_counts(step) if fqn.count(".") > 1})
             note = f"called in backward: {', '.join(called)}" * bool(called)
             yield expect(RECOMPUTED, recomputed, recomputed if is_expected else beyond_gradients, note=note)
         else:
@@ -224,34 +239,39 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
 FUSED, ATTENDED, ATTENDED_AGAIN = Attention("forward", "attention"), "attention in forward", "attention recomputed"
 
 
-def _attention(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+def _attention_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outcomes:
     """Each layer's, in each step: one that falls back to matmuls leaves too few kernels, and batched matmuls instead."""
     counts, case = step.activity.attention, trial.case
-    if not any(sizes_wanted(trial, rank, step.step)):  # torch calls no kernel
+    if not any(expected_microbatch_sizes(trial, rank, step.step)):  # torch calls no kernel
         return
-    parts, expect = case.passes * parts_attended(trial, rank), partial(_expect, rank, step=step.step)
+    parts, expect = (
+        case.passes * attention_kernels_per_layer(trial, rank),
+        partial(_finding_unless_equal, rank, step=step.step),
+    )
     recomputed = 0 if case.features.activation_checkpointing == "op" else parts * len(recomputed_layers(case, rank))
-    yield expect(ATTENDED, parts * len(layers_of(trial, rank)), counts.get(FUSED, 0))
+    yield expect(ATTENDED, parts * len(layers_of_rank(trial, rank)), counts.get(FUSED, 0))
     yield expect(ATTENDED_AGAIN, recomputed, counts.get(Attention("backward", "attention"), 0))
-    backward = parts * differentiated_layers(case, layers_of(trial, rank))
+    backward = parts * count_differentiated_layers(case, layers_of_rank(trial, rank))
     yield expect("attention's gradients", backward, counts.get(Attention("backward", "attention_backward"), 0))
-    batched, most_batched = batched_in_training(trial, step), case.passes * len(trial.plan.stages[rank])
+    batched, most_batched = count_batched_in_training(trial, step), case.passes * len(trial.plan.stages[rank])
     yield None if batched <= most_batched else expect("batched matmuls", Limit(most=most_batched), batched)
 
 
-def batched_matmuls(step: StepEvidence, phases: Collection[str] = ()) -> int:
+def count_batched_matmuls(step: StepEvidence, phases: Collection[str] = ()) -> int:
     """Count all phases where none are given."""
     kinds = step.activity.attention.items()
     return sum(count for key, count in kinds if key.kind == "batched matmul" and key.phase in (phases or (key.phase,)))
 
 
-def batched_in_training(trial: Trial, step: StepEvidence) -> int:
+def count_batched_in_training(trial: Trial, step: StepEvidence) -> int:
     """Return them without those that are allowed in addition."""
-    outside_passes = batched_matmuls(step, BESIDE)
-    return batched_matmuls(step) - (outside_passes if 0 < computed_beside(step) <= most_computed(trial, step) else 0)
+    outside_passes = count_batched_matmuls(step, OUTSIDE_PHASES)
+    return count_batched_matmuls(step) - (
+        outside_passes if 0 < all_outside_matmuls(step) <= most_computed(trial, step) else 0
+    )
 
 
-def attention_is_fused(trial: Trial) -> bool:
+def is_attention_fused(trial: Trial) -> bool:
     """The trainer says so, where there is a kernel; else seen anywhere: a trainer has it in all layers and steps.
 
     What is not fused, or is one kernel of a compiler's (flex attention), cannot be distinguished from what else is done.
@@ -271,34 +291,36 @@ def has_fused_kernel(trial: Trial) -> bool:
     return narrow or devices == {"cpu"}
 
 
-def parts_attended(trial: Trial, rank: int) -> int:
+def attention_kernels_per_layer(trial: Trial, rank: int) -> int:
     """Count a layer's kernels: around a ring one for each rank whose keys a query may see; all of them, if balanced."""
     if trial.traits.cp_gathers or trial.case.features.cp_load_balance:
         return 1 if trial.traits.cp_gathers else trial.case.dims.cp
-    return coordinate(trial.case.dims, rank)["cp"] + 1
+    return coordinate_of_rank(trial.case.dims, rank)["cp"] + 1
 
 
 # ---- what is computed in addition
 
-BESIDE, BESIDES = ("pipeline", "optimizer", "other"), "matmuls outside training passes"
+OUTSIDE_PHASES, OUTSIDE_MATMULS = ("pipeline", "optimizer", "other"), "matmuls outside training passes"
 
 
-def beside(trial: Trial, rank: int, step: StepEvidence) -> int:
+def unallowed_outside_matmuls(trial: Trial, rank: int, step: StepEvidence) -> int:
     """Return the matmuls outside of forward and backward, where they are more than is allowed. A loss that projects to the
     vocabulary itself, which forward then lacks, has those that no block does."""
-    if 0 < computed_beside(step) <= most_computed(trial, step):
+    if 0 < all_outside_matmuls(step) <= most_computed(trial, step):
         return 0
-    return matmuls_beside(step) if projects_inside(trial, rank, step) or blocks_beside(step) else 0
+    return plain_outside_matmuls(step) if projects_in_forward(trial, rank, step) or outside_block_calls(step) else 0
 
 
-def computed_beside(step: StepEvidence) -> int:
+def all_outside_matmuls(step: StepEvidence) -> int:
     """Return the matmuls outside of training passes, batched ones among them."""
-    return matmuls_beside(step) + batched_matmuls(step, BESIDE)
+    return plain_outside_matmuls(step) + count_batched_matmuls(step, OUTSIDE_PHASES)
 
 
 def most_computed(trial: Trial, step: StepEvidence) -> int:
     """Return how many of these the case or the trainer allows, in addition to what Muon multiplies in the optimizer."""
-    forward, own = (matmuls(step, p).total() + batched_matmuls(step, (p,)) for p in ("forward", "optimizer"))
+    forward, own = (
+        matmuls_by_dtype(step, p).total() + count_batched_matmuls(step, (p,)) for p in ("forward", "optimizer")
+    )
     explained = allowed_matmuls(trial, forward)
     if trial.case.training.optimizer == "muon":
         explained.append(ExplainedDifference("computed", own))
@@ -307,8 +329,8 @@ def most_computed(trial: Trial, step: StepEvidence) -> int:
 
 def _text_of_allowances(trial: Trial) -> str:
     """Return what is allowed to be computed, compiled and hooked, and which of it nothing uses."""
-    hooks = {name for _, step in trial.own_steps() for name in saved_hooks.all_hooks(step)}
-    computed = any(computed_beside(step) for _, step in trial.own_steps())
+    hooks = {name for _, step in trial.own_steps() for name in saved_hooks.saved_tensor_hook_owners(step)}
+    computed = any(all_outside_matmuls(step) for _, step in trial.own_steps())
     compiled = any(evidence.compiler.get("graphs") for evidence in trial.ranks.values())
     return allowances_text(
         trial,
@@ -320,39 +342,41 @@ def _text_of_allowances(trial: Trial) -> str:
     )
 
 
-def matmuls_beside(step: StepEvidence) -> int:
-    return sum(matmuls(step, phase).total() for phase in BESIDE)
+def plain_outside_matmuls(step: StepEvidence) -> int:
+    return sum(matmuls_by_dtype(step, phase).total() for phase in OUTSIDE_PHASES)
 
 
-def blocks_beside(step: StepEvidence) -> int:
+def outside_block_calls(step: StepEvidence) -> int:
     """Calls of blocks, and of what is in them, outside of forward and backward."""
     calls = step.activity.calls.items()
-    return sum(count for call, count in calls if call.phase in BESIDE and call.fqn.startswith("layers."))
+    return sum(count for call, count in calls if call.phase in OUTSIDE_PHASES and call.fqn.startswith("layers."))
 
 
-def projects_inside(trial: Trial, rank: int, step: StepEvidence) -> bool:
+def projects_in_forward(trial: Trial, rank: int, step: StepEvidence) -> bool:
     """Whether forward has the matmuls of the output projection. One that lacks them has equally many in every block."""
-    in_forward, blocks = matmuls(step, "forward").total(), trial.case.passes * len(layers_of(trial, rank))
-    lacks_them = (in_forward - output_layer.applied(trial, rank)) % blocks and in_forward % blocks == 0
-    return not (lacks_them and matmuls_beside(step))
+    in_forward, blocks = matmuls_by_dtype(step, "forward").total(), trial.case.passes * len(layers_of_rank(trial, rank))
+    lacks_them = (in_forward - output_layer.forward_call_count(trial, rank)) % blocks and in_forward % blocks == 0
+    return not (lacks_them and plain_outside_matmuls(step))
 
 
-def _beside(trial: Trial, rank: int, step: StepEvidence) -> Looked:
-    outside_passes, limit = beside(trial, rank, step), most_computed(trial, step)
+def _outside_matmul_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outcomes:
+    outside_passes, limit = unallowed_outside_matmuls(trial, rank, step), most_computed(trial, step)
     wanted = Limit(most=limit) if limit and outside_passes else 0
-    yield _expect(rank, BESIDES, wanted, outside_passes, step=step.step)
+    yield _finding_unless_equal(rank, OUTSIDE_MATMULS, wanted, outside_passes, step=step.step)
 
 
 # ---- tensors saved for backward
 
 
-def _hooks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
-    yield _expect(rank, saved_hooks.HOOKS, (), tuple(saved_hooks.foreign_hooks(trial, step)), step=step.step)
+def _hook_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outcomes:
+    yield _finding_unless_equal(
+        rank, saved_hooks.SAVED_TENSOR_HOOKS, (), tuple(saved_hooks.foreign_hook_owners(trial, step)), step=step.step
+    )
 
 
 # ---- 8 bits
 
-QUANTIZED_PRODUCTS = {
+QUANTIZED_MATMULS = {
     "float8_tensorwise": ("float8_tensorwise", 2),
     "float8_rowwise": ("float8_rowwise", 2),
     "float8_rowwise_with_gw_hp": ("float8_rowwise", 1),  # the weight's gradient is multiplied in high precision
@@ -361,23 +385,25 @@ QUANTIZED_PRODUCTS = {
 """By recipe: the format of matmuls, and how many of a module's two in backward have it."""
 
 
-def _quantized_products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+def _quantized_matmul_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outcomes:
     """Exactly the recipe's modules: one matmul a pass in forward, and in backward one for each gradient."""
     counts = step.activity.quantized
     if trial.case.features.compile:  # compiled code does not tell
         return
-    wanted = _planned_products(trial, rank, counts)
+    wanted = _planned_quantized_matmuls(trial, rank, counts)
     for key in sorted(wanted | counts):
         fields: dict[str, Any] = {"step": step.step, "module": key.fqn, "phase": key.phase}
-        yield _expect(rank, f"{key.format} matmuls", wanted.get(key, 0), counts.get(key, 0), **fields)
+        yield _finding_unless_equal(rank, f"{key.format} matmuls", wanted.get(key, 0), counts.get(key, 0), **fields)
 
 
-def _planned_products(trial: Trial, rank: int, counts: dict[QuantizedMatmul, int]) -> dict[QuantizedMatmul, int]:
+def _planned_quantized_matmuls(
+    trial: Trial, rank: int, counts: dict[QuantizedMatmul, int]
+) -> dict[QuantizedMatmul, int]:
     """Recomputation may repeat the forward matmul; it stops where the rest is not needed."""
-    case, layers, recomputed = trial.case, layers_of(trial, rank), recomputed_layers(trial.case, rank)
+    case, layers, recomputed = trial.case, layers_of_rank(trial, rank), recomputed_layers(trial.case, rank)
     wanted: dict[QuantizedMatmul, int] = {}
     for fqn in trial.plan.quantized:
-        format, backward = QUANTIZED_PRODUCTS[case.training.quantize or ""]
+        format, backward = QUANTIZED_MATMULS[case.training.quantize or ""]
         in_block = fqn.startswith("layers.")
         layer = int(fqn.split(".")[1]) if in_block else case.model.n_layers - 1  # the output's stage has the last one
         if layer in layers:
@@ -391,30 +417,32 @@ def _planned_products(trial: Trial, rank: int, counts: dict[QuantizedMatmul, int
 # ---- modules called
 
 
-def _compiled_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+def _compiled_block_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outcomes:
     """Each module of a block is called once a pass; of a compiled block none is."""
     wanted = 0 if trial.case.features.compile else trial.case.passes
-    for layer in layers_of(trial, rank):
+    for layer in layers_of_rank(trial, rank):
         calls = ((call, call_count) for call, call_count in step.activity.calls.items() if call.phase == "forward")
         inside = {count for call, count in calls if call.fqn.startswith(f"layers.{layer}.")}
         called = tuple(sorted(inside)) if len(inside) > 1 else max(inside, default=0)
-        yield _expect(rank, "calls of each module", wanted, called, step=step.step, module=f"layers.{layer}")
+        yield _finding_unless_equal(
+            rank, "calls of each module", wanted, called, step=step.step, module=f"layers.{layer}"
+        )
 
 
 # ---- dropout
 
 
-def _random_numbers(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+def _random_number_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outcomes:
     wanted = "drawn" if trial.case.model.dropout and step.step not in trial.assumption.undrawn else "none"
     observed = "drawn" if step.activity.random.get("forward", 0) else "none"
-    yield _expect(rank, "random numbers in forward", wanted, observed, step=step.step)
+    yield _finding_unless_equal(rank, "random numbers in forward", wanted, observed, step=step.step)
 
 
 # ---- adapters whose halves are multiplied and added to their matrix first
 
 
-def are_merged(case: Case, of_blocks: int, layers: Sequence[int]) -> bool:
+def has_merged_adapters(case: Case, of_blocks: int, layers: Sequence[int]) -> bool:
     """Return whether blocks have as few matmuls as merged adapters have. of_blocks: those of a step's forward passes."""
-    return case.model.lora is not None and of_blocks == case.passes * len(layers) * products_of_block(
+    return case.model.lora is not None and of_blocks == case.passes * len(layers) * matmuls_of_block(
         case.model, merged=True
     )

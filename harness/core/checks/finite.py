@@ -14,9 +14,9 @@ NEEDS = frozenset({"contents"})
 
 def check(trial: Trial) -> Result:
     findings: list[Finding] = []
-    for summary in trial.glances:
+    for summary in trial.rank_summaries:
         for step, names in sorted(summary.contents.not_finite.items()):
             subject: dict[str, Any] = {"step": step, "kind": "parameter", "quantity": "value"}
             for name in names:
                 findings.append(Finding.at(summary.rank, "finite numbers", "NaN or infinity", name=name, **subject))
-    return verdict_of("finite", findings, sum(len(summary.contents.by_step) for summary in trial.glances))
+    return verdict_of("finite", findings, sum(len(summary.contents.by_step) for summary in trial.rank_summaries))

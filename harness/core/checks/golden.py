@@ -24,7 +24,7 @@ def check(trial: Trial) -> Result:
     if trial.golden is None:
         return Result("golden", Verdict.UNKNOWN, note=trial.golden_problem)
     noise = trial.golden.noise.get(trial.case.golden_noise_key)
-    bounds = tolerance.bounds(trial.case, trial.reference, noise, before=trial.steps_before)
+    bounds = tolerance.bounds_of_recipe(trial.case, trial.reference, noise, before=trial.steps_before)
     steps = trial.reference.steps
     findings = []
     if len(trial.golden.losses) != len(steps):
@@ -40,5 +40,7 @@ def check(trial: Trial) -> Result:
                     "quantity": quantity,
                     "note": "expected: the golden, observed: the reference",
                 }
-                findings.append(Finding(**subject, expected=accepted, observed=observed, bound=bounds.of(bound)))
+                findings.append(
+                    Finding(**subject, expected=accepted, observed=observed, bound=bounds.finding_bound(bound))
+                )
     return verdict_of("golden", findings, 2 * len(steps))

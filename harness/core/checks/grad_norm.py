@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.core.evidence.step import StepEvidence
 from harness.core.judge.finding import Finding
-from harness.core.judge.reporting import judge_reports, relative
+from harness.core.judge.reporting import judge_reports, relative_error
 from harness.core.judge.result import Result, not_applicable
 from harness.core.judge.trial import Trial
 from harness.reference.record import ReferenceStep
@@ -28,10 +28,10 @@ def check(trial: Trial) -> Result:
 
     def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:
         wanted = reference.grad_norm if assumed is None else assumed(rank, step.step)
-        difference = relative(shown, wanted)
+        difference = relative_error(shown, wanted)
         if difference <= bounds.grad_norm[step.step]:
             return difference, None
-        bound = bounds.of(bounds.grad_norm[step.step])
+        bound = bounds.finding_bound(bounds.grad_norm[step.step])
         ratio = f"ratio {shown / wanted:.6g}"
         subject: dict[str, Any] = {"step": step.step, "quantity": "gradient norm", "note": ratio}
         return difference, Finding.at(rank, wanted, shown, bound=bound, **subject)

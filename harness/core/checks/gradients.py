@@ -13,7 +13,7 @@ import numpy as np
 
 from harness.core.judge import tolerance
 from harness.core.judge.assembly import Misfit, gradient_distance, misfits
-from harness.core.judge.clipping import clipped_unseen, late_steps
+from harness.core.judge.clipping import is_clipped_unseen, steps_clipped_late
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Result, Verdict, verdict_of
 from harness.core.judge.trial import Trial
@@ -21,15 +21,15 @@ from harness.core.judge.trial import Trial
 STAGE = "numbers"
 NEEDS = frozenset({"reference", "values"})
 OF_GRADIENTS = True
-UNSETTLED = (
+UNDECIDED_TEXT = (
     "step {}: which gradients clipping was given was not decided, for no bound was known then; run the case again"
 )
 
 
 def check(trial: Trial) -> Result:
     bounds = trial.bounds
-    if unsettled := late_steps(trial):
-        return Result("gradients", Verdict.UNKNOWN, note=UNSETTLED.format(min(unsettled)))
+    if unsettled := steps_clipped_late(trial):
+        return Result("gradients", Verdict.UNKNOWN, note=UNDECIDED_TEXT.format(min(unsettled)))
     findings: list[tuple[int, float, Finding]] = []
     worst: list[float] = [0.0]
     for rank, step, reference in trial.steps():
@@ -42,27 +42,27 @@ def check(trial: Trial) -> Result:
                 subject: dict[str, Any] = {"step": step.step, "kind": "parameter", "name": fqn, "quantity": "gradient"}
                 measure: dict[str, Any] = {
                     "unit": "of the largest entry",
-                    "bound": bounds.of(bounds.gradient[step.step]),
+                    "bound": bounds.finding_bound(bounds.gradient[step.step]),
                 }
                 finding = Finding.at(rank, "the reference's", difference, **subject, **measure)
                 findings.append((step.step, difference, finding))
     steps_with_findings = {step for step, _, _ in findings}
-    unseen = {step for step in steps_with_findings if clipped_unseen(trial, step)}
+    unseen = {step for step in steps_with_findings if is_clipped_unseen(trial, step)}
     judged = [entry for entry in findings if entry[0] not in unseen]
     ordered = [finding for _, _, finding in sorted(judged, key=lambda entry: -entry[1])]
-    whole_misfits, lacking = ([], "") if trial.case.exact else _of_whole_parameters(trial)
-    ordered += [_finding(trial, misfit) for misfit in whole_misfits if not misfit.within]
+    whole_misfits, lacking = ([], "") if trial.case.exact else _whole_gradient_misfits(trial)
+    ordered += [_misfit_finding(trial, misfit) for misfit in whole_misfits if not misfit.is_within_bound]
     if (lacking or unseen) and not ordered:
-        return Result("gradients", Verdict.UNKNOWN, len(worst) - 1, note=lacking or _remedy(min(unseen)))
+        return Result("gradients", Verdict.UNKNOWN, len(worst) - 1, note=lacking or _remedy_text(min(unseen)))
     return verdict_of("gradients", ordered, len(worst) - 1 + len(whole_misfits), largest=max(worst))
 
 
-def _remedy(step: int) -> str:
-    text = f"step {step}: the optimizer was given the reference's clipped gradients, nobody saw them before clipping"
-    return f"{text}; let the adapter call `harness.adapter.note_gradients()` just before the trainer clips"
+def _remedy_text(step: int) -> str:
+    text = f"step {step}: the optimizer received the reference's clipped gradients; gradients were not observed before clipping"
+    return f"{text}; call `harness.adapter.note_gradients()` in the adapter just before the trainer clips"
 
 
-def _of_whole_parameters(trial: Trial) -> tuple[list[Misfit], str]:
+def _whole_gradient_misfits(trial: Trial) -> tuple[list[Misfit], str]:
     """Return the misfit of each whole gradient, the worst first, and what kept a parameter from being judged as a whole."""
     all_misfits: list[Misfit] = []
     problem = ""
@@ -71,14 +71,14 @@ def _of_whole_parameters(trial: Trial) -> tuple[list[Misfit], str]:
         all_misfits += misfits_of_step
         if lacking and not problem:
             problem = f"step {step}, {lacking[0]}: the slices that ranks hold do not make up one whole gradient"
-    return sorted(all_misfits, key=lambda misfit: -np.nan_to_num(misfit.excess, nan=np.inf)), problem
+    return sorted(all_misfits, key=lambda misfit: -np.nan_to_num(misfit.ratio_to_bound, nan=np.inf)), problem
 
 
-def _finding(trial: Trial, misfit: Misfit) -> Finding:
+def _misfit_finding(trial: Trial, misfit: Misfit) -> Finding:
     subject: dict[str, Any] = {"step": misfit.step, "kind": "parameter", "name": misfit.fqn, "quantity": "gradient"}
     finding_of = partial(Finding, ranks=misfit.ranks, expected="the reference's", **subject)
-    if misfit.scaled:
-        bound = trial.bounds.of(misfit.fit_bound, tolerance.FIT_FACTOR)
-        return finding_of(observed=misfit.fit, unit="times the reference by best fit", bound=bound)
-    bound = trial.bounds.of(misfit.distance_bound, tolerance.distance_factor(trial.case, misfit.step))
+    if misfit.is_only_scaled:
+        bound = trial.bounds.finding_bound(misfit.scale_bound, tolerance.FIT_FACTOR)
+        return finding_of(observed=misfit.scale, unit="times the reference by best fit", bound=bound)
+    bound = trial.bounds.finding_bound(misfit.distance_bound, tolerance.distance_factor(trial.case, misfit.step))
     return finding_of(observed=misfit.distance, unit="of its norm", bound=bound)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.core.judge.contents import take
+from harness.core.judge.contents import view_of_slice
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Result, verdict_of
 from harness.core.judge.trial import Trial
@@ -20,7 +20,7 @@ def check(trial: Trial) -> Result:
     examined = 0
     for fqn, full in trial.seed_weights.items():
         covered = np.zeros(full.shape, bool)
-        for rank, local_slices in sorted(trial.holdings.items()):
+        for rank, local_slices in sorted(trial.local_slices.items()):
             local_slice = local_slices.get(fqn)
             if fqn in local_slices and local_slice is None:
                 findings.append(
@@ -29,7 +29,7 @@ def check(trial: Trial) -> Result:
                     )
                 )
             elif local_slice is not None:
-                take(covered, local_slice)[...] = True
+                view_of_slice(covered, local_slice)[...] = True
         examined += 1
         missing = int(covered.size - covered.sum())
         if missing:

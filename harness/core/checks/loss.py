@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.core.case.trainer_spec import TrainerSpec
 from harness.core.judge.finding import Bound, Finding
-from harness.core.judge.losses import global_loss, losses
+from harness.core.judge.losses import global_loss, losses_of_rank
 from harness.core.judge.places import last_stage_ranks
 from harness.core.judge.reporting import ratio_text
 from harness.core.judge.result import Result, Verdict, verdict_of
@@ -25,18 +25,20 @@ def check(trial: Trial) -> Result:
     for step in map(trial.reference_step, trial.case.steps):
         observed = global_loss(trial, step.step)
         if observed is None:
-            return Result("loss", Verdict.UNKNOWN, note=f"step {step.step}: no rank's loss was seen; {_remedy(trial)}")
-        difference = _relative(observed, step.loss)
+            return Result(
+                "loss", Verdict.UNKNOWN, note=f"step {step.step}: no rank's loss was seen; {_remedy_text(trial)}"
+            )
+        difference = _relative_difference(observed, step.loss)
         worst = max(worst, difference)
         if not difference <= bounds.loss[step.step]:
             subject: dict[str, Any] = {"step": step.step, "quantity": "loss", "note": ratio_text(observed, step.loss)}
-            bound = bounds.of(bounds.loss[step.step])
+            bound = bounds.finding_bound(bounds.loss[step.step])
             findings.append(Finding(**subject, expected=step.loss, observed=observed, bound=bound))
-        findings += _odd_peers(trial, step.step, bounds.loss[step.step])
+        findings += _differing_peer_findings(trial, step.step, bounds.loss[step.step])
     return verdict_of("loss", findings, len(trial.case.steps), largest=worst)
 
 
-def _remedy(trial: Trial) -> str:
+def _remedy_text(trial: Trial) -> str:
     """Return what to do if the trainer computes its loss by hand, in a kernel of its own or in compiled code."""
     trainer = TrainerSpec.parse(trial.run.trainer)
     caller = trainer.name if trainer.is_file else f"the adapter of {trainer.name}"
@@ -46,15 +48,15 @@ def _remedy(trial: Trial) -> str:
     )
 
 
-def _odd_peers(trial: Trial, step: int, bound: float) -> list[Finding]:
+def _differing_peer_findings(trial: Trial, step: int, bound: float) -> list[Finding]:
     """Return findings of ranks that computed another loss than the tp peer that received the same tokens."""
     findings = []
     for rank in last_stage_ranks(trial):
         first = trial.plan.peers(rank, "tp")[0]
         if first == rank:
             continue
-        wanted = losses(trial, first, step)
-        observed = losses(trial, rank, step)
+        wanted = losses_of_rank(trial, first, step)
+        observed = losses_of_rank(trial, rank, step)
         subject: dict[str, Any] = {
             "step": step,
             "quantity": "loss",
@@ -72,5 +74,5 @@ def _odd_peers(trial: Trial, step: int, bound: float) -> list[Finding]:
     return findings
 
 
-def _relative(observed: float, expected: float) -> float:
+def _relative_difference(observed: float, expected: float) -> float:
     return abs(observed - expected) / abs(expected) if math.isfinite(observed) else math.inf

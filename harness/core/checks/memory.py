@@ -20,7 +20,7 @@ from typing import Any
 
 from harness.core.case.case import Case
 from harness.core.evidence.records import HeldTensor, RankEvidence
-from harness.core.evidence.text import counted
+from harness.core.evidence.text import count_text
 from harness.core.judge.explained import (
     ExplainedDifference,
     allowances_text,
@@ -31,7 +31,7 @@ from harness.core.judge.explained import (
 from harness.core.judge.finding import Finding, Limit
 from harness.core.judge.result import Result, Verdict, verdict_of
 from harness.core.judge.trial import Trial
-from harness.core.judge.unsettled import unsettled_bytes
+from harness.core.judge.unsettled import partial_gradient_bytes
 from harness.core.plan.memory import muon_bytes
 from harness.core.plan.slices import BYTES, numel
 
@@ -40,25 +40,30 @@ NEEDS = frozenset({"structure", "slices", "sizes"})
 
 BEFORE_FORWARD = "before forward"
 """Stands for a phase: copies that were there when a step began, and were given up in it."""
-COPIES = {"adamw": 2, "sgd": 0, "muon": 2}
+STATE_COPIES = {"adamw": 2, "sgd": 0, "muon": 2}
 UNACCOUNTED = "unaccounted tensors after the last step"
-BUCKETED = ("ddp", "replicate")
+BUCKET_WRAPPERS = ("ddp", "replicate")
 """Wrappers that reduce gradients in buckets, which they keep."""
 
 
 def check(trial: Trial) -> Result:
     if "declared" not in trial.provided:
-        return _at_most(trial)
+        return _judge_undeclared(trial)
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
-        wanted = planned(trial, rank)
+        wanted = planned_bytes_by_kind(trial, rank)
         examined += len(evidence.steps) * len(wanted)
-        findings += _held(evidence, wanted)
-        findings += _beside(trial, rank) + _growing(trial, rank) + _copied(trial, rank) + _graphs(evidence)
-        examined += sum(len(measurements) for measurements in (looks(evidence), copied_at_once(evidence)))
+        findings += _memory_findings(evidence, wanted)
+        findings += (
+            _unaccounted_findings(trial, rank)
+            + _growth_findings(trial, rank)
+            + _copy_findings(trial, rank)
+            + _retained_graph_findings(evidence)
+        )
+        examined += sum(len(measurements) for measurements in (kept_bytes_by_step(evidence), copies_at_once(evidence)))
     if findings:
         return verdict_of("memory", findings, examined, note=_text_of_allowances(trial))
-    if unlooked := _unlooked(trial):
+    if unlooked := _unmeasured_steps(trial):
         note = f"what rank {unlooked[0][0]} holds after step {unlooked[0][1]} was not observed: no optimizer stepped"
         return Result("memory", Verdict.UNKNOWN, examined, note=note)
     unseen = [rank for rank, evidence in sorted(trial.ranks.items()) if evidence.held is None]
@@ -68,7 +73,7 @@ def check(trial: Trial) -> Result:
     return verdict_of("memory", findings, examined, note=_text_of_allowances(trial))
 
 
-def _unlooked(trial: Trial) -> list[tuple[int, int]]:
+def _unmeasured_steps(trial: Trial) -> list[tuple[int, int]]:
     """Return ranks and steps without a measurement: memory is measured as an optimizer has stepped."""
     return [
         (rank, step.step)
@@ -78,10 +83,10 @@ def _unlooked(trial: Trial) -> list[tuple[int, int]]:
     ]
 
 
-def planned(trial: Trial, rank: int) -> dict[str, tuple[int, int]]:
+def planned_bytes_by_kind(trial: Trial, rank: int) -> dict[str, tuple[int, int]]:
     """The least and the most bytes that a rank holds between steps, by kind."""
     smallest, largest = trial.plan.parameter_bytes[rank]
-    copies = COPIES[trial.case.training.optimizer] + trial.assumption.optimizer.copies
+    copies = STATE_COPIES[trial.case.training.optimizer] + trial.assumption.optimizer.copies
     muon_saving = muon_bytes(trial.case, trial.plan.slices[rank])
     _, gradients = trial.plan.gradient_bytes.get(rank, (smallest, largest))
     of_state = trial.plan.state_bytes.get(rank, (smallest, largest))
@@ -92,14 +97,14 @@ def planned(trial: Trial, rank: int) -> dict[str, tuple[int, int]]:
     }
 
 
-def _held(evidence: RankEvidence, wanted: dict[str, tuple[int, int]]) -> list[Finding]:
+def _memory_findings(evidence: RankEvidence, wanted: dict[str, tuple[int, int]]) -> list[Finding]:
     """wanted: by kind, the least and the most bytes. What was not looked at is no 0."""
     findings = []
     for step in evidence.steps:
         for kind, (low, high) in wanted.items():
             held_bytes = step.memory.get(kind)
             if kind == "gradients":
-                high += unsettled_bytes(step)
+                high += partial_gradient_bytes(step)
             if held_bytes is not None and not low <= held_bytes <= high:
                 expected = low if low == high else Limit(low, high)
                 subject: dict[str, Any] = {"step": step.step, "quantity": kind, "unit": "bytes"}
@@ -107,29 +112,29 @@ def _held(evidence: RankEvidence, wanted: dict[str, tuple[int, int]]) -> list[Fi
     return findings
 
 
-def _at_most(trial: Trial) -> Result:
+def _judge_undeclared(trial: Trial) -> Result:
     """Yield findings of a job that declares no parameters with gradients and state. What else a job keeps is its own."""
     findings, examined = [], 0
-    copies = _copies(trial)
+    copies = _most_state_copies(trial)
     for rank, evidence in sorted(trial.ranks.items()):
         smallest, largest = trial.plan.parameter_bytes[rank]
         wanted = {"parameters": (smallest, largest), "gradients": (0, largest)}
         wanted |= {} if copies is None else {"optimizer_state": (0, copies * largest)}
         examined += len(evidence.steps) * len(wanted)
-        findings += _held(evidence, wanted)
-    if (unlooked := _unlooked(trial)) and not findings:
+        findings += _memory_findings(evidence, wanted)
+    if (unlooked := _unmeasured_steps(trial)) and not findings:
         rank, step = unlooked[0]
         return Result("memory", Verdict.UNKNOWN, examined, note=f"rank {rank}, step {step}: no optimizer stepped")
     return verdict_of("memory", findings, examined, note="other tensors are not recorded")
 
 
-def _copies(trial: Trial) -> int | None:
+def _most_state_copies(trial: Trial) -> int | None:
     """How many numbers a parameter torch's optimizers that were seen keep at most; None of others."""
-    counts = {_copies_of(text) for summary in trial.run.summaries.values() for text in summary.modules.optimizers}
+    counts = {_state_copies_of(text) for summary in trial.run.summaries.values() for text in summary.modules.optimizers}
     return max((count or 0 for count in counts), default=None) if None not in counts else None
 
 
-def _copies_of(text: str) -> int | None:
+def _state_copies_of(text: str) -> int | None:
     if text.startswith(("Adam(", "AdamW(")):
         return 3 if re.search("amsgrad [^,)]*True", text) else 2
     return (1 if "momentum 0," not in f"{text}," else 0) if text.startswith("SGD(") else None
@@ -140,7 +145,7 @@ def most_kept(trial: Trial, rank: int) -> int:
     return most_of(explained_kept(trial, rank))
 
 
-def spare(trial: Trial, rank: int) -> int:
+def spare_bytes(trial: Trial, rank: int) -> int:
     """Return the bytes that the plan explains of what is kept when training has ended."""
     return most_of(without_allowances(explained_kept(trial, rank), "kept"))
 
@@ -150,22 +155,24 @@ def explained_kept(trial: Trial, rank: int) -> list[ExplainedDifference]:
 
     Around a single rank, too, DDP has its buckets, though no case requests it there.
     """
-    requested = trial.case.wrapper in BUCKETED
-    unrequested = not requested and any(wrapper.kind in BUCKETED for wrapper in trial.ranks[rank].structure.values())
+    requested = trial.case.wrapper in BUCKET_WRAPPERS
+    unrequested = not requested and any(
+        wrapper.kind in BUCKET_WRAPPERS for wrapper in trial.ranks[rank].structure.values()
+    )
     buckets = trial.plan.parameter_bytes[rank][0] if unrequested else 0
     return [
         ExplainedDifference("kept", trial.plan.spare_bytes[rank]),
         ExplainedDifference("kept", buckets),
-        ExplainedDifference("kept", staged(trial, rank)),
+        ExplainedDifference("kept", staged_bytes(trial, rank)),
         *allowed_bytes(trial, rank, "kept"),
     ]
 
 
-def staged(trial: Trial, rank: int) -> int:
+def staged_bytes(trial: Trial, rank: int) -> int:
     """Return the bytes that a save in the background copies first: parameters and optimizer state, until they are written."""
     if not trial.case.features.async_save:
         return 0
-    return sum(planned(trial, rank)[kind][1] for kind in ("parameters", "optimizer_state"))
+    return sum(planned_bytes_by_kind(trial, rank)[kind][1] for kind in ("parameters", "optimizer_state"))
 
 
 def _text_of_allowances(trial: Trial) -> str:
@@ -173,54 +180,58 @@ def _text_of_allowances(trial: Trial) -> str:
     kept = False
     copied = False
     for rank, evidence in trial.ranks.items():
-        bytes_of_copies = sum(tensor.bytes for tensor in copies_kept(trial, rank))
-        kept |= bytes_of_copies > spare(trial, rank)
-        copied |= any(size > copied_by_plan(trial, rank, phase, step) for step, phase, size in copied_at_once(evidence))
+        bytes_of_copies = sum(tensor.bytes for tensor in possible_copies(trial, rank))
+        kept |= bytes_of_copies > spare_bytes(trial, rank)
+        copied |= any(size > copied_by_plan(trial, rank, phase, step) for step, phase, size in copies_at_once(evidence))
     return allowances_text(trial, {"kept": lambda _: kept, "copied": lambda _: copied})
 
 
-def _beside(trial: Trial, rank: int) -> list[Finding]:
-    copies, limit = copies_kept(trial, rank), most_kept(trial, rank)
-    if not kept_beside(trial, rank):
+def _unaccounted_findings(trial: Trial, rank: int) -> list[Finding]:
+    copies, limit = possible_copies(trial, rank), most_kept(trial, rank)
+    if not has_unaccounted_tensors(trial, rank):
         return []
     shown = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in copies[:3])
-    note = f"{counted(len(copies), 'tensor')}: {shown}{', ..' * (len(copies) > 3)}"
+    note = f"{count_text(len(copies), 'tensor')}: {shown}{', ..' * (len(copies) > 3)}"
     total = sum(tensor.bytes for tensor in copies)
     return [Finding.at(rank, Limit(most=limit), total, quantity=UNACCOUNTED, unit="bytes", note=note)]
 
 
-def kept_beside(trial: Trial, rank: int) -> bool:
-    return sum(tensor.bytes for tensor in copies_kept(trial, rank)) > most_kept(trial, rank)
+def has_unaccounted_tensors(trial: Trial, rank: int) -> bool:
+    return sum(tensor.bytes for tensor in possible_copies(trial, rank)) > most_kept(trial, rank)
 
 
-def looks(evidence: RankEvidence) -> list[tuple[int, int]]:
+def kept_bytes_by_step(evidence: RankEvidence) -> list[tuple[int, int]]:
     """Return, by step, the bytes of tensors of more than one number that lived on when it was over, where measured."""
-    return [(step.step, sum(_more_than_one(step.kept).values())) for step in evidence.steps if step.kept is not None]
+    return [
+        (step.step, sum(_without_single_numbers(step.kept).values()))
+        for step in evidence.steps
+        if step.kept is not None
+    ]
 
 
-def _more_than_one(kept: dict[str, int]) -> dict[str, int]:
+def _without_single_numbers(kept: dict[str, int]) -> dict[str, int]:
     """Return bytes by "dtype shape". A list of losses grows, and may."""
     return {key: size for key, size in kept.items() if set(key.partition(" ")[2].strip("[]").split(", ")) - {"", "1"}}
 
 
-def growth(evidence: RankEvidence) -> float:
+def growth_per_step(evidence: RankEvidence) -> float:
     """Bytes that are kept more after each step, the least of all intervals looked at; 0 if there are not two of them.
 
     A cache that fills once grows in one interval, a buffer that is filled anew in none.
     """
-    kept_by_step = looks(evidence)
+    kept_by_step = kept_bytes_by_step(evidence)
     rates = [(later - sooner) / (end - begin) for (begin, sooner), (end, later) in itertools.pairwise(kept_by_step)]
     return max(0.0, min(rates)) if len(rates) > 1 else 0.0
 
 
-def grown(evidence: RankEvidence) -> dict[str, int]:
+def grown_tensors(evidence: RankEvidence) -> dict[str, int]:
     """Return, by "dtype shape", how much more is kept after the last step than after the first, most first."""
-    first, *_, last = [_more_than_one(step.kept) for step in evidence.steps if step.kept is not None]
+    first, *_, last = [_without_single_numbers(step.kept) for step in evidence.steps if step.kept is not None]
     growth_by_tensor = {key: size - first.get(key, 0) for key, size in last.items() if size > first.get(key, 0)}
     return dict(sorted(growth_by_tensor.items(), key=lambda item: -item[1]))
 
 
-def unwaited_more(evidence: RankEvidence) -> int:
+def unwaited_growth(evidence: RankEvidence) -> int:
     """Return how many functional collectives were never waited for, first step to last, where each step brought more."""
     counts = [step.unwaited for step in evidence.steps if step.unwaited is not None]
     return (
@@ -228,12 +239,13 @@ def unwaited_more(evidence: RankEvidence) -> int:
     )
 
 
-def _growing(trial: Trial, rank: int) -> list[Finding]:
+def _growth_findings(trial: Trial, rank: int) -> list[Finding]:
     evidence, limit = trial.ranks[rank], trial.plan.table_bytes
-    if (rate := growth(evidence)) <= limit:
+    if (rate := growth_per_step(evidence)) <= limit:
         return []
-    note = f"steps {looks(evidence)[0][0]} to {looks(evidence)[-1][0]}: {', '.join(list(grown(evidence))[:3])}"
-    if never_waited := unwaited_more(evidence):
+    kept = kept_bytes_by_step(evidence)
+    note = f"steps {kept[0][0]} to {kept[-1][0]}: {', '.join(list(grown_tensors(evidence))[:3])}"
+    if never_waited := unwaited_growth(evidence):
         note += f"; torch keeps the results of {never_waited} functional collectives that nothing waited for"
     return [
         Finding.at(
@@ -242,13 +254,13 @@ def _growing(trial: Trial, rank: int) -> list[Finding]:
     ]
 
 
-def _graphs(evidence: RankEvidence) -> list[Finding]:
+def _retained_graph_findings(evidence: RankEvidence) -> list[Finding]:
     retained = [(step.step, step.graphs_retained) for step in evidence.steps if step.graphs_retained]
     name = "autograd graphs that live on in the next forward pass"
     return [Finding.at(evidence.rank, 0, count, step=step, quantity=name) for step, count in retained]
 
 
-def copied_at_once(evidence: RankEvidence) -> list[tuple[int, str, int]]:
+def copies_at_once(evidence: RankEvidence) -> list[tuple[int, str, int]]:
     """Step, phase and bytes of copies of weights, the most at once; a step without copies has none, in no phase."""
     copies = []
     for step in evidence.steps:
@@ -257,7 +269,7 @@ def copied_at_once(evidence: RankEvidence) -> list[tuple[int, str, int]]:
     return copies
 
 
-def most_copied(trial: Trial, rank: int, phase: str, step: int) -> int:
+def copy_limit(trial: Trial, rank: int, phase: str, step: int) -> int:
     """Return the most bytes that may be copied at once."""
     return most_of(explained_copied(trial, rank, phase, step))
 
@@ -276,7 +288,7 @@ def explained_copied(trial: Trial, rank: int, phase: str, step: int) -> list[Exp
     inside = phase in ("forward", "backward", "pipeline")
     parts = trial.plan.slices[rank]
     largest = max(math.prod(trial.plan.shapes[fqn]) if inside else numel(part) for fqn, part in parts.items())
-    saving = staged(trial, rank) if step > (trial.case.saved_step or 0) else 0
+    saving = staged_bytes(trial, rank) if step > (trial.case.saved_step or 0) else 0
     explained = [
         ExplainedDifference("copied", 2 * largest * BYTES[trial.case.training.dtype]),
         ExplainedDifference("copied", saving),
@@ -287,20 +299,20 @@ def explained_copied(trial: Trial, rank: int, phase: str, step: int) -> list[Exp
     return explained
 
 
-def copied_too_much(trial: Trial, rank: int) -> list[tuple[int, int, str]]:
+def excessive_copies(trial: Trial, rank: int) -> list[tuple[int, int, str]]:
     """Bytes, step and phase; most first."""
-    copies = copied_at_once(trial.ranks[rank])
+    copies = copies_at_once(trial.ranks[rank])
     return sorted(
-        ((size, step, phase) for step, phase, size in copies if size > most_copied(trial, rank, phase, step)),
+        ((size, step, phase) for step, phase, size in copies if size > copy_limit(trial, rank, phase, step)),
         reverse=True,
     )
 
 
-def _copied(trial: Trial, rank: int) -> list[Finding]:
+def _copy_findings(trial: Trial, rank: int) -> list[Finding]:
     return [
         Finding.at(
             rank,
-            Limit(most=most_copied(trial, rank, phase, step)),
+            Limit(most=copy_limit(trial, rank, phase, step)),
             size,
             step=step,
             phase=phase,
@@ -308,15 +320,15 @@ def _copied(trial: Trial, rank: int) -> list[Finding]:
             unit="bytes",
             note="two may be there at a time",
         )
-        for size, step, phase in copied_too_much(trial, rank)
+        for size, step, phase in excessive_copies(trial, rank)
     ]
 
 
-def copies_kept(trial: Trial, rank: int) -> list[HeldTensor]:
+def possible_copies(trial: Trial, rank: int) -> list[HeldTensor]:
     """What may hold weights or gradients; one number may not."""
     local_shapes = {tensor.value.shape for tensor in trial.ranks[rank].parameters}
     shapes = local_shapes | set(trial.case.model.parameter_shapes().values())
-    shapes = (shapes | {shape[::-1] for shape in shapes}) - _handed_on(trial.case)
+    shapes = (shapes | {shape[::-1] for shape in shapes}) - _stage_output_shapes(trial.case)
     held_tensors = trial.ranks[rank].held or ()
     return [
         held_tensor
@@ -325,7 +337,7 @@ def copies_kept(trial: Trial, rank: int) -> list[HeldTensor]:
     ]
 
 
-def _handed_on(case: Case) -> set[tuple[int, ...]]:
+def _stage_output_shapes(case: Case) -> set[tuple[int, ...]]:
     """[tokens of a microbatch, dim], and with sequence parallel a tp rank's part of it."""
     lengths = {case.seq_len(step) // case.dims.cp for step in case.steps} if case.dims.pp > 1 else set()
     return {(case.local_batch * length // ways, case.model.dim) for length in lengths for ways in (1, case.dims.tp)}

@@ -19,21 +19,21 @@ from harness.core.case.measured import Unit
 from harness.core.evidence.records import TensorEvidence, Wrapper
 from harness.core.evidence.text import ranks_text
 from harness.core.judge.claims import claimed_slice
-from harness.core.judge.contents import is_at
+from harness.core.judge.contents import is_equal_at
 from harness.core.judge.finding import Finding, Part, Value
-from harness.core.judge.kept_alike import joined_in_step
+from harness.core.judge.kept_alike import is_joined_by_optimizer
 from harness.core.judge.result import Result, Verdict, verdict_of
 from harness.core.judge.trial import Trial
-from harness.core.judge.units_seen import units_seen, untold_rank
-from harness.core.plan.grid import coordinate
+from harness.core.judge.units_seen import claimed_unit_sets, unknown_rank_reason
+from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.slices import tp_dim
 from harness.core.plan.units_text import units_text
 
 STAGE = "structure"
 NEEDS = frozenset({"structure", "claims", "members"})
-APART = "FSDP units that others lack"
-LEFT_OUT = "parameters left out"
-Claim = set[tuple[str, tuple[int, ...]]]
+DIFFERING_UNITS = "FSDP units that others lack"
+LEFT_OUT_PARAMETERS = "parameters left out"
+Claims = set[tuple[str, tuple[int, ...]]]
 
 
 def check(trial: Trial) -> Result:
@@ -46,13 +46,15 @@ def check(trial: Trial) -> Result:
         for module, wrapper in evidence.structure.items():
             examined += 1
             findings += _wrapper_findings(trial, rank, module, wrapper)
-        if units_seen(trial, rank):
+        if claimed_unit_sets(trial, rank):
             examined += len(trial.plan.units[rank])
-        findings += _missing_replication(trial, rank) + _wrong_units(trial, rank)
-    findings += disagreements(trial)
-    without_units = [rank for rank in sorted(trial.ranks) if trial.plan.units[rank] and not units_seen(trial, rank)]
+        findings += _missing_replication_findings(trial, rank) + _unit_findings(trial, rank)
+    findings += unit_disagreements(trial)
+    without_units = [
+        rank for rank in sorted(trial.ranks) if trial.plan.units[rank] and not claimed_unit_sets(trial, rank)
+    ]
     if without_units and not findings:
-        return Result("placements", Verdict.UNKNOWN, examined, note=untold_rank(without_units[0]))
+        return Result("placements", Verdict.UNKNOWN, examined, note=unknown_rank_reason(without_units[0]))
     findings.sort(key=lambda finding: finding.rank != 0)
     return verdict_of("placements", findings, examined, note=_units_text(trial) if not findings else "")
 
@@ -60,39 +62,41 @@ def check(trial: Trial) -> Result:
 def _units_text(trial: Trial) -> str:
     """Return the units of the first rank of each pipeline stage, where they are the trainer's choice."""
     units_by_stage: dict[tuple[str, ...], tuple[Unit, ...]] = {}
-    for rank, units in (trial.plan.observed or {}).items():
+    for rank, units in (trial.plan.measured_units or {}).items():
         units_by_stage.setdefault(tuple(trial.plan.slices[rank]), units)
     all_units = list(itertools.chain.from_iterable(units_by_stage.values()))
     return f"{len(all_units)} FSDP units observed: {units_text(all_units, trial.case.shards)}" if all_units else ""
 
 
-def disagreements(trial: Trial) -> list[Finding]:
+def unit_disagreements(trial: Trial) -> list[Finding]:
     """Return findings of ranks whose units differ from those of most ranks that hold the same parameters."""
     by_parameters: dict[tuple[str, ...], dict[frozenset[Unit], list[int]]] = {}
-    for rank, observed_units in (trial.plan.observed or {}).items():
+    for rank, observed_units in (trial.plan.measured_units or {}).items():
         unit_set = frozenset(Unit(tuple(sorted(unit.parameters)), unit.degree) for unit in observed_units)
-        by_parameters.setdefault(_held(trial, rank), {}).setdefault(unit_set, []).append(rank)
+        by_parameters.setdefault(_held_fqns(trial, rank), {}).setdefault(unit_set, []).append(rank)
     findings = []
     for ranks_by_units in by_parameters.values():
         (common_units, ranks), *other_kinds = sorted(ranks_by_units.items(), key=lambda kind: -len(kind[1]))
         for units, differing_ranks in other_kinds:
-            expected = _units_line(trial, common_units - units)
-            observed = _units_line(trial, units - common_units)
+            expected = _few_units_text(trial, common_units - units)
+            observed = _few_units_text(trial, units - common_units)
             subject: dict[str, Any] = {
                 "kind": "unit",
-                "quantity": APART,
+                "quantity": DIFFERING_UNITS,
                 "note": f"expected: as on ranks {ranks_text(ranks)}",
             }
             findings.append(Finding(ranks=tuple(differing_ranks), expected=expected, observed=observed, **subject))
     return findings
 
 
-def _held(trial: Trial, rank: int) -> tuple[str, ...]:
+def _held_fqns(trial: Trial, rank: int) -> tuple[str, ...]:
     """Return the fqns of the parameters that a rank holds by the plan, or that it has where the plan does not derive them."""
-    return tuple(trial.plan.slices[rank]) or tuple(sorted(tensor.fqn for tensor in trial.run.like(rank).parameters))
+    return tuple(trial.plan.slices[rank]) or tuple(
+        sorted(tensor.fqn for tensor in trial.run.evidence_for(rank).parameters)
+    )
 
 
-def _units_line(trial: Trial, units: frozenset[Unit]) -> str:
+def _few_units_text(trial: Trial, units: frozenset[Unit]) -> str:
     return units_text(sorted(units), trial.case.shards, most_units=4) or "no others"
 
 
@@ -102,47 +106,47 @@ def _tensor_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Fi
     Shards must be claimed exactly; replication may be claimed by the tensor or by its wrapper.
     """
     if tensor.fqn not in trial.plan.slices[rank]:
-        return _over_stages(trial, rank, tensor)
+        return _cross_stage_findings(trial, rank, tensor)
     wanted = planned_shards(trial, rank, tensor.fqn)
-    claimed = {(kind, ranks) for kind, ranks in claims(rank, tensor) if kind.startswith("dim ")}
+    claimed = {(kind, ranks) for kind, ranks in tensor_claims(rank, tensor) if kind.startswith("dim ")}
     if claimed == wanted:
-        return _another_slice(trial, rank, tensor)
+        return _other_slice_findings(trial, rank, tensor)
     if _claims_nothing(trial, rank, tensor):
         return []
-    return [_claimed(rank, tensor.fqn, _text(wanted), _text(claimed))]
+    return [_placement_finding(rank, tensor.fqn, _claims_text(wanted), _claims_text(claimed))]
 
 
-def _another_slice(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:
+def _other_slice_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:
     """Return a finding if a tensor claims to be another slice, with other contents, and is the one that the plan puts there."""
     full = trial.seed_weights.get(tensor.fqn)
     if trial.plan.flat or full is None or len(tensor.global_shape) != full.ndim:
         return []  # of a part of a flattened vector no mesh claims which
-    local_slice = trial.holdings[rank].get(tensor.fqn)
+    local_slice = trial.local_slices[rank].get(tensor.fqn)
     claim = claimed_slice(rank, tensor)
     if tensor.mesh is None or claim is None or local_slice != trial.plan.slices[rank][tensor.fqn]:
         return []
-    if claim == local_slice or is_at(tensor.value, full, claim):
+    if claim == local_slice or is_equal_at(tensor.value, full, claim):
         return []
     expected = Part(local_slice, trial.plan.shapes[tensor.fqn])
     observed = Part(claim, trial.plan.shapes[tensor.fqn])
-    return [replace(_claimed(rank, tensor.fqn, expected, observed), note="expected: the slice that it holds")]
+    return [replace(_placement_finding(rank, tensor.fqn, expected, observed), note="expected: the slice that it holds")]
 
 
-def _over_stages(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:
+def _cross_stage_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:
     """Return a finding if a parameter that the plan does not derive is claimed over ranks of several pipeline stages.
 
     Such a parameter may lie in many ways, but two stages of a pipeline hold no parameter together.
     """
-    stage = _stage(trial, rank)
-    wrong: Claim = set()
-    for kind, ranks in claims(rank, tensor):
-        if any(_stage(trial, peer) != stage for peer in ranks):
+    stage = _pipeline_stage(trial, rank)
+    wrong: Claims = set()
+    for kind, ranks in tensor_claims(rank, tensor):
+        if any(_pipeline_stage(trial, peer) != stage for peer in ranks):
             wrong.add((kind, ranks))
-    return [_claimed(rank, tensor.fqn, "on one pipeline stage", _text(wrong))] if wrong else []
+    return [_placement_finding(rank, tensor.fqn, "on one pipeline stage", _claims_text(wrong))] if wrong else []
 
 
-def _stage(trial: Trial, rank: int) -> int:
-    return coordinate(trial.case.dims, rank)["pp"]
+def _pipeline_stage(trial: Trial, rank: int) -> int:
+    return coordinate_of_rank(trial.case.dims, rank)["pp"]
 
 
 def _claims_nothing(trial: Trial, rank: int, tensor: TensorEvidence) -> bool:
@@ -156,13 +160,13 @@ def _claims_nothing(trial: Trial, rank: int, tensor: TensorEvidence) -> bool:
     return tensor.mesh is None and tensor.global_shape == tensor.value.shape == size != tuple(full_shape)
 
 
-def planned_shards(trial: Trial, rank: int, fqn: str) -> Claim:
+def planned_shards(trial: Trial, rank: int, fqn: str) -> Claims:
     """Return the groups whose members hold other slices of a parameter, by the dim in which these differ.
 
     FSDP1's slices look like plain tensors: its wrapper claims them. What ZeRO flattens tp may have cut.
     """
     plan = trial.plan
-    shards: Claim = set()
+    shards: Claims = set()
     if plan.flat and (dim := tp_dim(fqn)) is not None and plan.dims.tp > 1:
         shards.add((f"dim {dim}", plan.peers(rank, "tp")))
     if plan.flat:
@@ -174,22 +178,22 @@ def planned_shards(trial: Trial, rank: int, fqn: str) -> Claim:
     return shards
 
 
-def claims(rank: int, tensor: TensorEvidence) -> Claim:
+def tensor_claims(rank: int, tensor: TensorEvidence) -> Claims:
     """Return, for each mesh axis of degree above 1, what it does to the tensor, and this rank's line of ranks along it."""
     if tensor.mesh is None:
         return set()
     mesh = np.array(tensor.mesh)
-    claimed: Claim = set()
+    claimed: Claims = set()
     for axis, placement in enumerate(tensor.placements):
         if mesh.shape[axis] > 1 and rank in mesh:
             index = list(np.argwhere(mesh == rank)[0])
             index[axis] = slice(None)
             ranks = tuple(sorted(int(peer) for peer in mesh[tuple(index)]))
-            claimed.add((_kind(placement), ranks))
+            claimed.add((_placement_kind(placement), ranks))
     return claimed
 
 
-def _kind(placement: str) -> str:
+def _placement_kind(placement: str) -> str:
     """Return what a placement does to a tensor: "Shard(0)" and "StridedShard(0)" both cut "dim 0"."""
     return "dim " + placement.split("(")[1].rstrip(")") if "Shard" in placement else placement.lower()
 
@@ -202,7 +206,7 @@ def _wrapper_findings(trial: Trial, rank: int, module: str, wrapper: Wrapper) ->
         used = tuple(sorted(ranks or (rank,)))
         # DDP of one rank is none
         is_single_replica = axis == trial.plan.replicate_axis and used == (rank,) and wrapper.shard_ranks
-        if used != wanted and not (is_single_replica and joined_in_step(trial, rank, wanted)):
+        if used != wanted and not (is_single_replica and is_joined_by_optimizer(trial, rank, wanted)):
             subject: dict[str, Any] = {
                 "kind": "wrapper",
                 "name": module or "the root",
@@ -212,7 +216,7 @@ def _wrapper_findings(trial: Trial, rank: int, module: str, wrapper: Wrapper) ->
     return findings
 
 
-def _missing_replication(trial: Trial, rank: int) -> list[Finding]:
+def _missing_replication_findings(trial: Trial, rank: int) -> list[Finding]:
     """Return a finding if replicas are requested, and no wrapper and no parameter of the rank claims them."""
     axis = trial.plan.replicate_axis
     if axis not in trial.plan.groups:
@@ -220,17 +224,17 @@ def _missing_replication(trial: Trial, rank: int) -> list[Finding]:
     evidence = trial.ranks[rank]
     wanted = trial.plan.group_of(rank, axis)
     by_wrapper = any(tuple(sorted(wrapper.replicate_ranks)) == wanted for wrapper in evidence.structure.values())
-    by_tensor = any(("replicate", wanted) in claims(rank, tensor) for tensor in evidence.parameters)
-    if by_wrapper or by_tensor or joined_in_step(trial, rank, wanted):
+    by_tensor = any(("replicate", wanted) in tensor_claims(rank, tensor) for tensor in evidence.parameters)
+    if by_wrapper or by_tensor or is_joined_by_optimizer(trial, rank, wanted):
         return []
     return [Finding.at(rank, "a wrapper or parameter that is replicated", None, kind="group", axis=axis, group=wanted)]
 
 
-def _wrong_units(trial: Trial, rank: int) -> list[Finding]:
-    claimed_units = units_seen(trial, rank)
+def _unit_findings(trial: Trial, rank: int) -> list[Finding]:
+    claimed_units = claimed_unit_sets(trial, rank)
     findings: list[Finding] = []
-    if trial.plan.observed is not None:
-        return _parameters_not_in_one_unit(trial, rank)
+    if trial.plan.measured_units is not None:
+        return _unit_membership_findings(trial, rank)
     if not claimed_units:
         return findings
     in_some_unit = frozenset[str]().union(*claimed_units)
@@ -240,7 +244,7 @@ def _wrong_units(trial: Trial, rank: int) -> list[Finding]:
             continue
         left_out = tuple(fqn for fqn in unit if fqn not in in_some_unit)
         if left_out:
-            subject: dict[str, Any] = {"kind": "unit", "name": unit[0], "quantity": LEFT_OUT}
+            subject: dict[str, Any] = {"kind": "unit", "name": unit[0], "quantity": LEFT_OUT_PARAMETERS}
             findings.append(Finding.at(rank, (), left_out, **subject))
             continue
         other_fqns = frozenset[str]().union(*overlapping) - set(unit)
@@ -250,9 +254,9 @@ def _wrong_units(trial: Trial, rank: int) -> list[Finding]:
     return findings
 
 
-def _parameters_not_in_one_unit(trial: Trial, rank: int) -> list[Finding]:
-    assert trial.plan.observed is not None
-    units = trial.plan.observed.get(rank, ())
+def _unit_membership_findings(trial: Trial, rank: int) -> list[Finding]:
+    assert trial.plan.measured_units is not None
+    units = trial.plan.measured_units.get(rank, ())
     if not units:
         return []
     counts: Counter[str] = Counter()
@@ -263,9 +267,9 @@ def _parameters_not_in_one_unit(trial: Trial, rank: int) -> list[Finding]:
     return [Finding.at(rank, 1, counts[fqn], name=fqn, **subject) for fqn in wrong]
 
 
-def _claimed(rank: int, fqn: str, expected: Value, observed: Value) -> Finding:
+def _placement_finding(rank: int, fqn: str, expected: Value, observed: Value) -> Finding:
     return Finding.at(rank, expected, observed, kind="parameter", name=fqn, quantity="placement")
 
 
-def _text(claim: Claim) -> str:
+def _claims_text(claim: Claims) -> str:
     return " and ".join(f"{kind} over {ranks_text(ranks)}" for kind, ranks in sorted(claim)) or "whole on every rank"

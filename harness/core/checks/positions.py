@@ -28,14 +28,15 @@ def check(trial: Trial) -> Result:
         wanted = positions(trial.case, rank, trial.case.seq_len(step.step))
         if not step.positions:  # others receive some
             findings.append(Finding.at(rank, positions_text(wanted), None, step=step.step, quantity="positions"))
-        expected_rows = right_rows(trial, wanted, step.step)
+        expected_rows = expected_position_rows(trial, wanted, step.step)
         findings += [
-            _finding(rank, step.step, row, expected_rows) for row in wrong_rows(step.positions, expected_rows)[:1]
+            _row_finding(rank, step.step, row, expected_rows)
+            for row in wrong_position_rows(step.positions, expected_rows)[:1]
         ]
     return verdict_of("positions", findings, sum(counts.values()))
 
 
-def _finding(rank: int, step: int, row: np.ndarray, expected_rows: list[np.ndarray]) -> Finding:
+def _row_finding(rank: int, step: int, row: np.ndarray, expected_rows: list[np.ndarray]) -> Finding:
     wanted = expected_rows[0]
     nearest = nearest_row(row, expected_rows)
     note = ""
@@ -57,7 +58,7 @@ def nearest_row(row: np.ndarray, expected_rows: list[np.ndarray]) -> np.ndarray:
     return min(expected_rows, key=differing_entries)
 
 
-def right_rows(trial: Trial, wanted: np.ndarray, step: int) -> list[np.ndarray]:
+def expected_position_rows(trial: Trial, wanted: np.ndarray, step: int) -> list[np.ndarray]:
     """Return `wanted`, and under a document mask the positions within their documents of each of the step's samples."""
     if not trial.case.training.document_mask:
         return [wanted]
@@ -79,7 +80,7 @@ def within_documents(tokens: np.ndarray) -> np.ndarray:
     return np.arange(len(document_of_token)) - np.searchsorted(document_of_token, document_of_token)
 
 
-def wrong_rows(received: tuple[np.ndarray, ...], expected_rows: list[np.ndarray]) -> list[np.ndarray]:
+def wrong_position_rows(received: tuple[np.ndarray, ...], expected_rows: list[np.ndarray]) -> list[np.ndarray]:
     """Return the rows of positions that are none of the right ones.
 
     A rank may receive one row of positions for all samples, or a row for each.

@@ -11,7 +11,7 @@ from harness.core.evidence.text import ranks_text
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Result, not_applicable, verdict_of
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import ENDS
+from harness.core.plan.grid import PIPELINE_ENDS
 
 STAGE = "structure"
 NEEDS = frozenset({"structure", "groups", "members"})
@@ -37,7 +37,7 @@ def check(trial: Trial) -> Result:
                 subject: dict[str, Any] = {"kind": "group", "axis": axis, "group": wanted, "note": note}
                 findings.append(Finding.at(rank, "a group of these ranks", None, **subject))
     if "moment" in trial.provided:
-        findings += _disagreements(trial)
+        findings += _disagreement_findings(trial)
     return verdict_of("process_groups", findings, examined)
 
 
@@ -48,11 +48,11 @@ def _axes_in_use(trial: Trial) -> list[str]:
     """
     plan = trial.plan
     unused = {axis.removesuffix("_cp") for axis in (plan.shard_axis, plan.replicate_axis) if axis.endswith("_cp")}
-    unused |= {ENDS} if trial.traits.tied_reduces_by == "send" else set()
+    unused |= {PIPELINE_ENDS} if trial.traits.tied_reduces_by == "send" else set()
     return [axis for axis in plan.groups if axis not in unused]
 
 
-def _disagreements(trial: Trial) -> list[Finding]:
+def _disagreement_findings(trial: Trial) -> list[Finding]:
     """Return findings of groups whose name does not mean the same ranks to each of their members."""
     findings = []
     for rank, evidence in sorted(trial.ranks.items()):

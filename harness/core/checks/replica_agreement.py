@@ -22,27 +22,34 @@ from harness.core.case.dims import ParallelDims
 from harness.core.evidence.summary import Summary
 from harness.core.evidence.text import ranks_text
 from harness.core.judge.finding import Finding
-from harness.core.judge.local_training import local_by, not_averaged
-from harness.core.judge.observed import copied, differing, most_and_others, replicas, uncut, with_contents
+from harness.core.judge.local_training import local_training_means, never_averaged_families
+from harness.core.judge.observed import (
+    copied_families,
+    differing_by_step,
+    families_of_replicas,
+    split_by_majority,
+    uncut_families,
+    with_contents,
+)
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
-from harness.core.judge.separate_models import joined_sets
+from harness.core.judge.separate_models import connected_rank_sets
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate
+from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.slices import Slice, numel
 
 STAGE = "numbers"
 NEEDS = frozenset({"contents"})
 OF_GRADIENTS = True
 
-Replicated = tuple[str, Slice]
+ReplicatedSlice = tuple[str, Slice]
 """A parameter's fqn, and a slice of it."""
 
 
 def check(trial: Trial) -> Result:
-    return _by_values(trial) if "values" in trial.provided else _by_digests(trial)
+    return _judge_values(trial) if "values" in trial.provided else _judge_digests(trial)
 
 
-def _by_values(trial: Trial) -> Result:
+def _judge_values(trial: Trial) -> Result:
     families = replica_families(trial)
     planned = planned_families(trial)
     if not families and (not planned or trial.assumption.references):
@@ -53,8 +60,8 @@ def _by_values(trial: Trial) -> Result:
         for quantity, replicated in (("gradients", gradient_families(trial, families)), ("parameters", families)):
             for (fqn, _), ranks in replicated.items():
                 examined += len(ranks) - 1
-                findings += _differing(trial, step, quantity, fqn, ranks)
-    not_found: list[Replicated] = []
+                findings += _difference_findings(trial, step, quantity, fqn, ranks)
+    not_found: list[ReplicatedSlice] = []
     if not trial.assumption.references:
         not_found = [key for key, ranks in planned.items() if not set(ranks) <= set(families.get(key, ()))]
     if not_found and not findings:
@@ -65,44 +72,44 @@ def _by_values(trial: Trial) -> Result:
     return verdict_of("replica_agreement", findings, examined)
 
 
-def planned_families(trial: Trial) -> dict[Replicated, list[int]]:
+def planned_families(trial: Trial) -> dict[ReplicatedSlice, list[int]]:
     """Return, by parameter and slice, the ranks that should hold it by the plan, where there are several."""
-    return _shared({rank: trial.plan.slices[rank] for rank in sorted(trial.ranks)})
+    return _families_of_slices({rank: trial.plan.slices[rank] for rank in sorted(trial.ranks)})
 
 
-def replica_families(trial: Trial) -> dict[Replicated, list[int]]:
+def replica_families(trial: Trial) -> dict[ReplicatedSlice, list[int]]:
     """Return, by parameter and slice, the ranks that hold it, where there are several that train by the same reference.
 
     A hypothesis may say that some train separately.
     """
-    families: dict[Replicated, list[int]] = {}
-    for ranks_of_reference in _together(trial):
+    families: dict[ReplicatedSlice, list[int]] = {}
+    for ranks_of_reference in _ranks_by_reference(trial):
         local_slices: dict[int, dict[str, Slice | None]] = {}
         for rank in ranks_of_reference:
-            local_slices[rank] = {fqn: trial.slice_of(rank, fqn) for fqn in trial.holdings[rank]}
-        families |= {key: ranks for key, ranks in _shared(local_slices).items() if key not in families}
+            local_slices[rank] = {fqn: trial.slice_of(rank, fqn) for fqn in trial.local_slices[rank]}
+        families |= {key: ranks for key, ranks in _families_of_slices(local_slices).items() if key not in families}
     return families
 
 
-def gradient_families(trial: Trial, families: dict[Replicated, list[int]]) -> dict[Replicated, list[int]]:
+def gradient_families(trial: Trial, families: dict[ReplicatedSlice, list[int]]) -> dict[ReplicatedSlice, list[int]]:
     """Return the families of parameters, or those of the plan's slices of gradients if ZeRO cuts gradients separately."""
     gradient_slices = trial.plan.gradient_slices
     if not gradient_slices:
         return families
-    return _shared({rank: gradient_slices[rank] for rank in sorted(trial.ranks)})
+    return _families_of_slices({rank: gradient_slices[rank] for rank in sorted(trial.ranks)})
 
 
-def _together(trial: Trial) -> list[list[int]]:
+def _ranks_by_reference(trial: Trial) -> list[list[int]]:
     """Return the ranks that train by the same reference, a list for each reference."""
     groups: dict[int, list[int]] = defaultdict(list)
     for rank in sorted(trial.ranks):
-        groups[id(trial.reference_of(rank))].append(rank)
+        groups[id(trial.reference_of_rank(rank))].append(rank)
     return list(groups.values())
 
 
-def _shared(slices_by_rank: Mapping[int, Mapping[str, Slice | None]]) -> dict[Replicated, list[int]]:
+def _families_of_slices(slices_by_rank: Mapping[int, Mapping[str, Slice | None]]) -> dict[ReplicatedSlice, list[int]]:
     """Return, by parameter and slice, the ranks that hold it, where there are several."""
-    families: dict[Replicated, list[int]] = defaultdict(list)
+    families: dict[ReplicatedSlice, list[int]] = defaultdict(list)
     for rank, slices in slices_by_rank.items():
         for fqn, local_slice in slices.items():
             if local_slice is not None and numel(local_slice):
@@ -110,10 +117,10 @@ def _shared(slices_by_rank: Mapping[int, Mapping[str, Slice | None]]) -> dict[Re
     return {key: ranks for key, ranks in families.items() if len(ranks) > 1}
 
 
-def _differing(trial: Trial, step: int, quantity: str, fqn: str, ranks: list[int]) -> list[Finding]:
+def _difference_findings(trial: Trial, step: int, quantity: str, fqn: str, ranks: list[int]) -> list[Finding]:
     """Return a finding if these ranks hold different values. quantity: "gradients" or "parameters"."""
-    values = {rank: _value(trial, rank, step, quantity, fqn) for rank in ranks}
-    majority_and_others = most_and_others({rank: _key(value) for rank, value in values.items()})
+    values = {rank: _value_of(trial, rank, step, quantity, fqn) for rank in ranks}
+    majority_and_others = split_by_majority({rank: _content_key(value) for rank, value in values.items()})
     if majority_and_others is None:
         return []
     first = majority_and_others[0][0]
@@ -122,7 +129,7 @@ def _differing(trial: Trial, step: int, quantity: str, fqn: str, ranks: list[int
     second_value = values[second]
     difference: str | float | None = None
     if first_value is not None and second_value is not None:
-        difference = _distance(second_value, first_value)
+        difference = _relative_distance(second_value, first_value)
     note = f"on rank {second}, compared with rank {first}"
     if first_value is None:
         note = f"on rank {first}, compared with rank {second}"
@@ -141,17 +148,17 @@ def _differing(trial: Trial, step: int, quantity: str, fqn: str, ranks: list[int
     ]
 
 
-def _value(trial: Trial, rank: int, step: int, quantity: str, fqn: str) -> np.ndarray | None:
+def _value_of(trial: Trial, rank: int, step: int, quantity: str, fqn: str) -> np.ndarray | None:
     """Return a rank's gradient or parameter of a step. quantity: "gradients" or "parameters"."""
     return next(getattr(record, quantity).get(fqn) for record in trial.ranks[rank].steps if record.step == step)
 
 
-def _key(value: np.ndarray | None) -> Hashable:
+def _content_key(value: np.ndarray | None) -> Hashable:
     """Return the shape and bytes of a value: equal where contents are, as digests of a recording are."""
     return ("nothing",) if value is None else (value.shape, value.tobytes())
 
 
-def _distance(value: np.ndarray, other: np.ndarray) -> str | float:
+def _relative_distance(value: np.ndarray, other: np.ndarray) -> str | float:
     """Return the largest difference, relative to the largest entry of `other`; a text if the shapes differ."""
     if value.shape != other.shape:
         return "another shape"
@@ -162,37 +169,38 @@ def _distance(value: np.ndarray, other: np.ndarray) -> str | float:
 # ---- where only digests are there
 
 
-UNREAD = (
+NO_PARAMETER_READ = (
     "no parameter was read after a step: optimizers step on tensors that are not the model's parameters, as ZeRO's do, so these"
     " are read in the next recorded step; record two steps or more in a row (--steps 1-3)"
 )
-SOME_STEPPED = "no step was over on every rank, so no parameters could be compared after one"
-UNSTEPPED = "no parameter was read after a step: no step of an optimizer was over"
+NOT_ALL_STEPPED = "no step was over on every rank, so no parameters could be compared after one"
+NONE_STEPPED = "no parameter was read after a step: no step of an optimizer was over"
 
 
-def _by_digests(trial: Trial) -> Result:
-    summaries = trial.glances
+def _judge_digests(trial: Trial) -> Result:
+    summaries = trial.rank_summaries
     dims = trial.plan.dims
-    ignored_findings, ignored_compared = _ignored_replicas(summaries, dims)
-    claimed = [*replicas(summaries), *_replicas_by_layout(summaries, dims)]
-    if local := not_averaged(claimed):
+    ignored_findings, ignored_compared = _compare_ignored(summaries, dims)
+    claimed = [*families_of_replicas(summaries), *_replicas_by_layout(summaries, dims)]
+    if local := never_averaged_families(claimed):
         ranks = ranks_text(tuple(summary.rank for summary in local[0]))
-        note = f"ranks {ranks} train locally by {local_by(local[0])}, and no recorded step leaves them the same bytes again"
+        means = local_training_means(local[0])
+        note = f"ranks {ranks} train locally by {means}, and no recorded step leaves them the same bytes again"
         return Result("replica_agreement", Verdict.UNKNOWN, note=note)
-    not_local = [family for family in claimed if not local_by(family)]
+    not_local = [family for family in claimed if not local_training_means(family)]
     averaged_again = len(claimed) - len(not_local)
-    families = [*not_local, *copied(summaries), *uncut(summaries)]
-    if ranks_of_line := _other_parameters(trial):
+    families = [*not_local, *copied_families(summaries), *uncut_families(summaries)]
+    if ranks_of_line := _ranks_with_other_parameters(trial):
         note = (
             f"ranks {ranks_text(ranks_of_line)} are replicas by the layout, but of each other parameters are on record"
         )
         return Result("replica_agreement", Verdict.UNKNOWN, note=note)
-    separate_findings = _parted_replicas(trial)
+    separate_findings = _separate_replica_findings(trial)
     if not families and not ignored_compared and not separate_findings and not averaged_again:
         reason = "no two ranks claim the same parts of all parameters"
         return not_applicable("replica_agreement", f"{reason}, or are replicas by the layout and began alike")
     findings: list[Finding] = []
-    for step, pairs in differing(families).items():
+    for step, pairs in differing_by_step(families).items():
         for majority, others in pairs:
             findings.append(
                 Finding(
@@ -203,29 +211,29 @@ def _by_digests(trial: Trial) -> Result:
                     observed="other bytes",
                 )
             )
-    examined = ignored_compared + _compared(families) + len(separate_findings) + averaged_again
+    examined = ignored_compared + _count_comparisons(families) + len(separate_findings) + averaged_again
     if not examined and any(summary.shown and 0 in summary.contents.by_step for summary in summaries):
         stepped = sum(bool(summary.modules.optimizers) for summary in summaries)
         if stepped == len(summaries):
-            note = UNREAD
+            note = NO_PARAMETER_READ
         elif stepped:
-            note = SOME_STEPPED
+            note = NOT_ALL_STEPPED
         else:
-            note = UNSTEPPED
+            note = NONE_STEPPED
         return Result("replica_agreement", Verdict.UNKNOWN, note=note)
     return verdict_of("replica_agreement", [*findings, *ignored_findings, *separate_findings], examined)
 
 
-def _parted_replicas(trial: Trial) -> list[Finding]:
+def _separate_replica_findings(trial: Trial) -> list[Finding]:
     """Return a finding of each line of ranks whose gradients no collective reduces, whatever they began with.
 
     Bytes are compared for ranks that claim something or began alike.
     """
-    summaries = trial.glances
+    summaries = trial.rank_summaries
     joined_ranks: dict[int, tuple[int, ...]] = {}
-    for ranks in joined_sets(summaries):
+    for ranks in connected_rank_sets(summaries):
         joined_ranks |= dict.fromkeys(ranks, ranks)
-    lines = trial.lines("dp_replicate") if trial.plan.dims.world_size == len(joined_ranks) else {}
+    lines = trial.axis_groups_by_rank("dp_replicate") if trial.plan.dims.world_size == len(joined_ranks) else {}
     began = {summary.rank: (summary.contents.by_step.get(0), summary.parameters.slices) for summary in summaries}
     findings: list[Finding] = []
     for line in sorted(set(lines.values())):
@@ -246,7 +254,7 @@ def _parted_replicas(trial: Trial) -> list[Finding]:
     return findings
 
 
-def _compared(families: Sequence[list[Summary]]) -> int:
+def _count_comparisons(families: Sequence[list[Summary]]) -> int:
     """Return the number of comparisons: of each family, all ranks but one in all steps on record."""
     comparisons = 0
     for family in families:
@@ -261,7 +269,7 @@ def _with_only(summary: Summary, by_step: dict[int, int]) -> Summary:
     return with_contents(whole, by_step)
 
 
-def _ignored_replicas(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[list[Finding], int]:
+def _compare_ignored(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[list[Finding], int]:
     """Return a finding of the first step after which each ignored parameter differs, and the number of comparisons."""
     findings: list[Finding] = []
     compared = 0
@@ -276,8 +284,8 @@ def _ignored_replicas(summaries: Sequence[Summary], dims: ParallelDims) -> tuple
             if fqn in summary.contents.ignored
         ]
         families = _replicas_by_layout(of_parameter, dims)
-        compared += _compared(families)
-        for step, ((majority, others), *_) in list(differing(families).items())[:1]:
+        compared += _count_comparisons(families)
+        for step, ((majority, others), *_) in list(differing_by_step(families).items())[:1]:
             findings.append(
                 Finding(
                     ranks=tuple(others),
@@ -293,13 +301,16 @@ def _ignored_replicas(summaries: Sequence[Summary], dims: ParallelDims) -> tuple
     return findings, compared
 
 
-def _other_parameters(trial: Trial) -> tuple[int, ...]:
-    """Return ranks that differ in dp_replicate alone, claim nothing, and have parameters of other names or shapes.
+def _ranks_with_other_parameters(trial: Trial) -> tuple[int, ...]:
+    """Return the whole first line of ranks along dp_replicate that has other names or shapes of parameters on some ranks.
 
-    That is a mistake, or they have experts that are spread over them. Empty if there are no such ranks.
+    Only ranks that claim nothing are compared. That is a mistake, or they have experts that are spread over them. Empty if
+    there is no such line.
     """
-    lines = trial.lines("dp_replicate")
-    models = {summary.rank: summary.parameters.model for summary in trial.glances if not summary.parameters.slices}
+    lines = trial.axis_groups_by_rank("dp_replicate")
+    models = {
+        summary.rank: summary.parameters.model for summary in trial.rank_summaries if not summary.parameters.slices
+    }
     for line in lines.values():
         if len({models[rank] for rank in line if rank in models}) > 1:
             return line
@@ -312,7 +323,7 @@ def _replicas_by_layout(summaries: Sequence[Summary], dims: ParallelDims) -> lis
     by_layout: dict[tuple[object, ...], list[Summary]] = {}
     for summary in summaries:
         if not summary.parameters.slices and 0 in summary.contents.by_step:
-            mesh_coordinate = coordinate(dims, summary.rank)
+            mesh_coordinate = coordinate_of_rank(dims, summary.rank)
             cp_coordinate = mesh_coordinate["cp"] if dims.dp_shard > 1 else 0
             pp_coordinate = mesh_coordinate["pp"]
             tp_coordinate = mesh_coordinate["tp"]

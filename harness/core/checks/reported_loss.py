@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.core.evidence.step import StepEvidence
 from harness.core.judge.finding import Bound, Finding, Limit
-from harness.core.judge.reporting import below, judge_reports, ratio_text, relative
+from harness.core.judge.reporting import judge_reports, ratio_text, relative_error, shortfall_of_largest
 from harness.core.judge.result import Result, not_applicable
 from harness.core.judge.tolerance import UNIT_ROUNDOFF
 from harness.core.judge.trial import Trial
@@ -21,7 +21,7 @@ from harness.reference.record import ReferenceStep
 STAGE = "numbers"
 NEEDS = frozenset({"reference", "values"})
 OF_GRADIENTS = True
-CLOSE = 2 * UNIT_ROUNDOFF["float32"]
+FLOAT32_TOLERANCE = 2 * UNIT_ROUNDOFF["float32"]
 """A largest loss may be shown in float32."""
 
 
@@ -33,21 +33,23 @@ def check(trial: Trial) -> Result:
 
     def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:
         wanted = reference.loss if assumed is None else assumed(rank, step.step)
-        difference = relative(shown, wanted)
+        difference = relative_error(shown, wanted)
         if difference <= bounds.loss[step.step]:
-            return difference, _largest(rank, step, shown)
+            return difference, _largest_loss_finding(rank, step, shown)
         subject: dict[str, Any] = {"step": step.step, "quantity": "reported loss", "note": ratio_text(shown, wanted)}
-        return difference, Finding.at(rank, wanted, shown, bound=bounds.of(bounds.loss[step.step]), **subject)
+        return difference, Finding.at(
+            rank, wanted, shown, bound=bounds.finding_bound(bounds.loss[step.step]), **subject
+        )
 
     return judge_reports(trial, "reported_loss", "loss", lambda step: step.reported_loss, compare)
 
 
-def _largest(rank: int, step: StepEvidence, mean: float) -> Finding | None:
-    if below(mean, step.reported_largest) <= CLOSE:
+def _largest_loss_finding(rank: int, step: StepEvidence, mean: float) -> Finding | None:
+    if shortfall_of_largest(mean, step.reported_largest) <= FLOAT32_TOLERANCE:
         return None
     subject: dict[str, Any] = {
         "step": step.step,
         "quantity": "reported largest loss",
         "note": "at least the mean that it reports",
     }
-    return Finding.at(rank, Limit(least=mean), step.reported_largest, bound=Bound(CLOSE), **subject)
+    return Finding.at(rank, Limit(least=mean), step.reported_largest, bound=Bound(FLOAT32_TOLERANCE), **subject)

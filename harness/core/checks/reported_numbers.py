@@ -14,8 +14,15 @@ from typing import Any
 
 from harness.core.evidence.numbers import COUNTS, MEAN, NORM, VALIDATION, Number
 from harness.core.judge.finding import Bound, Finding
-from harness.core.judge.numbers import Book, NotOnRecord, place_of, requested, trained_on_before, validated_twice
-from harness.core.judge.reporting import relative
+from harness.core.judge.numbers import (
+    ExpectedNumbers,
+    NotOnRecord,
+    count_trained_validation_rows,
+    repeated_validation_rows,
+    requested_count,
+    share_coordinate,
+)
+from harness.core.judge.reporting import relative_error
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.core.judge.tolerance import UNIT_ROUNDOFF
 from harness.core.judge.trial import Trial
@@ -23,11 +30,11 @@ from harness.core.judge.trial import Trial
 NAME = "reported_numbers"
 STAGE = "numbers"
 NEEDS = frozenset({"reference", "values"})
-VALIDATED = "validation"
+HELD_OUT_QUANTITY = "validation"
 """What a finding on its samples is about."""
-REPEATED = "repeated rows of the validation"
+REPEATED_ROWS_QUANTITY = "repeated rows of the validation"
 """What a finding on a row that is validated twice is about."""
-CLOSE = 2 * UNIT_ROUNDOFF["float32"]
+FLOAT32_TOLERANCE = 2 * UNIT_ROUNDOFF["float32"]
 """A number may be shown in float32."""
 
 
@@ -35,15 +42,15 @@ def check(trial: Trial) -> Result:
     reported: list[tuple[int, int, str, Number]] = []
     for rank, record in trial.own_steps():
         reported += [(rank, record.step, name, number) for name, number in record.numbers.items()]
-    findings = [*_not_validated(trial), *_not_held_out(trial), *_repeated(trial)]
+    findings = [*_missing_validation_findings(trial), *_trained_on_findings(trial), *_repeated_row_findings(trial)]
     if not reported and not findings:
         return not_applicable(NAME, "this trainer reports no others")
-    book = Book(trial)
+    book = ExpectedNumbers(trial)
     unjudged: dict[str, str] = {}
     worst = 0.0
     for rank, step, name, number in reported:
         try:
-            expected = wanted(book, rank, step, name, number)
+            expected = expected_value(book, rank, step, name, number)
         except NotOnRecord as reason:
             unjudged.setdefault(name, f"{name}: {reason}")
             continue
@@ -53,9 +60,9 @@ def check(trial: Trial) -> Result:
         if not difference <= bound.number:
             subject: dict[str, Any] = {
                 "step": step,
-                "quantity": quantity(name),
+                "quantity": finding_quantity(name),
                 "bound": bound,
-                "note": _note(number, expected),
+                "note": _note_text(number, expected),
             }
             findings.append(Finding.at(rank, expected, number.value, **subject))
     result = verdict_of(NAME, findings, len(reported), "; ".join(unjudged.values()), largest=worst)
@@ -63,22 +70,22 @@ def check(trial: Trial) -> Result:
     return Result(NAME, Verdict.UNKNOWN, result.examined, note=result.note) if unknown else result
 
 
-def wanted(book: Book, rank: int, step: int, name: str, number: Number) -> float:
+def expected_value(book: ExpectedNumbers, rank: int, step: int, name: str, number: Number) -> float:
     """Return what is expected, or assumed by a hypothesis. Raises NotOnRecord.
 
     A count that is the recipe's is right, too: whether ranks received that is what the check `samples` judges.
     """
-    assumed = book.trial.assumption.reports.get(key(name))
+    assumed = book.trial.assumption.reports.get(assumption_key(name))
     if assumed:
         return assumed(rank, step)
-    received = book.expected(rank, step, name, number)
-    if number.of not in (*COUNTS, MEAN) or relative(number.value, received) <= CLOSE:
+    received = book.expected_value(rank, step, name, number)
+    if number.of not in (*COUNTS, MEAN) or relative_error(number.value, received) <= FLOAT32_TOLERANCE:
         return received
     try:
-        recipes = book.expected(rank, step, name, number, requested)
+        recipes = book.expected_value(rank, step, name, number, requested_count)
     except NotOnRecord:
         return received
-    return recipes if relative(number.value, recipes) <= CLOSE else received
+    return recipes if relative_error(number.value, recipes) <= FLOAT32_TOLERANCE else received
 
 
 def distance(number: Number, expected: float) -> float:
@@ -87,15 +94,15 @@ def distance(number: Number, expected: float) -> float:
     The norm of parameters that are not finite is not finite.
     """
     both_are_nan = number.of == NORM and math.isnan(number.value) and math.isnan(expected)
-    return 0.0 if both_are_nan else relative(number.value, expected)
+    return 0.0 if both_are_nan else relative_error(number.value, expected)
 
 
-def key(name: str) -> str:
+def assumption_key(name: str) -> str:
     """Return the key of an assumption on a number."""
     return f"{NAME} {name}"
 
 
-def quantity(name: str) -> str:
+def finding_quantity(name: str) -> str:
     """Return the quantity of a finding on a number."""
     return f"reported {name}"
 
@@ -103,11 +110,11 @@ def quantity(name: str) -> str:
 def bound_of(trial: Trial, step: int, number: Number) -> Bound:
     """Return how far off a number may be, relative to what is expected."""
     if number.of == VALIDATION:
-        return trial.bounds.of(trial.bounds.loss[step])
-    return Bound(CLOSE + _rounding(trial) * (number.of == NORM))
+        return trial.bounds.finding_bound(trial.bounds.loss[step])
+    return Bound(FLOAT32_TOLERANCE + _norm_rounding(trial) * (number.of == NORM))
 
 
-def _rounding(trial: Trial) -> float:
+def _norm_rounding(trial: Trial) -> float:
     """Return what a sum of all squares in float32 loses, relative to the norm: as if each addition were rounded at random."""
     if trial.case.training.dtype == "float64":
         return 0.0
@@ -115,7 +122,7 @@ def _rounding(trial: Trial) -> float:
     return UNIT_ROUNDOFF["float32"] * math.sqrt(elements)
 
 
-def _note(number: Number, expected: float) -> str:
+def _note_text(number: Number, expected: float) -> str:
     """Return how many times the right number it is, and what it means, in the words of Number."""
     ratio = f"ratio {number.value / expected:.6g}" if expected else ""
     over = f" over {', '.join(number.over)}" if number.over else " of this rank"
@@ -130,54 +137,59 @@ def _note(number: Number, expected: float) -> str:
     return ", ".join(filter(None, [ratio, number.of + over, steps, divided, rate]))
 
 
-def _not_held_out(trial: Trial) -> list[Finding]:
+def _trained_on_findings(trial: Trial) -> list[Finding]:
     """Return a finding of each validation whose samples were trained on."""
     findings = []
-    for step in _validated_steps(trial):
+    for step in _validation_steps(trial):
         try:
-            repeated, trained_on = trained_on_before(trial, step)
+            trained_on, evaluated = count_trained_validation_rows(trial, step)
         except NotOnRecord:
             continue  # which the loss says, if it is reported
-        if repeated:
-            unit = f"of {trained_on} samples that were trained on"
-            findings.append(Finding(step=step, quantity=VALIDATED, expected=0, observed=repeated, unit=unit))
+        if trained_on:
+            unit = f"of {evaluated} samples that were trained on"
+            findings.append(Finding(step=step, quantity=HELD_OUT_QUANTITY, expected=0, observed=trained_on, unit=unit))
     return findings
 
 
-def _repeated(trial: Trial) -> list[Finding]:
+def _repeated_row_findings(trial: Trial) -> list[Finding]:
     """Return a finding of each share of a validation in which a row counts more than once."""
     findings: list[Finding] = []
-    for step in _validated_steps(trial):
+    for step in _validation_steps(trial):
         try:
-            by_share = validated_twice(trial, step)
+            by_share = repeated_validation_rows(trial, step)
         except NotOnRecord:
             continue  # which the loss says, if it is reported
         for share, (repeated, rows) in by_share.items():
-            ranks = tuple(rank for rank in sorted(trial.ranks) if place_of(trial, rank)[:2] == share)
+            ranks = tuple(rank for rank in sorted(trial.ranks) if share_coordinate(trial, rank)[:2] == share)
             unit = f"of {rows}"
             findings.append(
-                Finding(ranks=ranks, step=step, quantity=REPEATED, expected=0, observed=repeated, unit=unit)
+                Finding(
+                    ranks=ranks, step=step, quantity=REPEATED_ROWS_QUANTITY, expected=0, observed=repeated, unit=unit
+                )
             )
     return findings
 
 
-def _validated_steps(trial: Trial) -> list[int]:
+def _validation_steps(trial: Trial) -> list[int]:
     """Return the steps after which a validation is requested."""
     every = trial.case.features.validate_every
     return [step for step in trial.case.steps if every and step % every == 0]
 
 
-def _not_validated(trial: Trial) -> list[Finding]:
+def _missing_validation_findings(trial: Trial) -> list[Finding]:
     """Return a finding of each step after which a validation is requested, and no rank reports its loss."""
     every = trial.case.features.validate_every
     shown: set[int] = set()
     for _, record in trial.own_steps():
         if any(number.of == VALIDATION for number in record.numbers.values()):
             shown.add(record.step)
-    missing = [step for step in _validated_steps(trial) if step not in shown]
+    missing = [step for step in _validation_steps(trial) if step not in shown]
     return [
         Finding(
-            step=step, quantity=quantity(VALIDATION), expected="a number", note=f"validate_every {every} is requested"
+            step=step,
+            quantity=finding_quantity(VALIDATION),
+            expected="a number",
+            note=f"validate_every {every} is requested",
         )
         for step in missing
     ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.core.evidence.step import StepEvidence
 from harness.core.judge.finding import Bound, Finding
-from harness.core.judge.reporting import judge_reports, relative
+from harness.core.judge.reporting import judge_reports, relative_error
 from harness.core.judge.result import Result, not_applicable
 from harness.core.judge.tolerance import UNIT_ROUNDOFF
 from harness.core.judge.trial import Trial
@@ -18,7 +18,7 @@ from harness.reference.record import ReferenceStep
 
 STAGE = "numbers"
 NEEDS = frozenset({"reference", "values"})
-CLOSE = 2 * UNIT_ROUNDOFF["float32"]
+FLOAT32_TOLERANCE = 2 * UNIT_ROUNDOFF["float32"]
 
 
 def check(trial: Trial) -> Result:
@@ -33,21 +33,19 @@ def check(trial: Trial) -> Result:
         )
     assumed = trial.assumption.reports.get("reported_rate")
 
-    def compare(
-        rank: int, step: StepEvidence, reference: ReferenceStep, is_shown: float
-    ) -> tuple[float, Finding | None]:
+    def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:
         if assumed is not None:
-            return _compare(rank, step.step, is_shown, [assumed(rank, step.step)], "")
+            return _compare_rate(rank, step.step, shown, [assumed(rank, step.step)], "")
         optimizer_note = f"the optimizer took {step.lr!r}" if step.lr is not None else ""
         wanted = [reference.lr] + ([step.lr] if step.lr is not None else [])
-        return _compare(rank, step.step, is_shown, wanted, optimizer_note)
+        return _compare_rate(rank, step.step, shown, wanted, optimizer_note)
 
     return judge_reports(trial, "reported_rate", "learning rate", lambda step: step.reported_lr, compare)
 
 
-def _compare(rank: int, step: int, shown: float, wanted: list[float], note: str) -> tuple[float, Finding | None]:
-    difference = max(relative(shown, rate) for rate in wanted)
-    if difference <= CLOSE:
+def _compare_rate(rank: int, step: int, shown: float, wanted: list[float], note: str) -> tuple[float, Finding | None]:
+    difference = max(relative_error(shown, rate) for rate in wanted)
+    if difference <= FLOAT32_TOLERANCE:
         return difference, None
     subject: dict[str, Any] = {"step": step, "quantity": "reported learning rate", "note": note}
-    return difference, Finding.at(rank, wanted[0], shown, bound=Bound(CLOSE), **subject)
+    return difference, Finding.at(rank, wanted[0], shown, bound=Bound(FLOAT32_TOLERANCE), **subject)

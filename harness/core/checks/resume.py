@@ -14,9 +14,9 @@ import numpy as np
 
 from harness.core.checks.update import is_right_rate
 from harness.core.evidence.records import Resumed
-from harness.core.judge.contents import take
+from harness.core.judge.contents import view_of_slice
 from harness.core.judge.finding import Finding, Value
-from harness.core.judge.received_samples import received_samples
+from harness.core.judge.received_samples import received_sample_ids
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.core.judge.trial import Trial
 from harness.core.plan.slices import numel, slice_text
@@ -24,7 +24,7 @@ from harness.core.plan.slices import numel, slice_text
 STAGE = "data"
 NEEDS = frozenset({"reference", "values", "checkpoint"})
 
-Key = tuple[str, str]
+TensorKey = tuple[str, str]
 """A tensor of the saved state: its quantity (parameter, or the optimizer's name for it) and the parameter's fqn."""
 
 PARAMETER = "parameter"
@@ -39,27 +39,27 @@ def check(trial: Trial) -> Result:
         return Result("resume", Verdict.UNKNOWN, note="a rank did not record what it held after resuming")
     if set(trial.saved[-1].ranks) != set(trial.saved[-1].plan.slices):
         return Result("resume", Verdict.UNKNOWN, note="the launch that saved left no complete evidence")
-    wanted = taken_over(trial)
+    wanted = state_to_resume(trial)
     findings: list[Finding] = []
     examined = 0
     for rank in sorted(trial.ranks):
-        held_tensors = held_state(trial, rank)
+        held_tensors = resumed_state(trial, rank)
         examined += len(held_tensors)
-        findings += _wrong_tensors(trial, rank, wanted, held_tensors)
-        findings += [_not_new(trial, rank, key, held_tensors[key]) for key in kept_state(trial, rank)]
-    findings += [*_wrong_rates(trial), *_wrong_samples(trial)]
+        findings += _tensor_findings(trial, rank, wanted, held_tensors)
+        findings += [_leftover_finding(trial, rank, key, held_tensors[key]) for key in leftover_state_keys(trial, rank)]
+    findings += [*_rate_findings(trial), *_sample_findings(trial)]
     return verdict_of("resume", findings, examined)
 
 
 # ---- what was saved, and what is held
 
 
-def saved_state(launch: Trial) -> dict[Key, np.ndarray]:
+def saved_state(launch: Trial) -> dict[TensorKey, np.ndarray]:
     """Return the whole tensors after the step that a launch saved. The elements that no rank held are NaN."""
     return state_after(launch, launch.case.saved_step or launch.case.steps[-1])
 
 
-def taken_over(trial: Trial) -> dict[Key, np.ndarray]:
+def state_to_resume(trial: Trial) -> dict[TensorKey, np.ndarray]:
     """Return the part of the saved state that this launch goes on from: all of it, or the parameters alone."""
     saved = saved_state(trial.saved[-1])
     if trial.case.model_of is None:
@@ -67,95 +67,101 @@ def taken_over(trial: Trial) -> dict[Key, np.ndarray]:
     return {key: value for key, value in saved.items() if key[0] == PARAMETER}
 
 
-def state_after(launch: Trial, step: int) -> dict[Key, np.ndarray]:
+def state_after(launch: Trial, step: int) -> dict[TensorKey, np.ndarray]:
     """Return the whole tensors after a step. Evidence has the optimizer's state of the step that saves and of the last one."""
     local_states: dict[int, Resumed] = {}
     for rank, evidence in launch.ranks.items():
         for record in evidence.steps:
             if record.step == step:
                 local_states[rank] = Resumed(record.parameters, record.optimizer_state)
-    return put_together(launch, local_states)
+    return assemble_state(launch, local_states)
 
 
-def put_together(launch: Trial, states: Mapping[int, Resumed | None]) -> dict[Key, np.ndarray]:
+def assemble_state(launch: Trial, states: Mapping[int, Resumed | None]) -> dict[TensorKey, np.ndarray]:
     """Return whole tensors, in the model's shapes, from what each rank holds of them."""
-    whole_tensors: dict[Key, np.ndarray] = {}
+    whole_tensors: dict[TensorKey, np.ndarray] = {}
     for rank, state in sorted(states.items()):
         if state is not None:
-            _lay_down(launch, rank, state, whole_tensors)
+            _write_slices(launch, rank, state, whole_tensors)
     shapes = launch.case.model.parameter_shapes()
     return {key: value.reshape(shapes[key[1]]) if value.ndim else value for key, value in whole_tensors.items()}
 
 
-def _lay_down(launch: Trial, rank: int, state: Resumed, whole_tensors: dict[Key, np.ndarray]) -> None:
+def _write_slices(launch: Trial, rank: int, state: Resumed, whole_tensors: dict[TensorKey, np.ndarray]) -> None:
     """Write a rank's slices into the whole tensors. Elements that no rank writes stay NaN."""
-    for key, value in _by_key(state).items():
+    for key, value in _tensors_by_key(state).items():
         local_slice = launch.slice_of(rank, key[1])
         if not value.ndim:
             whole_tensors.setdefault(key, value)  # a step counter
         elif local_slice is not None:
             full = whole_tensors.setdefault(key, np.full(launch.plan.shapes[key[1]], np.nan, value.dtype))
-            if take(full, local_slice).shape == value.shape:
-                take(full, local_slice)[...] = value
+            if view_of_slice(full, local_slice).shape == value.shape:
+                view_of_slice(full, local_slice)[...] = value
 
 
-def held_state(trial: Trial, rank: int) -> dict[Key, np.ndarray]:
+def resumed_state(trial: Trial, rank: int) -> dict[TensorKey, np.ndarray]:
     """Return the tensors that a rank had once it had resumed. The check is UNKNOWN where a rank did not record them."""
     resumed = trial.ranks[rank].resumed
     assert resumed is not None, rank
-    return _by_key(resumed)
+    return _tensors_by_key(resumed)
 
 
-def _by_key(resumed: Resumed) -> dict[Key, np.ndarray]:
+def _tensors_by_key(resumed: Resumed) -> dict[TensorKey, np.ndarray]:
     tensors = {(PARAMETER, fqn): value for fqn, value in resumed.parameters.items()}
     for fqn, state in resumed.optimizer_state.items():
         tensors |= {(name, fqn): value for name, value in state.items()}
     return tensors
 
 
-def wanted_part(trial: Trial, rank: int, key: Key, whole: np.ndarray) -> np.ndarray:
+def expected_slice(trial: Trial, rank: int, key: TensorKey, whole: np.ndarray) -> np.ndarray:
     """Return this rank's slice of a saved tensor, where FSDP1 cuts vectors of the vector; a step counter is no rank's slice."""
     local_slice = trial.slice_of(rank, key[1])
     return (
-        take(whole.reshape(trial.plan.shapes[key[1]]), local_slice) if whole.ndim and local_slice is not None else whole
+        view_of_slice(whole.reshape(trial.plan.shapes[key[1]]), local_slice)
+        if whole.ndim and local_slice is not None
+        else whole
     )
 
 
 # ---- differences
 
 
-def wrong_keys(trial: Trial, rank: int, wanted: dict[Key, np.ndarray]) -> list[Key]:
+def wrong_keys(trial: Trial, rank: int, wanted: dict[TensorKey, np.ndarray]) -> list[TensorKey]:
     """Return the keys of tensors that a rank should have got from the checkpoint, and has not, in the model's order.
 
     Where a rank holds nothing of a parameter, its optimizer need keep no state: FSDP1's does not.
     """
-    held_tensors = held_state(trial, rank)
+    held_tensors = resumed_state(trial, rank)
     held_fqns = {fqn for fqn in trial.plan.slices[rank] if (part := trial.slice_of(rank, fqn)) and numel(part)}
     return [
         key
         for key, whole in wanted.items()
-        if key[1] in held_fqns and not same(held_tensors.get(key), wanted_part(trial, rank, key, whole))
+        if key[1] in held_fqns and not has_same_bytes(held_tensors.get(key), expected_slice(trial, rank, key, whole))
     ]
 
 
-def kept_state(trial: Trial, rank: int) -> list[Key]:
+def leftover_state_keys(trial: Trial, rank: int) -> list[TensorKey]:
     """Return the keys of optimizer state with numbers other than zero, on a rank that starts from weights alone.
 
     A new optimizer has none.
     """
     if trial.case.model_of is None:
         return []
-    return [key for key, value in held_state(trial, rank).items() if key[0] != PARAMETER and value.any()]
+    return [key for key, value in resumed_state(trial, rank).items() if key[0] != PARAMETER and value.any()]
 
 
-def _not_new(trial: Trial, rank: int, key: Key, held_value: np.ndarray) -> Finding:
+def _leftover_finding(trial: Trial, rank: int, key: TensorKey, held_value: np.ndarray) -> Finding:
     name, fqn = key
     subject: dict[str, Any] = {"kind": "parameter", "name": fqn, "quantity": name, "note": "as the first step begins"}
     if not held_value.ndim:
         return Finding.at(rank, 0.0, float(held_value), **subject)
     local_slice = trial.slice_of(rank, fqn)
     saved = saved_state(trial.saved[-1]).get(key)
-    if saved is not None and local_slice is not None and same(held_value, wanted_part(trial, rank, key, saved)):
+    if (
+        saved is not None
+        and local_slice is not None
+        and has_same_bytes(held_value, expected_slice(trial, rank, key, saved))
+    ):
         subject["note"] += f", what was saved after step {trial.case.model_of}"
     return Finding.at(
         rank,
@@ -166,19 +172,19 @@ def _not_new(trial: Trial, rank: int, key: Key, held_value: np.ndarray) -> Findi
     )
 
 
-def same(value: np.ndarray | None, wanted: np.ndarray) -> bool:
+def has_same_bytes(value: np.ndarray | None, wanted: np.ndarray) -> bool:
     """Return whether both have the same shape and bytes."""
     return value is not None and value.shape == wanted.shape and value.tobytes() == wanted.tobytes()
 
 
-def _wrong_tensors(
-    trial: Trial, rank: int, wanted_tensors: dict[Key, np.ndarray], held_tensors: dict[Key, np.ndarray]
+def _tensor_findings(
+    trial: Trial, rank: int, wanted_tensors: dict[TensorKey, np.ndarray], held_tensors: dict[TensorKey, np.ndarray]
 ) -> Iterator[Finding]:
     saved_step = trial.saved[-1].case.saved_step
     for key in wrong_keys(trial, rank, wanted_tensors):
         name, fqn = key
-        expected, observed, unit = _difference(
-            held_tensors.get(key), wanted_part(trial, rank, key, wanted_tensors[key])
+        expected, observed, unit = _describe_difference(
+            held_tensors.get(key), expected_slice(trial, rank, key, wanted_tensors[key])
         )
         subject: dict[str, Any] = {
             "kind": "parameter",
@@ -193,7 +199,7 @@ def _wrong_tensors(
         yield Finding.at(rank, expected, observed, **subject, note=f"saved after step {saved_step}{slice_note}")
 
 
-def _difference(value: np.ndarray | None, wanted: np.ndarray) -> tuple[Value, Value, str]:
+def _describe_difference(value: np.ndarray | None, wanted: np.ndarray) -> tuple[Value, Value, str]:
     """Return what was expected and observed, and their unit."""
     if value is None:
         return "what was saved", None, ""
@@ -206,7 +212,7 @@ def _difference(value: np.ndarray | None, wanted: np.ndarray) -> tuple[Value, Va
     return 0, int(np.sum(value != wanted)), f"of {value.size} entries differ"
 
 
-def _wrong_rates(trial: Trial) -> Iterator[Finding]:
+def _rate_findings(trial: Trial) -> Iterator[Finding]:
     """Yield a finding of each step whose learning rate is not the one of the schedule that goes on, or starts anew.
 
     Every step is judged: for one step the optimizer's own rate hides where a scheduler is.
@@ -216,25 +222,25 @@ def _wrong_rates(trial: Trial) -> Iterator[Finding]:
             yield Finding.at(rank, reference.lr, step.lr, step=step.step, quantity="learning rate")
 
 
-def _wrong_samples(trial: Trial) -> Iterator[Finding]:
+def _sample_findings(trial: Trial) -> Iterator[Finding]:
     first = trial.case.steps.start
     wanted = set(trial.reference.samples[first - 1])
-    for rank, ids in received_samples(trial, first).items():
+    for rank, ids in received_sample_ids(trial, first).items():
         if foreign := [id_ for id_ in ids if id_ not in wanted]:
             subject: dict[str, Any] = {
                 "step": first,
                 "quantity": "samples of another step",
-                "note": _of_step(trial, ids),
+                "note": _step_note(trial, ids),
             }
             yield Finding.at(rank, 0, len(foreign), unit=f"of {len(ids)} samples", **subject)
 
 
-def _of_step(trial: Trial, ids: list[int | None]) -> str:
-    step = step_received(trial, ids)
+def _step_note(trial: Trial, ids: list[int | None]) -> str:
+    step = step_of_samples(trial, ids)
     return f"all are of step {step}" if step else ""
 
 
-def step_received(trial: Trial, ids: list[int | None]) -> int | None:
+def step_of_samples(trial: Trial, ids: list[int | None]) -> int | None:
     """Return the step of the recipe that all these samples belong to. None if there is none, or no sample."""
     if not ids:
         return None

@@ -24,51 +24,53 @@ from harness.core.evidence.step import Microbatch
 from harness.core.evidence.summary import Summary
 from harness.core.evidence.text import positions_text, ranks_text
 from harness.core.judge.finding import Finding, Value
-from harness.core.judge.labels import laid_out
-from harness.core.judge.observed import together
-from harness.core.judge.places import feeder_of, first_stage_ranks, last_stage_ranks, one_rank_per_share
+from harness.core.judge.labels import arrange_labels
+from harness.core.judge.observed import group_ranks_by
+from harness.core.judge.places import first_stage_peer, first_stage_ranks, last_stage_ranks, representative_of_shares
 from harness.core.judge.received_samples import (
-    positions_received,
-    received_samples,
-    rows_of,
-    rows_received,
-    sizes_wanted,
+    expected_microbatch_sizes,
+    received_positions_of,
+    received_sample_ids,
+    received_token_rows,
+    sample_id_by_tokens,
 )
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate
+from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.stages import positions
 
 STAGE = "data"
 NEEDS = frozenset({"samples"})
-LEAST = 4
+LEAST_SHARED_SAMPLES = 4
 """Samples that two ranks share in a step, on average, by more than chance."""
-MOST_RANKS = 64
+MOST_COMPARED_RANKS = 64
 """Ranks of which each two are compared by single samples."""
 
 
 def check(trial: Trial) -> Result:
-    return _of_the_recipe(trial) if "reference" in trial.provided else _of_any_recipe(trial)
+    return _judge_recipe(trial) if "reference" in trial.provided else _judge_digests(trial)
 
 
-def _of_the_recipe(trial: Trial) -> Result:
+def _judge_recipe(trial: Trial) -> Result:
     findings: list[Finding] = []
     examined = 0
     for step in trial.case.steps:
         wanted = trial.reference.samples[step - 1]
-        received = received_samples(trial, step)
+        received = received_sample_ids(trial, step)
         examined += sum(len(ids) for ids in received.values())
-        findings += _not_a_partition(trial, received, step, wanted) + _wrong_microbatches(trial, step)
-        findings += _wrong_positions(trial, step) or _strangers(received, step)
-        findings += _differing_peers(trial, received, step) + misshapen_labels(trial, step) + _wrong_labels(trial, step)
+        findings += _partition_findings(trial, received, step, wanted) + _microbatch_findings(trial, step)
+        findings += _position_findings(trial, step) or _unknown_row_findings(received, step)
+        findings += (
+            _peer_findings(trial, received, step) + label_count_findings(trial, step) + _label_findings(trial, step)
+        )
     return verdict_of("samples", findings, examined)
 
 
-def _wrong_positions(trial: Trial, step: int) -> list[Finding]:
+def _position_findings(trial: Trial, step: int) -> list[Finding]:
     """Return a finding of each rank whose rows are samples, but not at the positions of this cp rank."""
     findings = []
-    for rank in rows_received(trial, step):
-        received_positions = positions_received(trial, rank, step)
+    for rank in received_token_rows(trial, step):
+        received_positions = received_positions_of(trial, rank, step)
         wanted = positions(trial.case, rank, trial.case.seq_len(step))
         if received_positions is not None and not np.array_equal(received_positions, wanted):
             subject: dict[str, Any] = {"step": step, "quantity": "positions of the tokens received"}
@@ -76,7 +78,7 @@ def _wrong_positions(trial: Trial, step: int) -> list[Finding]:
     return findings
 
 
-def _strangers(received: dict[int, list[int | None]], step: int) -> list[Finding]:
+def _unknown_row_findings(received: dict[int, list[int | None]], step: int) -> list[Finding]:
     """Return a finding of each rank that received rows of tokens that are no sample."""
     return [
         Finding.at(
@@ -87,7 +89,7 @@ def _strangers(received: dict[int, list[int | None]], step: int) -> list[Finding
     ]
 
 
-def _differing_peers(trial: Trial, received: dict[int, list[int | None]], step: int) -> list[Finding]:
+def _peer_findings(trial: Trial, received: dict[int, list[int | None]], step: int) -> list[Finding]:
     """Return findings of ranks that received other samples than the first of their tp or cp peers."""
     findings = []
     for axis in ("tp", "cp"):
@@ -101,16 +103,18 @@ def _differing_peers(trial: Trial, received: dict[int, list[int | None]], step: 
                     "group": trial.plan.peers(rank, axis),
                     "note": f"expected: those of rank {first}",
                 }
-                findings.append(Finding.at(rank, _ids(received.get(first)), _ids(received[rank]), **subject))
+                findings.append(
+                    Finding.at(rank, _ids_value(received.get(first)), _ids_value(received[rank]), **subject)
+                )
     return findings
 
 
-def _not_a_partition(
+def _partition_findings(
     trial: Trial, received: dict[int, list[int | None]], step: int, wanted: tuple[int, ...]
 ) -> list[Finding]:
     """Return a finding if the data-parallel ranks together did not receive each of these samples once."""
     counts: Counter[int] = Counter()
-    for rank in one_rank_per_share(trial):
+    for rank in representative_of_shares(trial):
         counts.update(id_ for id_ in received.get(rank, []) if id_ is not None)
     if counts == Counter(wanted):
         return []
@@ -121,23 +125,23 @@ def _not_a_partition(
     foreign = sorted(set(counts) - set(wanted))
     kinds = [("received more than once", twice), ("received by no rank", received_by_none)]
     kinds += [("received by some tp or cp peers only", received_by_some_peers), ("of another step", foreign)]
-    observed = "; ".join(f"{len(ids)} {text} ({_some(ids)})" for text, ids in kinds if ids)
+    observed = "; ".join(f"{len(ids)} {text} ({_ids_text(ids)})" for text, ids in kinds if ids)
     expected = f"each of {len(wanted)} samples received by one dp rank"
-    twins = _twins(trial, received)
+    twins = _ranks_with_same_samples(trial, received)
     note = f"ranks {ranks_text(twins)} received the same" if twins else ""
     return [Finding(ranks=twins, step=step, quantity="samples", expected=expected, observed=observed, note=note)]
 
 
-def _ids(ids: list[int | None] | None) -> Value:
+def _ids_value(ids: list[int | None] | None) -> Value:
     return tuple(ids) if ids else None
 
 
-def _twins(trial: Trial, received: dict[int, list[int | None]]) -> tuple[int, ...]:
+def _ranks_with_same_samples(trial: Trial, received: dict[int, list[int | None]]) -> tuple[int, ...]:
     """Return the first rank of all shares and those that received the same samples. Empty if no other rank did.
 
     Nothing is known about rows that are no sample.
     """
-    shares = one_rank_per_share(trial)
+    shares = representative_of_shares(trial)
     ids_by_rank = {rank: ids for rank in shares if (ids := received.get(rank)) and None not in ids}
     same_ranks = [
         rank for rank in shares[1:] if rank in ids_by_rank and ids_by_rank[rank] == ids_by_rank.get(shares[0])
@@ -145,14 +149,14 @@ def _twins(trial: Trial, received: dict[int, list[int | None]]) -> tuple[int, ..
     return (shares[0], *same_ranks) if same_ranks else ()
 
 
-def _wrong_microbatches(trial: Trial, step: int) -> list[Finding]:
+def _microbatch_findings(trial: Trial, step: int) -> list[Finding]:
     """Return findings of first stages that received another number of microbatches, or other sizes, than requested.
 
     Accumulation must leave a trace: the same batch in one piece gives the same gradient.
     """
     findings = []
     for rank in first_stage_ranks(trial):
-        wanted = sizes_wanted(trial, rank, step)
+        wanted = expected_microbatch_sizes(trial, rank, step)
         for record in trial.ranks[rank].steps:
             sizes = tuple(len(microbatch.tokens) for microbatch in record.microbatches if microbatch.tokens is not None)
             if record.step == step and sizes != wanted:
@@ -160,16 +164,16 @@ def _wrong_microbatches(trial: Trial, step: int) -> list[Finding]:
     return findings
 
 
-def misshapen_labels(trial: Trial, step: int) -> list[Finding]:
+def label_count_findings(trial: Trial, step: int) -> list[Finding]:
     """Return findings of losses that were not computed from a label for each token that their pipeline received.
 
     They may be computed in any number of calls. Labels that do not count may be left out.
     """
     findings = []
     for rank in last_stage_ranks(trial):
-        received = parts_of(trial, feeder_of(trial, rank), step)
+        received = microbatches_of(trial, first_stage_peer(trial, rank), step)
         token_counts = [microbatch.tokens.size for microbatch in received if microbatch.tokens is not None]
-        losses = [microbatch for microbatch in parts_of(trial, rank, step) if microbatch.loss_sum is not None]
+        losses = [microbatch for microbatch in microbatches_of(trial, rank, step) if microbatch.loss_sum is not None]
         label_counts = [0 if microbatch.labels is None else microbatch.labels.size for microbatch in losses]
         own_labels = _own_labels(trial, rank, step)
         is_complete: list[bool] = []
@@ -179,7 +183,7 @@ def misshapen_labels(trial: Trial, step: int) -> list[Finding]:
             elif microbatch.labels.size == token_count:
                 is_complete.append(True)
             else:
-                is_complete.append(token_labels is not None and laid_out(microbatch, token_labels) is not None)
+                is_complete.append(token_labels is not None and arrange_labels(microbatch, token_labels) is not None)
         if label_counts and not (len(label_counts) == len(token_counts) and all(is_complete)):
             subject: dict[str, Any] = {
                 "step": step,
@@ -190,7 +194,7 @@ def misshapen_labels(trial: Trial, step: int) -> list[Finding]:
     return findings
 
 
-def parts_of(trial: Trial, rank: int, step: int) -> list[Microbatch]:
+def microbatches_of(trial: Trial, rank: int, step: int) -> list[Microbatch]:
     """Return the microbatches that a rank ran in a step."""
     microbatches: list[Microbatch] = []
     for record in trial.ranks[rank].steps:
@@ -199,7 +203,7 @@ def parts_of(trial: Trial, rank: int, step: int) -> list[Microbatch]:
     return microbatches
 
 
-def _wrong_labels(trial: Trial, step: int) -> list[Finding]:
+def _label_findings(trial: Trial, step: int) -> list[Finding]:
     """Return a finding of each last stage that was given labels that are not those of its samples."""
     return [
         Finding.at(rank, 0, len(pairs), step=step, quantity="labels that are not those of its tokens")
@@ -216,12 +220,12 @@ def wrong_labels(trial: Trial, step: int) -> dict[int, list[tuple[int, int, int]
     wrong: dict[int, list[tuple[int, int, int]]] = {}
     for rank in last_stage_ranks(trial):
         rank_positions = positions(trial.case, rank, trial.case.seq_len(step)).tolist()
-        labelled = [microbatch for microbatch in parts_of(trial, rank, step) if microbatch.labels is not None]
+        labelled = [microbatch for microbatch in microbatches_of(trial, rank, step) if microbatch.labels is not None]
         wrong[rank] = []
         for microbatch, own_labels in zip(labelled, _own_labels(trial, rank, step), strict=False):
             if own_labels is None:
                 continue
-            labels = laid_out(microbatch, own_labels)
+            labels = arrange_labels(microbatch, own_labels)
             if labels is None:
                 continue
             for row, own_row in zip(labels.tolist(), own_labels.tolist(), strict=True):
@@ -238,10 +242,10 @@ def _own_labels(trial: Trial, rank: int, step: int) -> list[np.ndarray | None]:
     reference = trial.reference
     rank_positions = positions(trial.case, rank, trial.case.seq_len(step))
     row_of = {id_: row for row, id_ in enumerate(reference.sample_ids)}
-    feeder = feeder_of(trial, rank)
-    id_of_row = rows_of(trial, feeder, step)
+    feeder = first_stage_peer(trial, rank)
+    id_of_row = sample_id_by_tokens(trial, feeder, step)
     labels: list[np.ndarray | None] = []
-    for microbatch in parts_of(trial, feeder, step):
+    for microbatch in microbatches_of(trial, feeder, step):
         if microbatch.tokens is not None:
             ids = [id_of_row.get(row.tobytes()) for row in microbatch.tokens]
             if None in ids or microbatch.tokens.shape[1] != len(rank_positions):
@@ -252,17 +256,17 @@ def _own_labels(trial: Trial, rank: int, step: int) -> list[np.ndarray | None]:
     return labels
 
 
-def _some(ids: list[int]) -> str:
+def _ids_text(ids: list[int]) -> str:
     return ", ".join(map(str, ids[:4])) + (", ..." if len(ids) > 4 else "")
 
 
 # ---- where only digests of inputs are there
 
 
-def _of_any_recipe(trial: Trial) -> Result:
+def _judge_digests(trial: Trial) -> Result:
     """Compare inputs as digests. Ranks that differ in another axis are not compared."""
     dims = trial.plan.dims
-    other_tokens, compared = _other_tokens(trial)
+    other_tokens, compared = _compare_tokens(trial)
     if dims.dp == 1:
         if compared:
             return verdict_of("samples", other_tokens, compared)
@@ -270,24 +274,24 @@ def _of_any_recipe(trial: Trial) -> Result:
         if dims.tp > 1:
             reason += ", and tp ranks are fed no tokens"
         return not_applicable("samples", reason)
-    with_inputs = {summary.rank for summary in trial.glances if summary.received.batches}
-    if len(with_inputs) < len(trial.glances) and not other_tokens:
-        ended = any(summary.progress.steps_seen for summary in trial.glances)
+    with_inputs = {summary.rank for summary in trial.rank_summaries if summary.received.batches}
+    if len(with_inputs) < len(trial.rank_summaries) and not other_tokens:
+        ended = any(summary.progress.steps_seen for summary in trial.rank_summaries)
         reason = "no input tensor of a model was seen" if ended else "no step has ended"
         if ended and with_inputs:
-            without_inputs = tuple(summary.rank for summary in trial.glances if not summary.received.batches)
+            without_inputs = tuple(summary.rank for summary in trial.rank_summaries if not summary.received.batches)
             reason += f" on ranks {ranks_text(without_inputs)}"
         return Result("samples", Verdict.UNKNOWN, note=reason)
-    result = verdict_of("samples", [*other_tokens, *_fed_alike(trial)], len(with_inputs))
+    result = verdict_of("samples", [*other_tokens, *_same_samples_findings(trial)], len(with_inputs))
     if result.findings:
         return result
-    doubt = _fed_alike_in_part(trial) or _single_alike(trial) or _drawn_alike(trial)
+    doubt = _partly_same_text(trial) or _shared_samples_text(trial) or _same_indices_text(trial)
     return replace(result, verdict=Verdict.UNKNOWN, note=doubt) if doubt else result
 
 
-def _other_tokens(trial: Trial) -> tuple[list[Finding], int]:
+def _compare_tokens(trial: Trial) -> tuple[list[Finding], int]:
     """Return a finding of each rank that received other tokens than the first of its tp peers, and how many were compared."""
-    tokens = {summary.rank: summary.received.tokens for summary in trial.glances if summary.received.tokens}
+    tokens = {summary.rank: summary.received.tokens for summary in trial.rank_summaries if summary.received.tokens}
     findings: list[Finding] = []
     compared = 0
     for first, *peers in trial.plan.groups.get("tp", ()):
@@ -303,23 +307,23 @@ def _other_tokens(trial: Trial) -> tuple[list[Finding], int]:
     return findings, compared
 
 
-def _planes(trial: Trial) -> list[list[Summary]]:
+def _data_parallel_planes(trial: Trial) -> list[list[Summary]]:
     """Return lists of the ranks that differ in data parallelism alone, of those that were fed something."""
     planes: dict[tuple[int, ...], list[Summary]] = {}
-    for summary in trial.glances:
+    for summary in trial.rank_summaries:
         if summary.received.batches:
-            mesh_coordinate = coordinate(trial.plan.dims, summary.rank)
+            mesh_coordinate = coordinate_of_rank(trial.plan.dims, summary.rank)
             key = (mesh_coordinate["pp"], mesh_coordinate["cp"], mesh_coordinate["tp"])
             planes.setdefault(key, []).append(summary)
     return [*planes.values()]
 
 
-def _fed_alike(trial: Trial) -> list[Finding]:
+def _same_samples_findings(trial: Trial) -> list[Finding]:
     """Return a finding of each set of data-parallel ranks that are fed the same in every step."""
     findings = []
-    for summaries in _planes(trial):
-        for (digest_by_step, _), ranks in together(
-            summaries, lambda summary: (_steps(summary.received.batches), _steps(summary.received.inputs))
+    for summaries in _data_parallel_planes(trial):
+        for (digest_by_step, _), ranks in group_ranks_by(
+            summaries, lambda summary: (_sorted_items(summary.received.batches), _sorted_items(summary.received.inputs))
         ).items():
             if len(ranks) > 1:
                 note = f"in {steps_text(tuple(step for step, _ in digest_by_step))}"
@@ -328,25 +332,25 @@ def _fed_alike(trial: Trial) -> list[Finding]:
     return findings
 
 
-def _steps(by_step: Mapping[int, Any]) -> tuple[tuple[int, Any], ...]:
+def _sorted_items(by_step: Mapping[int, Any]) -> tuple[tuple[int, Any], ...]:
     return tuple(sorted(by_step.items()))
 
 
-def _fed_alike_in_part(trial: Trial) -> str:
+def _partly_same_text(trial: Trial) -> str:
     """Return a text on ranks that are fed one tensor that is the same on them in every step, and others that are not.
 
     Empty where there are none. What is equal in all steps may be no sample. Tokens are: nothing is said about ranks whose
     tokens differ.
     """
-    for summaries in _planes(trial):
+    for summaries in _data_parallel_planes(trial):
         steps = tuple(sorted(set.intersection(*(set(summary.received.inputs) for summary in summaries))))
         input_counts: list[int] = []
         for summary in summaries:
             input_counts += [len(summary.received.inputs[step]) for step in steps]
         for index in range(min(input_counts, default=0)):
-            for values, ranks in together(summaries, partial(_input, steps, index)).items():
+            for values, ranks in group_ranks_by(summaries, partial(_input_digests, steps, index)).items():
                 tokens = {
-                    _steps(summary.received.tokens)
+                    _sorted_items(summary.received.tokens)
                     for summary in summaries
                     if summary.rank in ranks and summary.received.tokens
                 }
@@ -356,27 +360,29 @@ def _fed_alike_in_part(trial: Trial) -> str:
     return ""
 
 
-def _single_alike(trial: Trial) -> str:
+def _shared_samples_text(trial: Trial) -> str:
     """Return a text on two ranks that are fed many of the same samples, and some in every step, in batches that differ.
 
     Empty where there are none. Each rank that shuffles the same samples by itself is fed such batches. What fills up an epoch
     is in one step alone.
     """
-    for summaries in _planes(trial):
+    for summaries in _data_parallel_planes(trial):
         with_samples = [summary for summary in summaries if summary.received.samples]
-        for first, second in itertools.combinations(with_samples[:MOST_RANKS], 2):
+        for first, second in itertools.combinations(with_samples[:MOST_COMPARED_RANKS], 2):
             common_steps = sorted(first.received.samples.keys() & second.received.samples.keys())
-            shared = [_shared(first.received.samples[step], second.received.samples[step]) for step in common_steps]
+            shared = [
+                _count_shared(first.received.samples[step], second.received.samples[step]) for step in common_steps
+            ]
             equal = sum(equal_in_step for equal_in_step, _ in shared)
             compared = sum(compared_in_step for _, compared_in_step in shared)
             some_in_every_step = all(equal_in_step for equal_in_step, _ in shared)
-            if some_in_every_step and equal >= max(LEAST * len(shared), compared / 8, 1):
+            if some_in_every_step and equal >= max(LEAST_SHARED_SAMPLES * len(shared), compared / 8, 1):
                 text = f"ranks {ranks_text((first.rank, second.rank))} are fed some of the same samples"
                 return f"{text} in {steps_text(tuple(common_steps))}: {equal} of {compared} that were compared"
     return ""
 
 
-def _shared(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, int]:
+def _count_shared(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, int]:
     """Return how many digests are equal, and of how many that were compared.
 
     Each rank has its smallest digests, so that larger ones may be missing.
@@ -387,13 +393,13 @@ def _shared(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, int]:
     return len(first_compared & second_compared), max(len(first_compared), len(second_compared))
 
 
-def _drawn_alike(trial: Trial) -> str:
+def _same_indices_text(trial: Trial) -> str:
     """Return a text on ranks that draw the same samples by their indices, and are fed other numbers that are no tokens.
 
     Empty where there are none.
     """
-    for summaries in _planes(trial):
-        for indices, ranks in together(summaries, _indices_without_tokens).items():
+    for summaries in _data_parallel_planes(trial):
+        for indices, ranks in group_ranks_by(summaries, _indices_without_tokens).items():
             if len(ranks) > 1:
                 batches = "batch" if len(indices) == 1 else f"{len(indices)} batches"
                 text = f"data loaders of ranks {ranks_text(tuple(ranks))} draw the same indices, in the first {batches}"
@@ -406,6 +412,6 @@ def _indices_without_tokens(summary: Summary) -> tuple[int, ...] | None:
     return None if summary.received.tokens else summary.received.drawn or None
 
 
-def _input(steps: tuple[int, ...], index: int, summary: Summary) -> tuple[int, ...]:
+def _input_digests(steps: tuple[int, ...], index: int, summary: Summary) -> tuple[int, ...]:
     """Return the digest of one input of a rank in each of these steps. index: which of the inputs of a step."""
     return tuple(summary.received.inputs[step][index] for step in steps)

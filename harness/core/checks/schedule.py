@@ -22,19 +22,19 @@ def check(trial: Trial) -> Result:
     findings: list[Finding] = []
     examined = 0
     for rank, evidence in sorted(trial.ranks.items()):
-        wanted = planned(trial, rank)
+        wanted = planned_actions(trial, rank)
         for step in evidence.steps:
             examined += len(wanted)
-            findings += _compare(rank, step.step, wanted, step.actions)
+            findings += _compare_actions(rank, step.step, wanted, step.actions)
     return verdict_of("schedule", findings, examined)
 
 
-def planned(trial: Trial, rank: int) -> tuple[str, ...]:
+def planned_actions(trial: Trial, rank: int) -> tuple[str, ...]:
     """Return the actions of a rank as torch writes them: stage, kind, microbatch. Accumulation repeats the schedule."""
     return tuple(map(str, actions_of_rank(trial.case, rank))) * trial.case.features.accumulation
 
 
-def _compare(rank: int, step: int, wanted: tuple[str, ...], performed: tuple[str, ...]) -> list[Finding]:
+def _compare_actions(rank: int, step: int, wanted: tuple[str, ...], performed: tuple[str, ...]) -> list[Finding]:
     """Return a finding of the first action that differs, with those that come next. Empty if all are the same."""
     if wanted == performed:
         return []
@@ -44,10 +44,10 @@ def _compare(rank: int, step: int, wanted: tuple[str, ...], performed: tuple[str
             index = position
             break
     subject: dict[str, Any] = {"step": step, "quantity": f"action {index}"}
-    return [Finding.at(rank, _from(wanted, index), _from(performed, index), **subject)]
+    return [Finding.at(rank, _next_actions_text(wanted, index), _next_actions_text(performed, index), **subject)]
 
 
-def _from(actions: tuple[str, ...], index: int) -> str:
+def _next_actions_text(actions: tuple[str, ...], index: int) -> str:
     """Return the next six actions from this one on, in words."""
     next_actions = " ".join(actions[index : index + 6]) + (" ..." if len(actions) > index + 6 else "")
     return f"{next_actions or 'nothing more'} ({len(actions)} in all)"

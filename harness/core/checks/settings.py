@@ -18,25 +18,29 @@ from harness.core.judge.trial import Trial
 
 STAGE = "structure"
 NEEDS = frozenset({"structure", "declared", "values"})
-ELSEWHERE = "as elsewhere"
+AS_ELSEWHERE = "as elsewhere"
 """Behind what most ranks and steps have, where a trainer may choose."""
 
 DETERMINISM = ("deterministic algorithms", "cudnn.deterministic")
 TF32 = "TF32 in CUDA matmuls"
 FLOAT32 = ("float32 matmul precision", TF32, "NVIDIA_TF32_OVERRIDE")
-FREE = ("cudnn.benchmark", "bfloat16 sums in CUDA matmuls", "CUBLAS_WORKSPACE_CONFIG")  # kernels that are all right
+FREE_SETTINGS = (
+    "cudnn.benchmark",
+    "bfloat16 sums in CUDA matmuls",
+    "CUBLAS_WORKSPACE_CONFIG",
+)  # kernels that are all right
 
 
 def check(trial: Trial) -> Result:
     examined = 0
     for evidence in trial.ranks.values():
         examined += sum(len(step.settings) for step in evidence.steps)
-    return verdict_of("settings", findings(trial), examined)
+    return verdict_of("settings", setting_findings(trial), examined)
 
 
-def findings(trial: Trial) -> list[Finding]:
+def setting_findings(trial: Trial) -> list[Finding]:
     """Return a finding of each rank and switch, those that break what was requested first."""
-    return [*_changed(trial), *_unlike(trial)]
+    return [*_changed_findings(trial), *_minority_findings(trial)]
 
 
 def is_free(trial: Trial, name: str) -> bool:
@@ -45,29 +49,29 @@ def is_free(trial: Trial, name: str) -> bool:
     multiplies_float32 = "float32" in (training.compute_dtype or training.dtype, training.quantize and training.dtype)
     deterministic = trial.case.runs > 1 and name in DETERMINISM
     chosen = training.tf32 and name == FLOAT32[0]  # how TF32 is requested
-    return name in FREE or deterministic or chosen or (name in FLOAT32 and not multiplies_float32)
+    return name in FREE_SETTINGS or deterministic or chosen or (name in FLOAT32 and not multiplies_float32)
 
 
-def allowed(trial: Trial, evidence: RankEvidence, name: str) -> tuple[str, ...]:
+def permitted_values(trial: Trial, evidence: RankEvidence, name: str) -> tuple[str, ...]:
     """Return the values that a setting may have. TF32 is as the recipe says; its dtype may be the default of all tensors."""
     requested = "on" if name == TF32 and trial.case.training.tf32 else evidence.settings[name]
     return (requested, trial.case.training.dtype) if name == "default dtype" else (requested,)
 
 
-def _changed(trial: Trial) -> Iterator[Finding]:
+def _changed_findings(trial: Trial) -> Iterator[Finding]:
     """Yield, for each rank and switch, a finding of the first step in which it has another value."""
     for rank, evidence in sorted(trial.ranks.items()):
         for name in evidence.settings:
-            allowed_values = allowed(trial, evidence, name)
+            allowed_values = permitted_values(trial, evidence, name)
             if is_free(trial, name):
                 continue
             for step in evidence.steps:
                 if set(step.settings.get(name, allowed_values)) - set(allowed_values):
-                    yield _finding(rank, step.step, name, allowed_values[:1], step.settings[name])
+                    yield _setting_finding(rank, step.step, name, allowed_values[:1], step.settings[name])
                     break
 
 
-def _unlike(trial: Trial) -> Iterator[Finding]:
+def _minority_findings(trial: Trial) -> Iterator[Finding]:
     """Yield, for each switch that a trainer may set, a finding of the first rank and step that differs from most."""
     names: set[str] = set()
     for evidence in trial.ranks.values():
@@ -81,9 +85,9 @@ def _unlike(trial: Trial) -> Iterator[Finding]:
         ((usual_values, _),) = Counter(values_by_step.values()).most_common(1)
         for (rank, number), values in values_by_step.items():
             if values != usual_values:
-                yield replace(_finding(rank, number, name, usual_values, values), note=ELSEWHERE)
+                yield replace(_setting_finding(rank, number, name, usual_values, values), note=AS_ELSEWHERE)
                 break
 
 
-def _finding(rank: int, step: int, name: str, expected: tuple[str, ...], observed: tuple[str, ...]) -> Finding:
+def _setting_finding(rank: int, step: int, name: str, expected: tuple[str, ...], observed: tuple[str, ...]) -> Finding:
     return Finding.at(rank, expected, observed or "not seen", step=step, kind="setting", name=name)

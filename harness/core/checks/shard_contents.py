@@ -20,7 +20,7 @@ NOWHERE = "bytes that are nowhere in the seed weight"
 def check(trial: Trial) -> Result:
     findings: list[Finding] = []
     examined = 0
-    for rank, local_slices in sorted(trial.holdings.items()):
+    for rank, local_slices in sorted(trial.local_slices.items()):
         for fqn, wanted in trial.plan.slices[rank].items():
             if fqn not in local_slices:
                 continue

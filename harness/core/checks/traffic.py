@@ -21,48 +21,51 @@ from harness.core.evidence.text import bytes_text
 from harness.core.judge import after_evaluation
 from harness.core.judge.explained import allowances_text, allowed_traffic, by_plan, most_by_what, unexplained
 from harness.core.judge.finding import Finding, Limit
-from harness.core.judge.kept_alike import first_difference, moves_in_step
+from harness.core.judge.kept_alike import first_differing_step, optimizer_bytes_over_group
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.core.judge.traffic import (
-    INSIDE,
-    Key,
+    INSIDE_PHASES,
+    TrafficKey,
     axis_text,
+    collective_finding_fields,
     is_traffic,
     observed,
-    observed_outside,
-    of_collective,
+    observed_bytes_outside,
     planned,
+    planned_bytes_outside,
     planned_optional,
-    planned_outside,
 )
 from harness.core.judge.trial import Trial
-from harness.core.judge.units_seen import untold_units
-from harness.core.judge.unsettled import settling_bytes
+from harness.core.judge.units_seen import unknown_units_reason
+from harness.core.judge.unsettled import partial_sum_bytes
 from harness.core.plan.slices import BYTES
-from harness.core.plan.traffic.flow import OUTSIDE, TIED
-from harness.core.plan.traffic.muon import MATRICES
+from harness.core.plan.traffic.flow import OUTSIDE, TIED_ROLE
+from harness.core.plan.traffic.muon import MATRICES_ROLE
 
 STAGE = "structure"
 NEEDS = frozenset({"structure", "slices", "flows", "sizes", "members"})
-MOVED = "bytes moved"
+BYTES_MOVED = "bytes moved"
 """Of all collectives outside of forward and backward."""
-INTEGERS = "integers in forward and backward"
+INTEGERS_MOVED = "integers in forward and backward"
 WITHOUT_DATA = "without data"
 IN_ANOTHER_DTYPE = "in another dtype"
-LACKING = "of updated parameters"
+UPDATED_PARAMETERS = "of updated parameters"
 """Of what ZeRO gathers behind its optimizer."""
-LACKING_OF = {MATRICES: "of matrices that Muon orthogonalises", TIED: "of the gradients of a tied weight"}
+QUANTITY_BY_ROLE = {
+    MATRICES_ROLE: "of matrices that Muon orthogonalises",
+    TIED_ROLE: "of the gradients of a tied weight",
+}
 """Of other roles."""
 
 
 def check(trial: Trial) -> Result:
     if trial.plan.dims.world_size == 1:
         return not_applicable("traffic", "one rank moves nothing")
-    if reason := untold_units(trial):
+    if reason := unknown_units_reason(trial):
         return Result("traffic", Verdict.UNKNOWN, note=reason)
     if "declared" not in trial.provided:
-        return _at_least(trial)
-    findings, examined, used = [], 0, set[Key]()
+        return _judge_undeclared(trial)
+    findings, examined, used = [], 0, set[TrafficKey]()
     for rank, evidence in sorted(trial.ranks.items()):
         for step in trial.case.steps:
             wanted = planned(trial, rank, step)
@@ -73,48 +76,50 @@ def check(trial: Trial) -> Result:
             observed_bytes |= {
                 key: wanted[key] for key in optional if observed_bytes.get(key, 0) == wanted[key] - optional[key]
             }
-            observed_bytes |= _by_evaluation(trial, rank, step, wanted, observed_bytes) | lacking_in_forward(
-                trial, rank, step
-            )
-            observed_bytes |= {key: wanted.get(key, 0) for key in _of_buffers(trial, rank, wanted, observed_bytes)}
+            observed_bytes |= _explained_by_evaluation(
+                trial, rank, step, wanted, observed_bytes
+            ) | forward_bytes_gathered_ahead(trial, rank, step)
+            observed_bytes |= {key: wanted.get(key, 0) for key in _buffer_keys(trial, rank, wanted, observed_bytes)}
             examined += len(wanted) + 1
             allowed = most_by_what(allowed_traffic(trial, rank))
             extra = {key: observed_bytes.get(key, 0) - wanted.get(key, 0) for key in allowed}
             used |= {key for key in extra if extra[key] > 0}
             within = {key for key, limit in allowed.items() if 0 < extra[key] <= limit}
             observed_bytes |= {key: wanted.get(key, 0) for key in within}
-            findings += _compare(trial, rank, step, wanted, observed_bytes)
-            findings += _outside(trial, rank, step, inside) + _lacking_outside(trial, rank, step)
-            findings += _integers(trial, rank, step)
-            findings += _waiting(trial, evidence, step)
+            findings += _byte_findings(trial, rank, step, wanted, observed_bytes)
+            findings += _outside_findings(trial, rank, step, inside) + _lacking_outside_findings(trial, rank, step)
+            findings += _integer_findings(trial, rank, step)
+            findings += _wait_findings(trial, evidence, step)
     return verdict_of("traffic", findings, examined, note=_text_of_allowances(trial, used))
 
 
-def _at_least(trial: Trial) -> Result:
+def _judge_undeclared(trial: Trial) -> Result:
     """Judge a job that declares no passes, frozen parameters or other uses of its groups. What sharding and replication need
     is moved over the groups of the layout. Parameters that no optimizer has need no sum."""
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
         for step in trial.case.steps:
             wanted, observed_bytes = planned(trial, rank, step), observed(trial, evidence, step)
-            observed_bytes |= _by_evaluation(trial, rank, step, wanted, observed_bytes) | lacking_in_forward(
-                trial, rank, step
-            )
+            observed_bytes |= _explained_by_evaluation(
+                trial, rank, step, wanted, observed_bytes
+            ) | forward_bytes_gathered_ahead(trial, rank, step)
             examined += len(wanted)
             observed_bytes |= {key: count for key, count in wanted.items() if observed_bytes.get(key, 0) > count}
-            lacking = _compare(trial, rank, step, wanted, {key: observed_bytes.get(key, 0) for key in wanted})
-            findings += [finding for shortfall in lacking for finding in _by_optimizer(trial, rank, shortfall)]
+            lacking = _byte_findings(trial, rank, step, wanted, {key: observed_bytes.get(key, 0) for key in wanted})
+            findings += [
+                finding for shortfall in lacking for finding in _unless_averaged_by_optimizer(trial, rank, shortfall)
+            ]
     return verdict_of("traffic", findings, examined, note="at least what the layout needs is moved; more is not judged")
 
 
-def _by_optimizer(trial: Trial, rank: int, lacking: Finding) -> list[Finding]:
+def _unless_averaged_by_optimizer(trial: Trial, rank: int, lacking: Finding) -> list[Finding]:
     """Return nothing for replicas that no sum of gradients joins, if their optimizer's step moves something and leaves them the
     same bytes; else the finding."""
     step, group = lacking.step or 0, lacking.group
-    moved = moves_in_step(trial, rank, step, group)
+    moved = optimizer_bytes_over_group(trial, rank, step, group)
     if lacking.axis != "dp_replicate" or lacking.phase != "backward" or not moved:
         return [lacking]
-    differ = first_difference(trial, group)
+    differ = first_differing_step(trial, group)
     if differ == 0:
         return []
     comparison = "was not read" if differ is None else f"differs after step {differ}"
@@ -122,61 +127,72 @@ def _by_optimizer(trial: Trial, rank: int, lacking: Finding) -> list[Finding]:
     return [replace(lacking, note="; ".join(filter(None, (lacking.note, note))))]
 
 
-def _text_of_allowances(trial: Trial, used: set[Key]) -> str:
+def _text_of_allowances(trial: Trial, used: set[TrafficKey]) -> str:
     """Return what is allowed to be moved. Outside of passes any collective of that kind uses it."""
-    used |= {key for rank, step in trial.own_steps() for key in observed_outside(trial.ranks[rank], step.step)}
+    used |= {key for rank, step in trial.own_steps() for key in observed_bytes_outside(trial.ranks[rank], step.step)}
     observed_kinds = {key[1:] for key in used}
     return allowances_text(trial, {"moved": lambda allowance: (allowance.op, allowance.phase) in observed_kinds})
 
 
-def _by_evaluation(
-    trial: Trial, rank: int, step: int, wanted: dict[Key, int], observed_bytes: dict[Key, int]
-) -> dict[Key, int]:
+def _explained_by_evaluation(
+    trial: Trial, rank: int, step: int, wanted: dict[TrafficKey, int], observed_bytes: dict[TrafficKey, int]
+) -> dict[TrafficKey, int]:
     """The plan's bytes, of the collectives that differ from it by just what evaluation before this step explains."""
     excess = {key: observed_bytes.get(key, 0) - wanted.get(key, 0) for key in wanted | observed_bytes}
-    spared = after_evaluation.spared(trial, rank, step)
+    spared = after_evaluation.extra_forward_bytes(trial, rank, step)
     explained = spared if all(excess.get(key, 0) == count for key, count in spared.items()) else {}
-    ahead = (key for key in excess if excess[key] in after_evaluation.prefetched(trial, rank, step, key))
+    ahead = (key for key in excess if excess[key] in after_evaluation.prefetched_unit_bytes(trial, rank, step, key))
     return {key: wanted.get(key, 0) for key in (*explained, *ahead)}
 
 
-def _buffers(trial: Trial, rank: int, kind: str) -> dict[Key, int]:
+def _buffer_bytes(trial: Trial, rank: int, kind: str) -> dict[TrafficKey, int]:
     """Bytes that DDP broadcasts before a forward pass. kind: float_buffers or other_buffers."""
-    sizes: dict[Key, int] = defaultdict(int)
+    sizes: dict[TrafficKey, int] = defaultdict(int)
     for wrapper in trial.ranks[rank].structure.values():
         sizes[wrapper.replicate_ranks, "broadcast", "forward"] += getattr(wrapper, kind)
     return {key: size for key, size in sizes.items() if size}
 
 
-def _of_buffers(trial: Trial, rank: int, wanted: dict[Key, int], observed_bytes: dict[Key, int]) -> list[Key]:
+def _buffer_keys(
+    trial: Trial, rank: int, wanted: dict[TrafficKey, int], observed_bytes: dict[TrafficKey, int]
+) -> list[TrafficKey]:
     """The collectives that differ from the plan by as much as some of the passes broadcast. While an accumulation's gradients
     wait, DDP leaves that out."""
     return [
         key
-        for key, size in _buffers(trial, rank, "float_buffers").items()
+        for key, size in _buffer_bytes(trial, rank, "float_buffers").items()
         if observed_bytes.get(key, 0) - wanted.get(key, 0) in range(0, (trial.case.passes + 1) * size, size)
     ]
 
 
-def _outside(trial: Trial, rank: int, step: int, inside: int) -> list[Finding]:
-    """inside: bytes that may move there or in a pass, and moved in a pass."""
-    observed_bytes = observed_outside(trial.ranks[rank], step)
+def _outside_findings(trial: Trial, rank: int, step: int, inside: int) -> list[Finding]:
+    """Return the finding that a rank moved more unexplained bytes outside passes than planned, less `inside`; empty if not.
+
+    inside: bytes that may move there or in a pass, and moved in a pass.
+    """
+    observed_bytes = observed_bytes_outside(trial.ranks[rank], step)
     explained = [
         *allowed_traffic(trial, rank),
-        *by_plan(settling_bytes(trial, rank, step)),
-        *by_plan(ahead_outside(trial, rank, step)),
+        *by_plan(partial_sum_bytes(trial, rank, step)),
+        *by_plan(bytes_gathered_ahead(trial, rank, step)),
     ]
     moved = unexplained(observed_bytes, explained)
-    limit = trial.plan.outside_bytes[rank] + sum(planned_outside(trial, rank, step).values()) - inside
+    limit = trial.plan.outside_bytes[rank] + sum(planned_bytes_outside(trial, rank, step).values()) - inside
     if moved <= limit:
         return []
-    subject: dict[str, Any] = {"step": step, "kind": "collective", "quantity": MOVED, "phase": OUTSIDE, "unit": "bytes"}
+    subject: dict[str, Any] = {
+        "step": step,
+        "kind": "collective",
+        "quantity": BYTES_MOVED,
+        "phase": OUTSIDE,
+        "unit": "bytes",
+    }
     return [
-        Finding.at(rank, Limit(most=limit), moved, **subject, note=_outside_words(trial, rank, step, observed_bytes))
+        Finding.at(rank, Limit(most=limit), moved, **subject, note=_outside_text(trial, rank, step, observed_bytes))
     ]
 
 
-def _outside_words(trial: Trial, rank: int, step: int, bytes_by_key: dict[Key, int]) -> str:
+def _outside_text(trial: Trial, rank: int, step: int, bytes_by_key: dict[TrafficKey, int]) -> str:
     """Return what each collective moved there and in how many calls, the most first."""
     calls = Counter(
         (call.ranks, call.op)
@@ -191,67 +207,71 @@ def _outside_words(trial: Trial, rank: int, step: int, bytes_by_key: dict[Key, i
     )
 
 
-def _lacking_outside(trial: Trial, rank: int, step: int) -> list[Finding]:
+def _lacking_outside_findings(trial: Trial, rank: int, step: int) -> list[Finding]:
     """What ZeRO gathers behind its optimizer, and Muon in its own, is moved there, whatever else is. So are the gradients of a
     tied weight over two stages."""
-    wanted = planned_outside(trial, rank, step)
-    observed_bytes = observed_outside(trial.ranks[rank], step, pairs={key[0] for key, _ in wanted})
+    wanted = planned_bytes_outside(trial, rank, step)
+    observed_bytes = observed_bytes_outside(trial.ranks[rank], step, pairs={key[0] for key, _ in wanted})
     return [
         Finding.at(
             rank,
             Limit(least=lower_bound),
             observed_bytes.get(key, 0),
             step=step,
-            **of_collective(trial, key) | {"quantity": LACKING_OF.get(role, LACKING)},
+            **collective_finding_fields(trial, key) | {"quantity": QUANTITY_BY_ROLE.get(role, UPDATED_PARAMETERS)},
         )
         for (key, role), lower_bound in wanted.items()
         if observed_bytes.get(key, 0) < lower_bound
     ]
 
 
-def _integers(trial: Trial, rank: int, step: int) -> list[Finding]:
+def _integer_findings(trial: Trial, rank: int, step: int) -> list[Finding]:
     """Truth values and bytes among them. Stages of a pipeline tell each other their shapes by send and receive."""
-    observed_bytes = Counter[Key]()
+    observed_bytes = Counter[TrafficKey]()
     for call in trial.ranks[rank].collectives:
-        is_in_pass = call.step == step and call.phase in INSIDE and len(call.ranks) > 1
+        is_in_pass = call.step == step and call.phase in INSIDE_PHASES and len(call.ranks) > 1
         if is_in_pass and "float" not in call.dtype and call.op not in ("send", "recv"):
             observed_bytes[call.ranks, call.op, call.phase] += call.bytes
     moved = unexplained(observed_bytes, allowed_traffic(trial, rank))
     finds_unused = any(wrapper.find_unused_parameters for wrapper in trial.ranks[rank].structure.values())
     later = trial.plan.used_bytes if finds_unused else 0
     limit = trial.plan.integer_bytes if step <= trial.first_step + 1 else later
-    limit += trial.case.passes * sum(_buffers(trial, rank, "other_buffers").values())
+    limit += trial.case.passes * sum(_buffer_bytes(trial, rank, "other_buffers").values())
     if moved <= limit:
         return []
-    subject: dict[str, Any] = {"step": step, "quantity": INTEGERS, "kind": "collective", "unit": "bytes"}
-    note = calls_words(trial, rank, step, list(observed_bytes), integers=True)
+    subject: dict[str, Any] = {"step": step, "quantity": INTEGERS_MOVED, "kind": "collective", "unit": "bytes"}
+    note = calls_text(trial, rank, step, list(observed_bytes), integers=True)
     return [Finding.at(rank, Limit(most=limit) if limit else 0, moved, **subject, note=note)]
 
 
-def waits(evidence: RankEvidence, step: int) -> Counter[Key]:
+def waits_by_key(evidence: RankEvidence, step: int) -> Counter[TrafficKey]:
     """Collectives that move nothing, of which ranks only wait for each other. Between passes that is a habit, not in them."""
     return Counter(
         (call.ranks, call.op, call.phase)
         for call in evidence.collectives
         if call.step == step and call.op in ("barrier", "all_reduce", "broadcast") and not call.bytes
-        if call.phase in (*INSIDE, "optimizer") and len(call.ranks) > 1
+        if call.phase in (*INSIDE_PHASES, "optimizer") and len(call.ranks) > 1
     )
 
 
-def _waiting(trial: Trial, evidence: RankEvidence, step: int) -> list[Finding]:
+def _wait_findings(trial: Trial, evidence: RankEvidence, step: int) -> list[Finding]:
     """What ZeRO-3's ranks compare in the first two steps may be an empty list."""
     if trial.case.wrapper == "zero3" and step <= trial.first_step + 1:
         return []
     return [
         Finding.at(
-            evidence.rank, 0, count, step=step, **of_collective(trial, key) | {"quantity": WITHOUT_DATA, "unit": ""}
+            evidence.rank,
+            0,
+            count,
+            step=step,
+            **collective_finding_fields(trial, key) | {"quantity": WITHOUT_DATA, "unit": ""},
         )
-        for key, count in sorted(waits(evidence, step).items())
+        for key, count in sorted(waits_by_key(evidence, step).items())
     ]
 
 
-def _compare(
-    trial: Trial, rank: int, step: int, wanted: dict[Key, int], observed_bytes: dict[Key, int]
+def _byte_findings(
+    trial: Trial, rank: int, step: int, wanted: dict[TrafficKey, int], observed_bytes: dict[TrafficKey, int]
 ) -> list[Finding]:
     findings = []
     for key in sorted(
@@ -259,19 +279,19 @@ def _compare(
     ):
         expected, moved = wanted.get(key, 0), observed_bytes.get(key, 0)
         if expected != moved:
-            subject = of_collective(trial, key)
-            calls_note = calls_words(trial, rank, step, [key]) if moved > expected else ""
-            if dtype_note := dtype_words(trial, rank, step, key, expected, moved):
+            subject = collective_finding_fields(trial, key)
+            calls_note = calls_text(trial, rank, step, [key]) if moved > expected else ""
+            if dtype_note := dtypes_text(trial, rank, step, key, expected, moved):
                 subject["quantity"] = IN_ANOTHER_DTYPE
             subject["note"] = "; ".join(filter(None, (dtype_note, calls_note, subject["note"])))
             findings.append(Finding.at(rank, expected, moved, step=step, **subject))
     return findings
 
 
-def calls_words(trial: Trial, rank: int, step: int, keys: Sequence[Key], *, integers: bool = False) -> str:
+def calls_text(trial: Trial, rank: int, step: int, keys: Sequence[TrafficKey], *, integers: bool = False) -> str:
     """Return in how many calls a rank moved what it moved by these collectives, the largest first: "4 all_gather over dp_shard
     of 32.77 kB each". integers: of what is no floating-point number alone."""
-    sizes: dict[Key, list[int]] = defaultdict(list)
+    sizes: dict[TrafficKey, list[int]] = defaultdict(list)
     for call in trial.ranks[rank].collectives:
         key = (call.ranks, call.op, call.phase)
         if call.step == step and key in keys and call.bytes and not (integers and "float" in call.dtype):
@@ -285,7 +305,7 @@ def calls_words(trial: Trial, rank: int, step: int, keys: Sequence[Key], *, inte
     return "; ".join(texts)
 
 
-def dtype_words(trial: Trial, rank: int, step: int, key: Key, expected: int, moved: int) -> str:
+def dtypes_text(trial: Trial, rank: int, step: int, key: TrafficKey, expected: int, moved: int) -> str:
     """Where as many elements in one dtype of the recipe would be what was expected, says in which dtypes they moved."""
     elements = Counter[str]()
     for call in trial.ranks[rank].collectives:
@@ -305,46 +325,46 @@ def dtype_words(trial: Trial, rank: int, step: int, key: Key, expected: int, mov
 GATHER = "all_gather"
 
 
-def gathered_ahead(trial: Trial, rank: int, step: int) -> tuple[Collective, ...]:
+def gathers_before_passes(trial: Trial, rank: int, step: int) -> tuple[Collective, ...]:
     """Return the calls before forward passes of a step that gathered just what these passes lack; none if they do not make that
     up to the byte."""
     if trial.case.wrapper != "fsdp2":
         return ()  # ZeRO's gathers have their place in the plan
-    key = _forward(trial, rank)
+    key = _forward_gather_key(trial, rank)
     wanted = planned(trial, rank, step).get(key, 0)
     lacking = wanted - observed(trial, trial.ranks[rank], step).get(key, 0)
-    calls = _before_passes(trial.ranks[rank].collectives, key[0])[step] if lacking > 0 else []
+    calls = _gathers_between_passes(trial.ranks[rank].collectives, key[0])[step] if lacking > 0 else []
     for count in range(1, len(calls) + 1):
         if sum(call.bytes for call in calls[-count:]) == lacking:
             return tuple(calls[-count:])
     return ()
 
 
-def lacking_in_forward(trial: Trial, rank: int, step: int) -> dict[Key, int]:
+def forward_bytes_gathered_ahead(trial: Trial, rank: int, step: int) -> dict[TrafficKey, int]:
     """Return the plan's bytes of the gathers in forward, if a part of them came before it; else nothing."""
-    key = _forward(trial, rank)
-    return {key: planned(trial, rank, step)[key]} if gathered_ahead(trial, rank, step) else {}
+    key = _forward_gather_key(trial, rank)
+    return {key: planned(trial, rank, step)[key]} if gathers_before_passes(trial, rank, step) else {}
 
 
-def ahead_outside(trial: Trial, rank: int, step: int) -> dict[Key, int]:
+def bytes_gathered_ahead(trial: Trial, rank: int, step: int) -> dict[TrafficKey, int]:
     """Return the bytes that a step moves outside of its passes for forward passes that come later, by collective."""
-    moved = Counter[Key]()
+    moved = Counter[TrafficKey]()
     for later in trial.case.steps:
-        for call in gathered_ahead(trial, rank, later):
+        for call in gathers_before_passes(trial, rank, later):
             if call.step == step:
                 moved[call.ranks, call.op, OUTSIDE] += call.bytes
     return dict(moved)
 
 
-def _forward(trial: Trial, rank: int) -> Key:
+def _forward_gather_key(trial: Trial, rank: int) -> TrafficKey:
     return trial.plan.peers(rank, trial.plan.shard_axis), GATHER, "forward"
 
 
-def _before_passes(calls: Sequence[Collective], ranks: tuple[int, ...]) -> dict[int, list[Collective]]:
+def _gathers_between_passes(calls: Sequence[Collective], ranks: tuple[int, ...]) -> dict[int, list[Collective]]:
     """Return, by step, the gathers over these ranks that come between two passes, or before the first one."""
     gathers_by_step, waiting = defaultdict[int, list[Collective]](list), list[Collective]()
     for call in calls:
-        if call.phase in INSIDE:
+        if call.phase in INSIDE_PHASES:
             gathers_by_step[call.step] += waiting
             waiting = []
         elif call.phase == "optimizer":

@@ -20,23 +20,23 @@ from harness.core.evidence.records import RankEvidence, TensorEvidence
 from harness.core.evidence.step import StepEvidence
 from harness.core.evidence.text import number_text
 from harness.core.judge import tolerance
-from harness.core.judge.clipping import clipped_unseen
+from harness.core.judge.clipping import is_clipped_unseen
 from harness.core.judge.finding import Bound, Finding
-from harness.core.judge.held_values import stepped_part
-from harness.core.judge.muon import Matrices
+from harness.core.judge.held_values import optimizer_slice
+from harness.core.judge.muon import MuonUpdates
 from harness.core.judge.norms import norm_of
 from harness.core.judge.result import Result, Verdict, verdict_of
 from harness.core.judge.trial import Trial
-from harness.reference.config import TrainingConfig, rule_of, trains
+from harness.reference.config import TrainingConfig, is_trainable, rule_of
 
 STAGE = "numbers"
 NEEDS = frozenset({"reference", "values"})
 OF_GRADIENTS = True
-Here = Callable[..., Finding]  # Finding.at of a rank, a step and a parameter
+MakeFinding = Callable[..., Finding]  # Finding.at of a rank, a step and a parameter
 
 
 @dataclass
-class _State:
+class _ParameterState:
     """One parameter on one rank; first and second moments, and their values with nothing cancelling (for the bound)."""
 
     value: np.ndarray
@@ -47,49 +47,49 @@ class _State:
 
 
 def check(trial: Trial) -> Result:
-    findings = list(mistakes(trial, clipped_norms(trial)))
-    examined = sum(len(evidence.steps) * len(trial.start_of(rank)) for rank, evidence in trial.ranks.items())
-    if not findings and (unseen := _unseen(trial)):
+    findings = list(update_findings(trial, norms_for_clipping(trial)))
+    examined = sum(len(evidence.steps) * len(trial.initial_parameters(rank)) for rank, evidence in trial.ranks.items())
+    if not findings and (unseen := _unobserved_time(trial)):
         return Result("update", Verdict.UNKNOWN, examined, note=f"parameters were not observed {unseen}")
     return verdict_of("update", findings, examined)
 
 
-def holds(trial: Trial, norms: dict[int, float]) -> bool:
+def passes(trial: Trial, norms: dict[int, float]) -> bool:
     """Return whether `check` would return PASS with these norms. It ends at the first mistake."""
-    return all_seen(trial) and next(mistakes(trial, norms), None) is None
+    return is_every_step_observed(trial) and next(update_findings(trial, norms), None) is None
 
 
-def all_seen(trial: Trial) -> bool:
+def is_every_step_observed(trial: Trial) -> bool:
     """Return whether parameters were observed after every step."""
-    return not _unseen(trial)
+    return not _unobserved_time(trial)
 
 
-def clipped_norms(trial: Trial) -> dict[int, float]:
+def norms_for_clipping(trial: Trial) -> dict[int, float]:
     """Return, by step, the global norm for clipping; 0 where what was clipped was not seen."""
-    return {step: 0.0 if clipped_unseen(trial, step) else norm_of(trial, step) for step in trial.case.steps}
+    return {step: 0.0 if is_clipped_unseen(trial, step) else norm_of(trial, step) for step in trial.case.steps}
 
 
-def mistakes(trial: Trial, norms: dict[int, float]) -> Iterator[Finding]:
+def update_findings(trial: Trial, norms: dict[int, float]) -> Iterator[Finding]:
     """Yield, by rank, findings of wrong rates and of the first step at which each parameter is wrong.
 
     norms: by step, the global gradient norm.
     """
     rates = {step.step: step.lr for step in trial.reference.steps}
-    matrices = Matrices(trial, partial(_gathered, trial, norms), partial(recipe_of, trial))
+    matrices = MuonUpdates(trial, partial(_gradient_gathered, trial, norms), partial(recipe_of_parameter, trial))
     for evidence in trial.ranks.values():
-        for step in _as_requested(trial, evidence):
-            yield from _wrong_lr(trial, evidence.rank, step, rates[step.step])
-        for fqn in trial.start_of(evidence.rank):
-            yield from _replay(trial, evidence, fqn, norms, rates, matrices)
+        for step in _requested_steps(trial, evidence):
+            yield from _rate_findings(trial, evidence.rank, step, rates[step.step])
+        for fqn in trial.initial_parameters(evidence.rank):
+            yield from _replay_findings(trial, evidence, fqn, norms, rates, matrices)
 
 
-def _unseen(trial: Trial) -> str:
+def _unobserved_time(trial: Trial) -> str:
     """Return the time of the first step after which parameters were not observed, in words. Empty if all were."""
     unseen = [step for _, step, _ in trial.steps() if step.changed is None]
-    return until(trial, unseen[0].step) if unseen else ""
+    return time_after_step(trial, unseen[0].step) if unseen else ""
 
 
-def until(trial: Trial, step: int) -> str:
+def time_after_step(trial: Trial, step: int) -> str:
     """Return the time after a step, in words."""
     if step == trial.case.steps[-1]:
         return "after the last step"
@@ -99,7 +99,7 @@ def until(trial: Trial, step: int) -> str:
     return text
 
 
-def changed(trial: Trial) -> dict[int, list[tuple[int, str]]]:
+def later_changes(trial: Trial) -> dict[int, list[tuple[int, str]]]:
     """Return, by step, the (rank, fqn) that were something else afterwards than what the optimizer had left."""
     changes_by_step: dict[int, list[tuple[int, str]]] = {}
     for rank, step, _ in trial.steps():
@@ -108,12 +108,12 @@ def changed(trial: Trial) -> dict[int, list[tuple[int, str]]]:
     return dict(sorted(changes_by_step.items()))
 
 
-def _as_requested(trial: Trial, evidence: RankEvidence) -> list[StepEvidence]:
+def _requested_steps(trial: Trial, evidence: RankEvidence) -> list[StepEvidence]:
     """Return the steps that are requested. The check `completed` reports others."""
     return [step for step in evidence.steps if step.step in trial.case.steps]
 
 
-def recipe_of(trial: Trial, fqn: str, step: int = 1) -> TrainingConfig:
+def recipe_of_parameter(trial: Trial, fqn: str, step: int = 1) -> TrainingConfig:
     """Return the recipe of this parameter: without weight decay, if it has one dim and only matrices decay."""
     if trial.assumption.optimizer.recipe:
         return trial.assumption.optimizer.recipe(step, fqn)
@@ -131,25 +131,25 @@ def is_right_rate(trial: Trial, rank: int, step: StepEvidence, wanted: float) ->
     return any(math.isclose(step.lr, rate, rel_tol=1e-12) for rate in rates)
 
 
-def _wrong_lr(trial: Trial, rank: int, step: StepEvidence, wanted: float) -> list[Finding]:
+def _rate_findings(trial: Trial, rank: int, step: StepEvidence, wanted: float) -> list[Finding]:
     if is_right_rate(trial, rank, step, wanted):
         return []
     return [Finding.at(rank, wanted, step.lr, step=step.step, quantity="learning rate")]
 
 
-def _replay(
+def _replay_findings(
     trial: Trial,
     evidence: RankEvidence,
     fqn: str,
     norms: dict[int, float],
     rates: dict[int, float],
-    matrices: Matrices,
+    matrices: MuonUpdates,
 ) -> list[Finding]:
     """Return a finding of the first step at which this parameter is not what the optimizer makes of it."""
-    state = _start(trial, evidence, fqn)
+    state = _starting_state(trial, evidence, fqn)
     assumed = trial.assumption.optimizer
-    for step in _as_requested(trial, evidence):
-        trained = trains(trial.case.training, fqn)
+    for step in _requested_steps(trial, evidence):
+        trained = is_trainable(trial.case.training, fqn)
         if (trained and fqn not in step.gradients) or fqn not in step.parameters:
             return []  # `completed` reports it
         shape = state.value.shape
@@ -158,40 +158,40 @@ def _replay(
             subject: dict[str, Any] = {"kind": "parameter", "name": fqn, "quantity": "gradient", "unit": "shape"}
             return [Finding.at(evidence.rank, shape, gradient_shape, step=step.step, **subject)]
         frozen = np.zeros(shape) if assumed.decays_frozen else None
-        gradient = _given(trial, evidence.rank, step, fqn, norms[step.step]) if trained else frozen
-        rate = _rate(trial, evidence.rank, step.step, fqn, rates[step.step])
+        gradient = _gradient_given(trial, evidence.rank, step, fqn, norms[step.step]) if trained else frozen
+        rate = _rate_of(trial, evidence.rank, step.step, fqn, rates[step.step])
         counted_step = replace(step, step=assumed.counter(step.step, fqn)) if assumed.counter else step
-        recipe = recipe_of(trial, fqn, step.step)
+        recipe = recipe_of_parameter(trial, fqn, step.step)
         rule = rule_of(recipe, fqn)
         expected, magnitude = _advance(state, counted_step, gradient, rate, recipe, rule=rule, amsgrad=assumed.amsgrad)
         bound = tolerance.update_bound(trial.case, magnitude) if trained or gradient is not None else None
         if rule == "muon" and gradient is not None:
-            muon_step = matrices.added(evidence.rank, step.step, fqn, rate)
+            muon_step = matrices.subtracted_and_bound(evidence.rank, step.step, fqn, rate)
             if muon_step is None:
                 return []  # another rank lacks a gradient, which `completed` reports
             expected = expected - muon_step[0]
             bound = bound + muon_step[1]
         finding_of = partial(Finding.at, evidence.rank, step=step.step, kind="parameter", name=fqn)
-        stepped_value = stepped_part(trial, evidence.rank, fqn, step.parameters[fqn])
-        finding = _compare(finding_of, stepped_value, expected, bound, state.value)
+        stepped_value = optimizer_slice(trial, evidence.rank, fqn, step.parameters[fqn])
+        finding = _compare_values(finding_of, stepped_value, expected, bound, state.value)
         if step is evidence.steps[-1] or step.optimizer_state:
             optimizer_state = step.optimizer_state.get(fqn, {})
             finding = finding or _compare_moments(
-                finding_of, trial, rule if trained else FROZEN, optimizer_state, state
+                finding_of, trial, rule if trained else FROZEN_RULE, optimizer_state, state
             )
-        finding = finding or _compare_with_what_was_left(finding_of, trial, step, fqn)
+        finding = finding or _compare_with_later_value(finding_of, trial, step, fqn)
         if finding:
             return [finding]
         state.value = stepped_value.astype(np.float64)  # go on from what is there: one mistake, one finding
     return []
 
 
-def _rate(trial: Trial, rank: int, step: int, fqn: str, requested: float) -> float:
+def _rate_of(trial: Trial, rank: int, step: int, fqn: str, requested: float) -> float:
     rate = trial.assumption.optimizer.rate
     return rate(rank, step, fqn) if rate else requested
 
 
-def _given(trial: Trial, rank: int, step: StepEvidence, fqn: str, norm: float) -> np.ndarray | None:
+def _gradient_given(trial: Trial, rank: int, step: StepEvidence, fqn: str, norm: float) -> np.ndarray | None:
     """Return the clipped gradient that the optimizer is given, or what is assumed instead."""
     gradient = step.gradients[fqn].astype(np.float64)
     if trial.assumption.optimizer.given:
@@ -199,67 +199,73 @@ def _given(trial: Trial, rank: int, step: StepEvidence, fqn: str, norm: float) -
     return tolerance.clip_coefficient(norm, trial.case.training.max_norm) * gradient
 
 
-def _gathered(trial: Trial, norms: dict[int, float], rank: int, step: StepEvidence, fqn: str) -> np.ndarray:
+def _gradient_gathered(trial: Trial, norms: dict[int, float], rank: int, step: StepEvidence, fqn: str) -> np.ndarray:
     """Return the gradient that others gather of a rank, also of one whose own optimizer is assumed to do nothing."""
-    given_gradient = _given(trial, rank, step, fqn, norms[step.step])
+    given_gradient = _gradient_given(trial, rank, step, fqn, norms[step.step])
     if given_gradient is not None:
         return given_gradient
     own_gradient = step.gradients[fqn].astype(np.float64)
     return tolerance.clip_coefficient(norms[step.step], trial.case.training.max_norm) * own_gradient
 
 
-def _start(trial: Trial, evidence: RankEvidence, fqn: str) -> _State:
+def _starting_state(trial: Trial, evidence: RankEvidence, fqn: str) -> _ParameterState:
     """Return the value and the averages of a parameter before the first step.
 
     Averages begin at zero, or where the checkpoint left them, whatever that is: the check `resume` judges that.
     """
     assumed_value = trial.assumption.optimizer.begun
-    value = assumed_value(evidence.rank, fqn) if assumed_value else trial.start_of(evidence.rank)[fqn]
-    value = stepped_part(trial, evidence.rank, fqn, value)
+    value = assumed_value(evidence.rank, fqn) if assumed_value else trial.initial_parameters(evidence.rank)[fqn]
+    value = optimizer_slice(trial, evidence.rank, fqn, value)
     resumed_state = evidence.resumed.optimizer_state.get(fqn, {}) if evidence.resumed else {}
     value = value.astype(np.float64)
-    average = "momentum_buffer" if rule_of(recipe_of(trial, fqn), fqn) == "muon" else "exp_avg"
+    average = "momentum_buffer" if rule_of(recipe_of_parameter(trial, fqn), fqn) == "muon" else "exp_avg"
     first = resumed_state.get(average, np.zeros_like(value)).astype(np.float64)
     second = resumed_state.get("exp_avg_sq", np.zeros_like(value)).astype(np.float64)
-    return _State(value, first, second, np.abs(first))
+    return _ParameterState(value, first, second, np.abs(first))
 
 
-def explained_by_clip(trial: Trial, evidence: RankEvidence, tensor: TensorEvidence, *, clip: float) -> bool:
+def is_explained_by_clip(trial: Trial, evidence: RankEvidence, tensor: TensorEvidence, *, clip: float) -> bool:
     """Return whether the first step left what the optimizer makes of this parameter's gradient times `clip`."""
     first = evidence.steps[0]
     if tensor.fqn not in first.gradients or tensor.fqn not in first.parameters:
         return False
     expected, bound = expected_after_first_step(trial, evidence, tensor, clip=clip)
-    stepped_value = stepped_part(trial, evidence.rank, tensor.fqn, first.parameters[tensor.fqn])
+    stepped_value = optimizer_slice(trial, evidence.rank, tensor.fqn, first.parameters[tensor.fqn])
     return stepped_value.shape == expected.shape and bool((np.abs(stepped_value - expected) <= bound).all())
 
 
 def expected_after_first_step(
     trial: Trial, evidence: RankEvidence, tensor: TensorEvidence, *, clip: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what the optimizer makes of this parameter's gradient times `clip`, and the bound on its distance to that."""
+    """Return what the optimizer makes of this parameter's gradient times `clip`, and the bound on its distance to that.
+
+    It is NaN with a bound of 0 if the gradient is missing or of another shape. It is NaN, too, where Muon's step is not
+    known.
+    """
     first = evidence.steps[0]
-    state = _start(trial, evidence, tensor.fqn)
+    state = _starting_state(trial, evidence, tensor.fqn)
     gradient = first.gradients.get(tensor.fqn)
     if gradient is None or gradient.shape != state.value.shape:  # explains nothing
         return np.full_like(state.value, math.nan), np.zeros_like(state.value)
     lr = trial.reference_step(first.step).lr
-    recipe = recipe_of(trial, tensor.fqn, first.step)
+    recipe = recipe_of_parameter(trial, tensor.fqn, first.step)
     rule = rule_of(recipe, tensor.fqn)
     expected, magnitude = _advance(state, first, clip * gradient, lr, recipe, rule=rule)
     bound = tolerance.update_bound(trial.case, magnitude)
     if rule == "muon":
-        matrices = Matrices(
-            trial, lambda rank, step, fqn: clip * step.gradients[fqn].astype(np.float64), partial(recipe_of, trial)
+        matrices = MuonUpdates(
+            trial,
+            lambda rank, step, fqn: clip * step.gradients[fqn].astype(np.float64),
+            partial(recipe_of_parameter, trial),
         )
-        muon_step = matrices.added(evidence.rank, first.step, tensor.fqn, lr)
+        muon_step = matrices.subtracted_and_bound(evidence.rank, first.step, tensor.fqn, lr)
         added, added_bound = muon_step or (np.full_like(bound, math.nan), 0.0)
         return expected - added, bound + added_bound
     return expected, bound
 
 
 def _advance(
-    state: _State,
+    state: _ParameterState,
     step: StepEvidence,
     gradient: np.ndarray | None,
     lr: float,
@@ -295,19 +301,19 @@ def _advance(
     return state.value * (1 - decay) - scale * state.first, magnitude
 
 
-def _compare(
-    finding_of: Here, observed: np.ndarray, expected: np.ndarray, bound: np.ndarray | None, before: np.ndarray
+def _compare_values(
+    finding_of: MakeFinding, observed: np.ndarray, expected: np.ndarray, bound: np.ndarray | None, before: np.ndarray
 ) -> Finding | None:
     """Return a finding if a parameter is not within the bound of what is expected. bound: None if it is frozen."""
     if observed.shape != expected.shape:
         return finding_of(expected.shape, observed.shape, quantity="value", unit="shape")
     if bound is None:
-        return _moved(finding_of, observed, before)
-    wrong = ~_alike(observed, expected, bound)
+        return _frozen_finding(finding_of, observed, before)
+    wrong = ~_is_within_bound(observed, expected, bound)
     if not wrong.any():
         return None
     if np.array_equal(observed, before):
-        return finding_of("moved by the optimizer", "unchanged", quantity=MOVE)
+        return finding_of("moved by the optimizer", "unchanged", quantity=OPTIMIZER_STEP)
     bound_ratio = np.where(wrong, np.abs(observed - expected) / np.maximum(bound, 1e-300), -1.0)
     worst = np.unravel_index(np.argmax(bound_ratio), observed.shape)
     moved = float(observed[worst] - before[worst])
@@ -316,10 +322,10 @@ def _compare(
     entry = tuple(map(int, worst))
     entries_wrong = f"{int(wrong.sum())} of {wrong.size} entries wrong"
     note = f"entry {entry}, ratio {number_text(ratio, 10)}; {entries_wrong}"
-    return finding_of(expected_move, moved, quantity=MOVE, note=note, bound=Bound(float(bound[worst])))
+    return finding_of(expected_move, moved, quantity=OPTIMIZER_STEP, note=note, bound=Bound(float(bound[worst])))
 
 
-def _alike(observed: np.ndarray, expected: np.ndarray, bound: np.ndarray) -> np.ndarray:
+def _is_within_bound(observed: np.ndarray, expected: np.ndarray, bound: np.ndarray) -> np.ndarray:
     """Return, entry by entry, whether both are within the bound, or both NaN.
 
     What is made of gradients that are not finite is not finite: the check `finite` reports that.
@@ -328,20 +334,20 @@ def _alike(observed: np.ndarray, expected: np.ndarray, bound: np.ndarray) -> np.
     return is_same | (np.abs(observed - expected) <= bound)
 
 
-def _moved(finding_of: Here, observed: np.ndarray, before: np.ndarray) -> Finding | None:
+def _frozen_finding(finding_of: MakeFinding, observed: np.ndarray, before: np.ndarray) -> Finding | None:
     """Return a finding if a frozen parameter changed by a single bit."""
     if np.array_equal(observed, before):
         return None
     largest_move = number_text(float(np.max(np.abs(observed - before))), 2)
-    return finding_of("unchanged: it is frozen", f"moved by up to {largest_move}", quantity=MOVE)
+    return finding_of("unchanged: it is frozen", f"moved by up to {largest_move}", quantity=OPTIMIZER_STEP)
 
 
-MOVE = "the optimizer's step"
-FROZEN = "frozen"
+OPTIMIZER_STEP = "the optimizer's step"
+FROZEN_RULE = "frozen"
 """Stands for the rule of an optimizer: what is not trained has no state."""
 
 
-def _compare_with_what_was_left(finding_of: Here, trial: Trial, step: StepEvidence, fqn: str) -> Finding | None:
+def _compare_with_later_value(finding_of: MakeFinding, trial: Trial, step: StepEvidence, fqn: str) -> Finding | None:
     """Return a finding if a parameter was something else later than what the optimizer had left.
 
     Only what differed was put on record, so its presence is enough: there is no bound.
@@ -350,7 +356,7 @@ def _compare_with_what_was_left(finding_of: Here, trial: Trial, step: StepEviden
     if later_value is None:
         return None
     stepped_value = step.parameters[fqn]
-    time = until(trial, step.step)
+    time = time_after_step(trial, step.step)
     if later_value.size != stepped_value.size or later_value.dtype != stepped_value.dtype:
         observed = f"{stepped_value.dtype} {stepped_value.shape} became {later_value.dtype} {later_value.shape}"
         return finding_of("unchanged", observed, quantity="value", note=time)
@@ -369,7 +375,7 @@ KEPT_ELSEWHERE = (
 
 
 def _compare_moments(
-    finding_of: Here, trial: Trial, rule: str, observed_state: dict[str, np.ndarray], state: _State
+    finding_of: MakeFinding, trial: Trial, rule: str, observed_state: dict[str, np.ndarray], state: _ParameterState
 ) -> Finding | None:
     """Return a finding if the optimizer's state is not within the bound of what is expected. Only for steps that have one.
 
@@ -378,17 +384,17 @@ def _compare_moments(
     first = (state.first, state.first_magnitude)
     second = (state.second, state.second)
     expected_by_rule = {
-        FROZEN: {},
+        FROZEN_RULE: {},
         "sgd": {},
         "adamw": {"exp_avg": first, "exp_avg_sq": second},
         "muon": {"momentum_buffer": first},
     }
-    if rule == FROZEN and (unexpected := [key for key, value in observed_state.items() if value.ndim]):
+    if rule == FROZEN_RULE and (unexpected := [key for key, value in observed_state.items() if value.ndim]):
         return finding_of(None, "one", quantity=unexpected[0], note="the parameter is frozen")
     for key, (expected, magnitude) in expected_by_rule[rule].items():
         bound = 4 * tolerance.update_bound(trial.case, magnitude)
         average = observed_state.get(key)
-        if average is None or average.shape != expected.shape or not _alike(average, expected, bound).all():
+        if average is None or average.shape != expected.shape or not _is_within_bound(average, expected, bound).all():
             observed = None if average is None else "another value"
             note = "" if observed_state else KEPT_ELSEWHERE
             return finding_of("the optimizer's average of the gradients seen", observed, quantity=key, note=note)

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from harness.core import rings
-from harness.core.cli.answer import asked, only_the_document, print_document
-from harness.core.cli.completion import complete
-from harness.core.cli.exit_codes import INTERRUPTED, NOT_JUDGED, PASSED, SAID, SKIP_COMMIT
-from harness.core.cli.interrupt import one_interrupt
-from harness.core.cli.parsing import CommandParser, Parser, Usage
+from harness.core.cli.answer import is_document_asked, print_document, stdout_for_document_only
+from harness.core.cli.completion import answer_completion
+from harness.core.cli.exit_codes import EXIT_CODES_HELP, INTERRUPTED, NOT_JUDGED, PASSED, SKIP_COMMIT
+from harness.core.cli.interrupt import single_interrupt
+from harness.core.cli.parsing import CommandParser, Parser, UsageError
 from harness.core.cli.version import Version
-from harness.core.report.output import OutputError, any_letters, complain
+from harness.core.report.output import OutputError, escape_unprintable_letters, print_error
 from harness.core.run.options import Unsupported
 
-OWN = {
+CORE_COMMANDS = {
     "run": "run one case and judge it",
     "matrix": "run and judge all cases, or those that -k selects",
     "check": "judge stored evidence; starts nothing",
@@ -33,10 +33,10 @@ OWN = {
 
 def all_commands() -> dict[str, tuple[str, str]]:
     """Return the package that has each command, of the core and of rings, and the command's line of help."""
-    return {name: (__name__, help) for name, help in OWN.items()} | rings.commands()
+    return {name: (__name__, help) for name, help in CORE_COMMANDS.items()} | rings.commands()
 
 
-RENAMED = {
+RENAMED_COMMANDS = {
     "show": "harness report RECORDING",
     "history": "harness report --history DIR",
     "snapshot": "harness compare FILE.yaml RECORDING --accept",
@@ -48,36 +48,36 @@ RENAMED = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    any_letters()
-    complete(parser)
+    escape_unprintable_letters()
+    answer_completion(make_parser)
     try:
         refuse_renamed(argv)
-        args = parser().parse_args(argv)
+        args = make_parser().parse_args(argv)
     except SystemExit as stop:  # it has said what was wrong
         code = NOT_JUDGED if stop.code else PASSED
-        args = argparse.Namespace(json=bool(stop.code) and asked(argv), failed=getattr(stop, "message", ""))
+        args = argparse.Namespace(json=bool(stop.code) and is_document_asked(argv), failed=getattr(stop, "message", ""))
     else:
-        with one_interrupt(), only_the_document() if args.json else nullcontext():
-            code = guarded(args)
+        with single_interrupt(), stdout_for_document_only() if args.json else nullcontext():
+            code = run_command(args)
     code = SKIP_COMMIT if code == NOT_JUDGED and "--bisect" in argv else code
     try:
         if args.json:
             print_document(args, code)
     except OutputError as error:
-        complain(str(error))
+        print_error(str(error))
         return NOT_JUDGED
     return code
 
 
 def refuse_renamed(argv: Sequence[str]) -> None:
     """Raises Usage for a command that has another name now."""
-    if argv and (replacement := RENAMED.get(argv[0])):
+    if argv and (replacement := RENAMED_COMMANDS.get(argv[0])):
         message = f"`harness {argv[0]}` has another name now: {replacement}"
-        complain(message)
-        raise Usage(message)
+        print_error(message)
+        raise UsageError(message)
 
 
-def guarded(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Run the command and return its exit code. What keeps it from judging is a message and never a verdict."""
     expected: tuple[type[Exception], ...] = ()
     try:
@@ -89,17 +89,17 @@ def guarded(args: argparse.Namespace) -> int:
         args.failed = f"skipped, nothing was judged: {reason}"
     except KeyboardInterrupt as stop:
         args.failed = "\n  ".join(["interrupted; nothing was judged, the ranks are killed", *map(str, stop.args)])
-        complain(args.failed)
+        print_error(args.failed)
         return INTERRUPTED
     except (Exception, SystemExit) as error:  # a mistake of ours, or a trainer's exit, must look like no verdict
         args.failed = f"{type(error).__name__}: {error}"
         traceback.print_exc()
         return NOT_JUDGED
-    complain(args.failed)
+    print_error(args.failed)
     return NOT_JUDGED
 
 
-def parser(typed: str = "") -> argparse.ArgumentParser:
+def make_parser(typed: str = "") -> argparse.ArgumentParser:
     """Return the parser of all commands. A command's own options are added as it parses.
 
     typed: the command whose options are added at once, for who looks at them without parsing.
@@ -107,7 +107,7 @@ def parser(typed: str = "") -> argparse.ArgumentParser:
     top = Parser(
         prog="harness",
         description="Proves that a distributed trainer does what its configuration says.",
-        epilog=SAID,
+        epilog=EXIT_CODES_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action=Version, nargs=0, help="of the harness, its records, torch and Python")

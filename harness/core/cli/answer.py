@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
 
-from harness.core.report.as_data import document
-from harness.core.report.output import say, write
+from harness.core.report.as_data import document_text
+from harness.core.report.output import print_lines, write_text_as_is
 
 Data = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
@@ -18,17 +18,17 @@ Data = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 def answer(args: argparse.Namespace, kind: str, data: Data, *text: object) -> None:
     """Say the text, or keep the document for main to print. data: what takes time is a function."""
     if not args.json:
-        return say(*text) if text else None
-    args.answered = document(kind, data() if callable(data) else data)
+        return print_lines(*text) if text else None
+    args.answered = document_text(kind, data() if callable(data) else data)
 
 
-def asked(argv: Sequence[str]) -> bool:
+def is_document_asked(argv: Sequence[str]) -> bool:
     """Return whether a document is wanted of what could not be parsed. Words behind -- are another command's."""
     return "--json" in [*argv, "--"][: [*argv, "--"].index("--")]
 
 
 @contextmanager
-def only_the_document() -> Iterator[None]:
+def stdout_for_document_only() -> Iterator[None]:
     """Send to stderr what a trainer, a library or a command that is recorded prints meanwhile."""
     with ExitStack() as stack:
         if sys.stdout is not None and sys.stderr is not None:  # neither was closed by who called
@@ -43,5 +43,5 @@ def only_the_document() -> Iterator[None]:
 
 def print_document(args: argparse.Namespace, code: int) -> None:
     """Print what the command answered, or why it did not. Raises OutputError."""
-    error_document = document("error", {"message": getattr(args, "failed", ""), "exit": code})
-    write(getattr(args, "answered", error_document) + "\n", sys.stdout)
+    error_document = document_text("error", {"message": getattr(args, "failed", ""), "exit": code})
+    write_text_as_is(getattr(args, "answered", error_document) + "\n", sys.stdout)

@@ -6,24 +6,24 @@ import argparse
 import os
 from collections.abc import Callable, Iterable
 
-from harness.core.cli.typed import actions_of
+from harness.core.cli.typed import action_classes_of
 
-ASKED = "_ARGCOMPLETE"
+COMPLETION_VARIABLE = "_ARGCOMPLETE"
 """The variable by which the shell asks."""
 
 
-def complete(parser: Callable[[str], argparse.ArgumentParser]) -> None:
+def answer_completion(parser: Callable[[str], argparse.ArgumentParser]) -> None:
     """Answer the shell and end this process, if it was the shell that started it.
 
     parser: makes the parser of the command that is typed.
     """
-    if ASKED not in os.environ:
+    if COMPLETION_VARIABLE not in os.environ:
         return
     import argcomplete
 
     typed = os.environ.get("COMP_LINE", "").split()
     top = parser(typed[1] if len(typed) > 1 else "")
-    argcomplete.safe_actions.update(actions_of(top))  # of others it ignores what was typed, such as --cases
+    argcomplete.safe_actions.update(action_classes_of(top))  # of others it ignores what was typed, such as --cases
     argcomplete.autocomplete(top)
 
 

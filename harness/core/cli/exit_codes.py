@@ -10,7 +10,7 @@ NOT_JUDGED = 2
 SKIP_COMMIT = 125
 INTERRUPTED = 130
 
-SAID = """\
+EXIT_CODES_HELP = """\
 exit codes:
   0    every check passes
   1    a check fails
@@ -21,7 +21,7 @@ exit codes:
 """
 
 
-def worst(codes: Iterable[int]) -> int:
+def worst_code(codes: Iterable[int]) -> int:
     """Return the code that outweighs the others. Without any code nothing was judged."""
     distinct_codes = set(codes)
     return next((code for code in (BROKEN, NOT_JUDGED, PASSED) if code in distinct_codes), NOT_JUDGED)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-ENDS: dict[signal.Signals, Any] = {
+DEFAULT_HANDLERS: dict[signal.Signals, Any] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
@@ -17,7 +17,7 @@ ENDS: dict[signal.Signals, Any] = {
 
 
 @contextmanager
-def one_interrupt() -> Iterator[None]:
+def single_interrupt() -> Iterator[None]:
     """Let the first Ctrl-C, SIGTERM or lost terminal end what is under way, and ignore the next ones.
 
     While that is cleaned up, another would leave a traceback and processes."""
@@ -28,10 +28,12 @@ def one_interrupt() -> Iterator[None]:
         raise KeyboardInterrupt
 
     is_main_thread = threading.current_thread() is threading.main_thread()
-    handled = [number for number, usual in ENDS.items() if is_main_thread and signal.getsignal(number) == usual]
+    handled = [
+        number for number, usual in DEFAULT_HANDLERS.items() if is_main_thread and signal.getsignal(number) == usual
+    ]
     for number in handled:
         signal.signal(number, interrupt)
     yield
     for number in handled:
         if signal.getsignal(number) is interrupt:
-            signal.signal(number, ENDS[number])
+            signal.signal(number, DEFAULT_HANDLERS[number])

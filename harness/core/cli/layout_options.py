@@ -7,7 +7,7 @@ import argparse
 from harness.core.case import layout
 from harness.core.cli.parsing import add_cases, positive_int
 
-FILES = "torchtitan's .toml, accelerate's or NeMo's .yaml, NeMo's .py, DeepSpeed's .json"
+LAYOUT_FILES_HELP = "torchtitan's .toml, accelerate's or NeMo's .yaml, NeMo's .py, DeepSpeed's .json"
 
 
 def add_layout(parser: argparse.ArgumentParser, *, accepts_command: bool = False) -> None:
@@ -19,7 +19,9 @@ def add_layout(parser: argparse.ArgumentParser, *, accepts_command: bool = False
     parser.add_argument("case", help="a case or published layout by its name; or --dims", **positional_kwargs)  # type: ignore[arg-type]
     add_cases(parser)
     group = parser.add_argument_group("a layout that is in no file")
-    group.add_argument("--dims", metavar="DEGREES|FILE", help=f"pp=16,dp_shard=128,tp=8; or a job's file: {FILES}")
+    group.add_argument(
+        "--dims", metavar="DEGREES|FILE", help=f"pp=16,dp_shard=128,tp=8; or a job's file: {LAYOUT_FILES_HELP}"
+    )
     group.add_argument("--world", type=positive_int, metavar="N", help="how many ranks, where a file does not say it")
     group.add_argument("--model", metavar="NAME", help="8B, 70B, 405B; default a file's own, without a file debug")
     group.add_argument("--seq", type=positive_int, metavar="N", help="tokens of a sample; default 8192")
@@ -38,5 +40,5 @@ def add_layout(parser: argparse.ArgumentParser, *, accepts_command: bool = False
 
 def add_degrees(parser: argparse._ActionsContainer) -> None:
     """Let a person type what a recorded job was requested to be."""
-    help_text = f"judge it by what was requested: dp_replicate=2,dp_shard=8, or {layout.FILES}"
+    help_text = f"judge it by what was requested: dp_replicate=2,dp_shard=8, or {layout.LAYOUT_FILES}"
     parser.add_argument("--layout", metavar="DEGREES", help=help_text)

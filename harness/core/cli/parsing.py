@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from harness.core import rings
 from harness.core.case import case_files
-from harness.core.case.launching import LONGEST, SERVERS
+from harness.core.case.launching import LONGEST_SECONDS, SERVERS
 from harness.core.cli.typed import remember_typed
 from harness.core.run.options import Options
 from harness.reference.config import DTYPES
@@ -23,7 +23,7 @@ class BadInput(Exception):
     """What was typed cannot be done. The message is for the person who typed it."""
 
 
-class Usage(SystemExit):
+class UsageError(SystemExit):
     """What was typed is not understood, and that was said."""
 
     def __init__(self, message: str) -> None:
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         self._print_message(f"{self.prog}: error: {message}\n", sys.stderr)
-        raise Usage(message)
+        raise UsageError(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and refuse what a command does not know with its own usage; argparse leaves that to the parser of all."""
@@ -88,11 +88,13 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cases",
         metavar="DIR",
-        help=f"folder of YAML files; default {case_files.USUAL}; {case_files.OURS}: those that come with the harness",
+        help=f"folder of YAML files; default {case_files.CASES_FOLDER};"
+        f" {case_files.BUILTIN_WORD}: those that come with the harness",
     )
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
+    """Add the option -k EXPR alone. It is stored as `expression`, by default empty."""
     parser.add_argument(
         "-k", dest="expression", default="", metavar="EXPR", help='parts of names, as in pytest: "hsdp and not sgd"'
     )
@@ -140,7 +142,9 @@ def add_how_to_run(parser: argparse.ArgumentParser, server_choices: Sequence[str
     )
     add_out(group, help="where evidence goes; default out")
     usual = Options().timeout
-    group.add_argument("--timeout", type=seconds, metavar="S", help=f"seconds for one launch; default {usual:g}")
+    group.add_argument(
+        "--timeout", type=seconds_within_limit, metavar="S", help=f"seconds for one launch; default {usual:g}"
+    )
     return group
 
 
@@ -157,31 +161,31 @@ def add_out(parser: Any, help: str) -> None:
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help=help)
 
 
-def positive(text: str) -> float:
+def positive_number(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
     return value
 
 
-def seconds(text: str) -> float:
+def seconds_within_limit(text: str) -> float:
     value = float(text)
-    if not 0 < value <= LONGEST:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most {LONGEST:g} seconds, got {text}")
+    if not 0 < value <= LONGEST_SECONDS:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most {LONGEST_SECONDS:g} seconds, got {text}")
     return value
 
 
 def add_again(parser: argparse._ActionsContainer, *, default: int) -> None:
     """Let a person say how often a failing case is made again, in fresh ranks; `default` times if it is not typed."""
     help_text = f"make a failing case again N times, in fresh ranks, to see whether it always fails; default {default}"
-    parser.add_argument("--again", type=count, default=default, metavar="N", help=help_text)
+    parser.add_argument("--again", type=whole_number, default=default, metavar="N", help=help_text)
 
 
 def positive_int(text: str) -> int:
-    return int(positive(str(int(text))))
+    return int(positive_number(str(int(text))))
 
 
-def count(text: str) -> int:
+def whole_number(text: str) -> int:
     """Return a whole number from 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number from 0, got {text}")

@@ -8,8 +8,8 @@ from pathlib import Path
 from harness.core.cli.completion import case_names
 from harness.core.cli.parsing import add_again, add_cases, add_how_to_run, add_json, add_recipe
 
-FIRST_NODE = 600.0  # seconds in which the first node begins the launch; it may run the reference before
-OF_SERVERS = (SHOW, END, END_ALL) = ("show", "end", "end-all")
+FIRST_NODE_PATIENCE = 600.0  # seconds in which the first node begins the launch; it may run the reference before
+SERVER_ACTIONS = (SHOW, END, END_ALL) = ("show", "end", "end-all")
 """What can be done with the rank servers that stay."""
 
 
@@ -24,11 +24,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     add_again(parser, default=0)
     server_help = "; without CASE: show those that stay, end them, or end-all of other environments"
-    group = add_how_to_run(parser, OF_SERVERS, server_help)
+    group = add_how_to_run(parser, SERVER_ACTIONS, server_help)
     group.add_argument(
         "--join",
         type=Path,
         metavar="DIR",
-        help=f"without CASE, on every other node: its part of the launch in OUT/CASE; waits {FIRST_NODE:g} s for it, "
+        help=f"without CASE, on every other node: its part of the launch in OUT/CASE; waits {FIRST_NODE_PATIENCE:g} s for it, "
         "or --timeout",
     )

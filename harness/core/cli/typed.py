@@ -13,16 +13,16 @@ KINDS_OF_ACTION = (None, "store", "store_true", "append")
 def remember_typed(parser: argparse.ArgumentParser) -> None:
     """Let the parser's options note in `args.typed` that they were typed, each by its longest spelling."""
     for kind in KINDS_OF_ACTION:
-        parser.register("action", kind, _remembering(parser._registry_get("action", kind)))
+        parser.register("action", kind, _make_remembering_action(parser._registry_get("action", kind)))
 
 
-def actions_of(parser: argparse.ArgumentParser) -> set[type[argparse.Action]]:
+def action_classes_of(parser: argparse.ArgumentParser) -> set[type[argparse.Action]]:
     """Return the classes of its options' actions."""
     return {parser._registry_get("action", kind) for kind in KINDS_OF_ACTION}
 
 
 @functools.cache
-def _remembering(action: type[argparse.Action]) -> type[argparse.Action]:
+def _make_remembering_action(action: type[argparse.Action]) -> type[argparse.Action]:
     class Remembering(action):  # type: ignore[valid-type, misc]
         def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
             super().__call__(parser, namespace, values, option_string)

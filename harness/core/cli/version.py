@@ -8,25 +8,26 @@ import sys
 from typing import Any
 
 from harness import __version__
-from harness.core.evidence.format import FORMAT
-from harness.core.report.output import say
+from harness.core.evidence.format import FORMAT_VERSION
+from harness.core.report.output import print_lines
 from harness.core.run.commit import commit_of_harness
 
 
 class Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        say(version_text())
+        print_lines(version_text())
         parser.exit()
 
 
 def version_text() -> str:
     commit = commit_of_harness() or "unknown"
+    python = sys.version.split()[0]
     return (
-        f"harness {__version__}, commit {commit}, records {FORMAT}, torch {_torch()}, Python {sys.version.split()[0]}"
+        f"harness {__version__}, commit {commit}, records {FORMAT_VERSION}, torch {_torch_version()}, Python {python}"
     )
 
 
-def _torch() -> str:
+def _torch_version() -> str:
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

@@ -14,40 +14,40 @@ from typing import Any
 
 import numpy as np
 
-from harness.core.evidence.keys import number, ranks_key
+from harness.core.evidence.keys import ranks_key, stable_digest
 from harness.core.evidence.recording import RankRecord, RecordedStep
 from harness.core.evidence.records import BACKGROUND, Collective, RankEvidence, TensorEvidence, Wrapper
 from harness.core.evidence.store import encoded_without_values
 
 
 @dataclass
-class Places:
+class NumberedGroups:
     """The groups that a record names, numbered in the order in which they first occur."""
 
     numbers: dict[tuple[str, str], int] = field(default_factory=dict)
 
-    def of(self, ranks: Sequence[int], group: str = "") -> list[Any]:
+    def encode(self, ranks: Sequence[int], group: str = "") -> list[Any]:
         """Return [number of the group], followed by the ranks if they are not in ascending order."""
-        ascending = _sorted(tuple(ranks))
+        ascending = _ascending(tuple(ranks))
         number_of_group = self.numbers.setdefault((group, ranks_key(ascending)), len(self.numbers))
         if ascending == tuple(ranks):
             return [number_of_group]
         return [number_of_group, list(ranks)]
 
 
-def alike(record: RankRecord) -> tuple[int, tuple[tuple[str, str], ...]]:
+def rank_class_of_record(record: RankRecord) -> tuple[int, tuple[tuple[str, str], ...]]:
     """Return the number of a record's class, and (group, ranks) of each group that it names, in order.
 
     The name of the group is empty where only ranks are named.
     """
-    places = Places()
+    places = NumberedGroups()
     evidence = record.evidence
     named = [
-        [(module, _wrapper(wrapper, places)) for module, wrapper in evidence.structure.items()],
-        _parameters(evidence, places),
-        [_call(call, places) for call in sorted(evidence.collectives, key=_thread)],
+        [(module, _encode_wrapper(wrapper, places)) for module, wrapper in evidence.structure.items()],
+        _encode_parameters(evidence, places),
+        [_encode_call(call, places) for call in sorted(evidence.collectives, key=_background_last)],
     ]
-    groups = sorted((places.of(group.ranks, group.name), group.backend) for group in evidence.groups)
+    groups = sorted((places.encode(group.ranks, group.name), group.backend) for group in evidence.groups)
     compared_evidence = replace(
         evidence,
         rank=0,
@@ -61,30 +61,30 @@ def alike(record: RankRecord) -> tuple[int, tuple[tuple[str, str], ...]]:
         compiler={},
         settings={},
     )
-    compared_steps = tuple(map(_step, record.steps))
+    compared_steps = tuple(map(_comparable_step, record.steps))
     compared = replace(
         RankRecord(compared_evidence, compared_steps), optimizers=record.optimizers, stepped=record.stepped
     )
-    return number([named, groups, encoded_without_values(compared)]), tuple(places.numbers)
+    return stable_digest([named, groups, encoded_without_values(compared)]), tuple(places.numbers)
 
 
 @functools.lru_cache(maxsize=4096)
-def _sorted(ranks: tuple[int, ...]) -> tuple[int, ...]:
+def _ascending(ranks: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def _step(step: RecordedStep) -> RecordedStep:
+def _comparable_step(step: RecordedStep) -> RecordedStep:
     """Return the step without values that ranks of one class may have different: digests, times, memory."""
     fed = tuple(replace(inputs, digest=0, others=()) for inputs in step.fed)
     return replace(step, digests=dict.fromkeys(step.digests, 0), fed=fed, seconds=0.0, peak=0, began=0.0)
 
 
-def _wrapper(wrapper: Wrapper, places: Places) -> dict[str, Any]:
-    ranks = {name: places.of(getattr(wrapper, name)) for name in ("shard_ranks", "replicate_ranks")}
+def _encode_wrapper(wrapper: Wrapper, places: NumberedGroups) -> dict[str, Any]:
+    ranks = {name: places.encode(getattr(wrapper, name)) for name in ("shard_ranks", "replicate_ranks")}
     return vars(wrapper) | ranks
 
 
-def _thread(call: Collective) -> tuple[str, ...]:
+def _background_last(call: Collective) -> tuple[str, ...]:
     """Return a sort key that puts calls of background threads last, by group.
 
     When they run beside the thread that trains is chance, so their place in the order of issue means nothing.
@@ -92,37 +92,38 @@ def _thread(call: Collective) -> tuple[str, ...]:
     return (call.group, *map(str, call.ranks)) if call.phase == BACKGROUND else ()
 
 
-def _call(call: Collective, places: Places) -> list[Any]:
-    peer = None if call.peer is None else places.of((call.peer,))
-    group = places.of(call.ranks, call.group)
+def _encode_call(call: Collective, places: NumberedGroups) -> list[Any]:
+    peer = None if call.peer is None else places.encode((call.peer,))
+    group = places.encode(call.ranks, call.group)
     return [group, peer, call.op, call.dtype, call.bytes, call.phase, call.step, call.seq, call.root_place]
 
 
-def _parameters(evidence: RankEvidence, places: Places) -> list[Any]:
+def _encode_parameters(evidence: RankEvidence, places: NumberedGroups) -> list[Any]:
     meshes: dict[int, Any] = {}
     for tensor in evidence.parameters:
         if tensor.mesh is not None and id(tensor.mesh) not in meshes:
-            meshes[id(tensor.mesh)] = _mesh(evidence.rank, np.array(tensor.mesh), places)
-    return [_tensor(tensor, meshes) for tensor in evidence.parameters]
+            meshes[id(tensor.mesh)] = _encode_mesh(evidence.rank, np.array(tensor.mesh), places)
+    return [_encode_tensor(tensor, meshes) for tensor in evidence.parameters]
 
 
-def _tensor(tensor: TensorEvidence, meshes: Mapping[int, Any]) -> list[Any]:
+def _encode_tensor(tensor: TensorEvidence, meshes: Mapping[int, Any]) -> list[Any]:
     mesh = None if tensor.mesh is None else meshes[id(tensor.mesh)]
     local_shard = [list(tensor.value.shape), str(tensor.value.dtype)]
     return [tensor.fqn, tensor.global_shape, tensor.dtype, mesh, tensor.placements, local_shard]
 
 
-def _mesh(rank: int, mesh: np.ndarray, places: Places) -> list[Any]:
+def _encode_mesh(rank: int, mesh: np.ndarray, places: NumberedGroups) -> list[Any]:
     """Return the mesh's shape, and the rank's line along each axis: the ranks that differ from it in that axis alone.
 
-    The rank's coordinate follows from its lines, unless a line is not in ascending order: Places.of adds the ranks then.
+    The rank's coordinate follows from its lines, unless a line is not in ascending order: NumberedGroups.encode adds the
+    ranks then.
     """
     if rank not in mesh:
         return ["elsewhere", mesh.tolist()]
-    return [list(mesh.shape), *map(places.of, lines_through(rank, mesh))]
+    return [list(mesh.shape), *map(places.encode, mesh_lines_of_rank(rank, mesh))]
 
 
-def lines_through(rank: int, mesh: np.ndarray) -> list[list[int]]:
+def mesh_lines_of_rank(rank: int, mesh: np.ndarray) -> list[list[int]]:
     """Return, by axis of a mesh that has the rank, the ranks that differ from it in that axis alone."""
     coordinate = [int(index) for index in np.argwhere(mesh == rank)[0]]
     lines = []

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TIED = "output.weight"
+TIED_OUTPUT_FQN = "output.weight"
 """The name of the output's weight. Tied embeddings make it no separate parameter, but a state dict may still list it."""
 
 
@@ -47,7 +47,7 @@ class Checkpoint:
     """Reason why it could not be read; empty if it was read."""
 
 
-def read(folder: Path, fqns: Collection[str], fqn: Callable[[str], str]) -> Checkpoint:
+def read_checkpoint_index(folder: Path, fqns: Collection[str], fqn: Callable[[str], str]) -> Checkpoint:
     """Return the contents of the latest checkpoint below a folder. One that cannot be read has only the reason, in `unread`.
 
     fqns: of the model's parameters. fqn: from a parameter's name in the trainer to the reference's.
@@ -61,7 +61,7 @@ def read(folder: Path, fqns: Collection[str], fqn: Callable[[str], str]) -> Chec
         )
     *older, latest = index_files
     try:
-        index = _index(latest.parent)
+        index = _load_metadata(latest.parent)
     except Exception as error:  # unpickling raises almost anything
         return Checkpoint(unread=f"its index {latest} cannot be read: {error!r}")
     lengths: Counter[str] = Counter()
@@ -71,26 +71,26 @@ def read(folder: Path, fqns: Collection[str], fqn: Callable[[str], str]) -> Chec
     objects = {}
     for name, entry in index.state_dict_metadata.items():
         if hasattr(entry, "chunks"):
-            tensors.append(_tensor(name, _about(name, fqns, fqn), entry))
+            tensors.append(_saved_tensor(name, _fqn_in_name(name, fqns, fqn), entry))
         else:
             objects[name] = lengths[name]
     older_folders = [path.parent for path in older]
-    written_bytes = sum(path.stat().st_size for path in _files(folder, older_folders))
+    written_bytes = sum(path.stat().st_size for path in _files_of_latest(folder, older_folders))
     return Checkpoint(tuple(tensors), objects, unindexed=written_bytes - sum(lengths.values()))
 
 
-def _index(folder: Path) -> Any:
+def _load_metadata(folder: Path) -> Any:
     from torch.distributed.checkpoint import FileSystemReader
 
     return FileSystemReader(folder).read_metadata()
 
 
-def _tensor(name: str, fqn: str, entry: Any) -> SavedTensor:
+def _saved_tensor(name: str, fqn: str, entry: Any) -> SavedTensor:
     numbers = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
     return SavedTensor(name, fqn, tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."), numbers)
 
 
-def _about(name: str, fqns: Collection[str], fqn: Callable[[str], str]) -> str:
+def _fqn_in_name(name: str, fqns: Collection[str], fqn: Callable[[str], str]) -> str:
     """Return the parameter whose name is contained in this one, the longest if several are; empty if none is."""
     words = name.split(".")
     contained_fqns = []
@@ -102,7 +102,7 @@ def _about(name: str, fqns: Collection[str], fqn: Callable[[str], str]) -> str:
     return max(contained_fqns, key=len, default="")
 
 
-def _files(folder: Path, older: Collection[Path]) -> Iterator[Path]:
+def _files_of_latest(folder: Path, older: Collection[Path]) -> Iterator[Path]:
     """Yield all files below a folder but the indices themselves and the files of older checkpoints."""
     for path in folder.rglob("*"):
         is_of_older = any(checkpoint in path.parents for checkpoint in older)

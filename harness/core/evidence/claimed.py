@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from harness.core.evidence.alike import lines_through
-from harness.core.evidence.keys import number, ranks_key, ranks_of
+from harness.core.evidence.alike import mesh_lines_of_rank
+from harness.core.evidence.keys import ranks_from_key, ranks_key, stable_digest
 from harness.core.evidence.recording import RankRecord
 from harness.core.evidence.records import RankEvidence, TensorEvidence
 
 # ---- Parameters of which nothing says where they lie: what each one held before the first step, and after the last on record
 
 
-MOST = 1000
+MAX_LISTED_PARAMETERS = 1000
 """Parameters that are listed, at most: a summary must be small."""
 
 
-def unclaimed(record: RankRecord) -> dict[str, tuple[int, int]]:
+def unclaimed_digests(record: RankRecord) -> dict[str, tuple[int, int]]:
     """Return, by fqn, the digests of a parameter before the first step and after the last on record.
 
     Empty where a wrapper or a DTensor claims something.
@@ -36,7 +36,7 @@ def unclaimed(record: RankRecord) -> dict[str, tuple[int, int]]:
         return {}
     first = digests_by_step[0]
     last = digests_by_step[max(digests_by_step)]
-    return {fqn: (first[fqn], last[fqn]) for fqn in sorted({*first} & {*last})[:MOST]}
+    return {fqn: (first[fqn], last[fqn]) for fqn in sorted({*first} & {*last})[:MAX_LISTED_PARAMETERS]}
 
 
 # ---- parameters that are claimed
@@ -46,7 +46,7 @@ NOWHERE: list[int] = []
 _known: dict[int, tuple[Any, np.ndarray, int]] = {}
 
 
-def _looked_up(mesh: Any) -> tuple[Any, np.ndarray, int]:
+def _cached_mesh(mesh: Any) -> tuple[Any, np.ndarray, int]:
     """Return the mesh itself, the mesh as an array, and one number for its ranks.
 
     The cache is by address. It keeps the mesh itself, so that no other mesh gets the same address.
@@ -55,7 +55,7 @@ def _looked_up(mesh: Any) -> tuple[Any, np.ndarray, int]:
         if len(_known) > 64:
             _known.clear()
         array = np.array(mesh)
-        _known[id(mesh)] = (mesh, array, number(sorted(array.flatten().tolist())))
+        _known[id(mesh)] = (mesh, array, stable_digest(sorted(array.flatten().tolist())))
     return _known[id(mesh)]
 
 
@@ -63,7 +63,7 @@ def placement_text(tensor: TensorEvidence) -> str:
     """Return a text of a tensor's placement: "Replicate over 2, Shard(0) over 8"; "plain"; "on one rank"."""
     if tensor.mesh is None:
         return "plain"
-    _, mesh, _ = _looked_up(tensor.mesh)
+    _, mesh, _ = _cached_mesh(tensor.mesh)
     texts = [
         f"{placement} over {degree}"
         for placement, degree in zip(tensor.placements, mesh.shape, strict=True)
@@ -72,7 +72,7 @@ def placement_text(tensor: TensorEvidence) -> str:
     return ", ".join(texts) or "on one rank"
 
 
-def claimed_places(evidence: RankEvidence) -> list[tuple[Any, ...]]:
+def claimed_slice_keys(evidence: RankEvidence) -> list[tuple[Any, ...]]:
     """Return a key of the slice that this rank claims to hold, for each parameter of which something claims it.
 
     A key is (fqn, group or mesh, cuts). Ranks with equal keys are replicas. A parameter that DDP manages is whole on the ranks
@@ -89,7 +89,7 @@ def claimed_places(evidence: RankEvidence) -> list[tuple[Any, ...]]:
     for tensor in evidence.parameters:
         key: tuple[Any, ...] | None
         if tensor.mesh is not None:
-            key = _place(evidence.rank, tensor)
+            key = _slice_key(evidence.rank, tensor)
         else:
             key = None if tensor.fqn in ignored_fqns else replicated_key
         if key is not None:
@@ -97,12 +97,12 @@ def claimed_places(evidence: RankEvidence) -> list[tuple[Any, ...]]:
     return keys
 
 
-def _place(rank: int, tensor: TensorEvidence) -> tuple[Any, ...] | None:
+def _slice_key(rank: int, tensor: TensorEvidence) -> tuple[Any, ...] | None:
     """Return (number of the mesh, (placement, degree, index) of each axis that cuts the tensor).
 
     None if the rank is not in the mesh, if the mesh has one rank, which claims nothing of others, or if the tensor is partial.
     """
-    _, mesh, mesh_number = _looked_up(tensor.mesh)
+    _, mesh, mesh_number = _cached_mesh(tensor.mesh)
     if rank not in mesh or mesh.size == 1:
         return None
     coordinate = [int(index) for index in np.argwhere(mesh == rank)[0]]
@@ -116,7 +116,7 @@ def _place(rank: int, tensor: TensorEvidence) -> tuple[Any, ...] | None:
     return (mesh_number, *(axis for axis in axes if axis[0] != "Replicate"))
 
 
-def roles(evidence: RankEvidence) -> dict[str, str]:
+def group_roles(evidence: RankEvidence) -> dict[str, str]:
     """Return the role of each group, as a text.
 
     A wrapper shards parameters over it, or replicates them. Or DTensors are cut or copied over it, which does not show whether
@@ -124,7 +124,7 @@ def roles(evidence: RankEvidence) -> dict[str, str]:
     """
     role_of: dict[str, str] = {}
     for tensor in evidence.parameters:
-        for placement, group in _lines(evidence.rank, tensor):
+        for placement, group in _placements_by_group(evidence.rank, tensor):
             role_of[group] = "cut" if "Shard" in placement else role_of.get(group, "copied")
     for wrapper in evidence.structure.values():
         if len(wrapper.shard_ranks) > 1:
@@ -137,7 +137,7 @@ def roles(evidence: RankEvidence) -> dict[str, str]:
     return role_of
 
 
-def copies(record: RankRecord) -> dict[str, dict[int, int]]:
+def copied_contents(record: RankRecord) -> dict[str, dict[int, int]]:
     """Return, by group, the contents by step of parameters that DTensors claim to copy over it, while they cut others.
 
     Under tensor parallelism these are norms, for example.
@@ -145,15 +145,15 @@ def copies(record: RankRecord) -> dict[str, dict[int, int]]:
     copied = defaultdict[str, set[str]](set)
     cut = set[str]()
     for tensor in record.evidence.parameters:
-        for placement, ranks in _lines(record.evidence.rank, tensor):
+        for placement, ranks in _placements_by_group(record.evidence.rank, tensor):
             if "Shard" in placement:
                 cut.add(ranks)
             elif placement == "Replicate" and "Partial" not in tensor.placements:
                 copied[ranks].add(tensor.fqn)
-    return {group: _contents(record, copied[group]) for group in sorted(cut.intersection(copied))}
+    return {group: _contents_by_step(record, copied[group]) for group in sorted(cut.intersection(copied))}
 
 
-def uncut(record: RankRecord) -> dict[str, dict[int, int]]:
+def uncut_contents(record: RankRecord) -> dict[str, dict[int, int]]:
     """Return the contents by step of parameters that lie outside of a mesh over which DTensors cut others.
 
     Under tensor parallelism these are norms that a trainer lays on the data ranks alone. Each rank of the group then holds all
@@ -171,7 +171,7 @@ def uncut(record: RankRecord) -> dict[str, dict[int, int]]:
     parameters = record.evidence.parameters
     cut_over = set[str]()
     for tensor in parameters:
-        for placement, group in _lines(record.evidence.rank, tensor):
+        for placement, group in _placements_by_group(record.evidence.rank, tensor):
             if "Shard" in placement:
                 cut_over.add(group)
     constant_fqns = set[str]().union(*(step.constant for step in record.steps))
@@ -179,13 +179,15 @@ def uncut(record: RankRecord) -> dict[str, dict[int, int]]:
     contents: dict[str, dict[int, int]] = {}
     for group in sorted(cut_over - wrapper_groups):
         outside_fqns = {
-            tensor.fqn for tensor in parameters if tensor.fqn not in ignored_fqns and _outside(tensor, ranks_of(group))
+            tensor.fqn
+            for tensor in parameters
+            if tensor.fqn not in ignored_fqns and _lies_outside(tensor, ranks_from_key(group))
         }
         drawn_fqns = outside_fqns - constant_fqns
         of_constant_modules = {fqn for fqn in outside_fqns if _module_of(fqn) not in modules_with_drawn}
         for beginning, fqns in (("drawn", drawn_fqns), ("constant", of_constant_modules)):
             if fqns:
-                contents[f"{group} {beginning}"] = _contents(record, fqns)
+                contents[f"{group} {beginning}"] = _contents_by_step(record, fqns)
     return contents
 
 
@@ -193,20 +195,20 @@ def _module_of(fqn: str) -> str:
     return fqn.rpartition(".")[0]
 
 
-def _outside(tensor: TensorEvidence, ranks: Sequence[int]) -> bool:
+def _lies_outside(tensor: TensorEvidence, ranks: Sequence[int]) -> bool:
     """Return whether a mesh of the tensor's own, or none, lacks other ranks of a group."""
-    return tensor.mesh is None or not set(ranks) <= set(_looked_up(tensor.mesh)[1].flatten().tolist())
+    return tensor.mesh is None or not set(ranks) <= set(_cached_mesh(tensor.mesh)[1].flatten().tolist())
 
 
-def _contents(record: RankRecord, fqns: Collection[str]) -> dict[int, int]:
+def _contents_by_step(record: RankRecord, fqns: Collection[str]) -> dict[int, int]:
     """Return, by step, one number for the bytes of these parameters. Steps without digests are left out."""
     digests_by_step = {}
     for step in record.steps:
         digests_by_step[step.step] = sorted((fqn, step.digests[fqn]) for fqn in fqns if fqn in step.digests)
-    return {step: number(digests) for step, digests in digests_by_step.items() if digests}
+    return {step: stable_digest(digests) for step, digests in digests_by_step.items() if digests}
 
 
-def ignored(record: RankRecord) -> dict[str, dict[int, int]]:
+def ignored_digests(record: RankRecord) -> dict[str, dict[int, int]]:
     """Return, by fqn, the digest by step of each parameter that a wrapper ignores, without those that begin as constants.
 
     They are a rank's own experts, or replicas that a wrapper ignores by mistake. Two experts may both begin with zeros.
@@ -222,10 +224,10 @@ def ignored(record: RankRecord) -> dict[str, dict[int, int]]:
     return digests_of
 
 
-def _lines(rank: int, tensor: TensorEvidence) -> list[tuple[str, str]]:
+def _placements_by_group(rank: int, tensor: TensorEvidence) -> list[tuple[str, str]]:
     """Return (placement, ranks along it) of each axis of the tensor's mesh that has several ranks. Empty for a plain tensor."""
-    _, mesh, _ = _looked_up(tensor.mesh if tensor.mesh is not None else NOWHERE)
+    _, mesh, _ = _cached_mesh(tensor.mesh if tensor.mesh is not None else NOWHERE)
     if rank not in mesh:
         return []
-    axes = zip(tensor.placements, lines_through(rank, mesh), strict=True)
+    axes = zip(tensor.placements, mesh_lines_of_rank(rank, mesh), strict=True)
     return [(placement, ranks_key(tuple(sorted(line)))) for placement, line in axes if len(line) > 1]

@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 
 
-def error_in(path: Path, error: BaseException) -> str:
+def error_text(path: Path, error: BaseException) -> str:
     """Return a text of an error, with the line of the file `path` that raised it, or that imported what raised it.
 
     A SyntaxError may be in a file that it imports: the text names that file.
@@ -21,7 +21,7 @@ def error_in(path: Path, error: BaseException) -> str:
     return f"line {frames[-1].lineno}, `{frames[-1].line}`: {text}"
 
 
-class ToldError(Exception):
+class UserError(Exception):
     """Something requested cannot be done, by no mistake of the harness: only the message is printed, without a stack."""
 
 

@@ -19,7 +19,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-FORMAT = 2
+FORMAT_VERSION = 2
 LATER = {"later": True}
 """Marks a field with a default that a record got after files of its version were written: these stay readable."""
 INLINED = {"inlined": True}
@@ -57,36 +57,36 @@ def stored_items(record: Any) -> Iterator[tuple[str, Any]]:
             yield field_name(field), value
 
 
-def as_stored(value: Any) -> Any:
+def as_stored_values(value: Any) -> Any:
     """Return a record, and all records in it, as dicts by the names in files."""
     if dataclasses.is_dataclass(value):
-        return {name: as_stored(item) for name, item in stored_items(value)}
+        return {name: as_stored_values(item) for name, item in stored_items(value)}
     if isinstance(value, dict):
-        return {key: as_stored(item) for key, item in value.items()}
+        return {key: as_stored_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(map(as_stored, value))
+        return type(value)(map(as_stored_values, value))
     return value
 
 
 def version_of(kind: type) -> str:
     """Return the version of files that hold a record of this kind: 2-1a2b3c4d."""
-    return f"{FORMAT}-{fields_digest(kind)}"
+    return f"{FORMAT_VERSION}-{fields_digest(kind)}"
 
 
 @functools.cache
 def fields_digest(kind: type) -> str:
     """Return eight digits of a hash over the names and types of a record's fields, all the way down."""
-    return hashlib.sha256(repr(_fields(kind)).encode()).hexdigest()[:8]
+    return hashlib.sha256(repr(_field_types(kind)).encode()).hexdigest()[:8]
 
 
-def _fields(kind: Any) -> list[Any]:
+def _field_types(kind: Any) -> list[Any]:
     if dataclasses.is_dataclass(kind):
         return [record_name(kind), *_of_first_files(kind)]  # type: ignore[arg-type]
     if hasattr(kind, "_fields"):  # a NamedTuple, whose fields have no names in files
-        return [record_name(kind), *((name, _fields(hint)) for name, hint in typing.get_type_hints(kind).items())]
+        return [record_name(kind), *((name, _field_types(hint)) for name, hint in typing.get_type_hints(kind).items())]
     origin = typing.get_origin(kind) or kind
     name = "|" if origin in (types.UnionType, typing.Union) else getattr(origin, "__qualname__", str(origin))
-    return [name, *map(_fields, typing.get_args(kind))]
+    return [name, *map(_field_types, typing.get_args(kind))]
 
 
 def _of_first_files(kind: type) -> list[tuple[str, Any]]:
@@ -97,20 +97,20 @@ def _of_first_files(kind: type) -> list[tuple[str, Any]]:
         if is_inlined(field):
             fields += _of_first_files(hints[field.name])
         elif "later" not in field.metadata:
-            fields.append((field_name(field), _fields(hints[field.name])))
+            fields.append((field_name(field), _field_types(hints[field.name])))
     order = {name: position for position, name in enumerate(vars(kind).get("STORED_ORDER", ()))}
     return sorted(fields, key=lambda field: order.get(field[0], len(order)))
 
 
-def other_version(written: str, kind: type) -> str:
+def other_version_text(written: str, kind: type) -> str:
     """Return the reason why a file with this version is not read; empty for the version of this harness."""
     if written == version_of(kind):
         return ""
     digits = written.partition("-")[0]
     number = int(digits) if digits.isdigit() else 1
-    if number < FORMAT:
+    if number < FORMAT_VERSION:
         age = "an older"
-    elif number > FORMAT:
+    elif number > FORMAT_VERSION:
         age = "a newer"
     else:
         age = "another"

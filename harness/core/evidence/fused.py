@@ -32,15 +32,18 @@ def blocks(parts: Sequence[str], rows: Mapping[str, int]) -> tuple[Block, ...]:
     return tuple((part, rows[part] // parts.count(part)) for part in parts)
 
 
-def held_blocks(whole: Sequence[Block], length: int) -> Sequence[Block]:
-    """Return the blocks of a rank with this many rows. Empty unless the ranks' blocks are equal, so that no block is cut."""
+def local_blocks_of(whole: Sequence[Block], length: int) -> Sequence[Block]:
+    """Return one rank's blocks: the run that, repeated for each rank, gives `whole`; empty if there is none.
+
+    length: rows that the rank has.
+    """
     rows = sum(size for _, size in whole)
     degree = rows // length if length and rows % length == 0 else 0
     local_blocks = whole[: len(whole) // degree] if degree and len(whole) % degree == 0 else ()
     return local_blocks if list(local_blocks) * degree == list(whole) else ()
 
 
-def places(blocks: Sequence[Block]) -> dict[str, np.ndarray]:
+def rows_by_part(blocks: Sequence[Block]) -> dict[str, np.ndarray]:
     """Return each part's rows (or elements) of the fused tensor, in the part's own order. int64"""
     rows_of_blocks: dict[str, list[np.ndarray]] = {}
     start = 0
@@ -51,7 +54,7 @@ def places(blocks: Sequence[Block]) -> dict[str, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Cuts:
+class FusedSlices:
     """The positions of parts in a rank's slices of fused tensors."""
 
     fused: Fused
@@ -61,57 +64,57 @@ class Cuts:
     starts: Mapping[str, int]
     """Of a tensor of which the rank's gradient and optimizer state are an interval: the element at which that begins."""
 
-    def of(self, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    def elements_by_part(self, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
         """Return each part's rows, or its elements in an interval of the flattened tensor. int64. Empty: left as it is."""
         whole = self.fused.get(name, ())
         if not whole or not array.ndim:
             return {}
         if array.ndim > 1 or name not in self.starts:
-            return places(held_blocks(whole, len(array)))
+            return rows_by_part(local_blocks_of(whole, len(array)))
         rows, *columns = self.shapes[name]
         start = self.starts[name]
         stop = start + len(array)
-        element_blocks = [(part, size * math.prod(columns)) for part, size in held_blocks(whole, rows)]
+        element_blocks = [(part, size * math.prod(columns)) for part, size in local_blocks_of(whole, rows)]
         elements_in_interval = {}
-        for part, elements in places(element_blocks).items():
+        for part, elements in rows_by_part(element_blocks).items():
             in_interval = elements[(elements >= start) & (elements < stop)] - start
             if in_interval.size:
                 elements_in_interval[part] = in_interval
         return elements_in_interval
 
 
-def apart(evidence: RankEvidence, fused: Fused, starts: Mapping[str, int] = MappingProxyType({})) -> RankEvidence:
+def split_fused(evidence: RankEvidence, fused: Fused, starts: Mapping[str, int] = MappingProxyType({})) -> RankEvidence:
     """Return the evidence with fused tensors separated, where the rank holds whole blocks, or intervals with given starts.
 
     Any other slice is left as it is, for no check covers its contents.
     """
     if not fused:
         return evidence
-    cuts = Cuts(fused, {tensor.fqn: tensor.value.shape for tensor in evidence.parameters}, starts)
+    cuts = FusedSlices(fused, {tensor.fqn: tensor.value.shape for tensor in evidence.parameters}, starts)
     steps = tuple(
         dataclasses.replace(
             step,
-            gradients=_arrays(step.gradients, cuts),
-            parameters=_arrays(step.parameters, cuts),
-            optimizer_state=_states(step.optimizer_state, cuts),
-            changed=None if step.changed is None else _arrays(step.changed, cuts),
+            gradients=_split_arrays(step.gradients, cuts),
+            parameters=_split_arrays(step.parameters, cuts),
+            optimizer_state=_split_states(step.optimizer_state, cuts),
+            changed=None if step.changed is None else _split_arrays(step.changed, cuts),
         )
         for step in evidence.steps
     )
-    parameters = tuple(itertools.chain.from_iterable(_tensors(tensor, cuts) for tensor in evidence.parameters))
+    parameters = tuple(itertools.chain.from_iterable(_split_tensor(tensor, cuts) for tensor in evidence.parameters))
     resumed = evidence.resumed and Resumed(
-        _arrays(evidence.resumed.parameters, cuts), _states(evidence.resumed.optimizer_state, cuts)
+        _split_arrays(evidence.resumed.parameters, cuts), _split_states(evidence.resumed.optimizer_state, cuts)
     )
     return dataclasses.replace(evidence, steps=steps, parameters=parameters, resumed=resumed)
 
 
-def saved_apart(checkpoint: Checkpoint, fused: Fused) -> Checkpoint:
+def split_fused_checkpoint(checkpoint: Checkpoint, fused: Fused) -> Checkpoint:
     """Return the checkpoint with each fused tensor replaced by its parts, each with its share of the rows."""
-    parts = (_saved(tensor, fused.get(tensor.fqn, ())) for tensor in checkpoint.tensors)
+    parts = (_split_saved_tensor(tensor, fused.get(tensor.fqn, ())) for tensor in checkpoint.tensors)
     return dataclasses.replace(checkpoint, tensors=tuple(itertools.chain.from_iterable(parts)))
 
 
-def _saved(tensor: SavedTensor, whole: Sequence[Block]) -> Iterator[SavedTensor]:
+def _split_saved_tensor(tensor: SavedTensor, whole: Sequence[Block]) -> Iterator[SavedTensor]:
     """Yield the parts of a tensor of a checkpoint; the tensor itself if its rows are not those of the blocks."""
     rows: Counter[str] = Counter()
     for part, size in whole:
@@ -124,23 +127,23 @@ def _saved(tensor: SavedTensor, whole: Sequence[Block]) -> Iterator[SavedTensor]
         yield dataclasses.replace(tensor, fqn=part, shape=(size, *tensor.shape[1:]), numbers=numbers)
 
 
-def _arrays(arrays: Arrays, cuts: Cuts) -> Arrays:
+def _split_arrays(arrays: Arrays, cuts: FusedSlices) -> Arrays:
     """Return the arrays with fused ones replaced by their parts."""
     separated: Arrays = {}
     for name, array in arrays.items():
-        parts = {part: array[rows] for part, rows in cuts.of(name, array).items()}
+        parts = {part: array[rows] for part, rows in cuts.elements_by_part(name, array).items()}
         separated |= parts or {name: array}
     return separated
 
 
-def _states(states: dict[str, Arrays], cuts: Cuts) -> dict[str, Arrays]:
+def _split_states(states: dict[str, Arrays], cuts: FusedSlices) -> dict[str, Arrays]:
     """Return the optimizer's state with that of fused tensors replaced by that of their parts.
 
     Each part gets the optimizer's counter of steps, which has no dims.
     """
     separated: dict[str, Arrays] = {}
     for name, state in states.items():
-        rows_of_parts = next(filter(None, (cuts.of(name, array) for array in state.values())), {})
+        rows_of_parts = next(filter(None, (cuts.elements_by_part(name, array) for array in state.values())), {})
         parts: dict[str, Arrays] = {}
         for part, rows in rows_of_parts.items():
             parts[part] = {key: array[rows] if array.ndim else array for key, array in state.items()}
@@ -148,9 +151,9 @@ def _states(states: dict[str, Arrays], cuts: Cuts) -> dict[str, Arrays]:
     return separated
 
 
-def _tensors(tensor: TensorEvidence, cuts: Cuts) -> Iterator[TensorEvidence]:
+def _split_tensor(tensor: TensorEvidence, cuts: FusedSlices) -> Iterator[TensorEvidence]:
     """Yield the parts of a parameter, each with its mesh and placements; the parameter itself if it has no parts."""
-    parts = cuts.of(tensor.fqn, tensor.value)
+    parts = cuts.elements_by_part(tensor.fqn, tensor.value)
     for name, rows in parts.items():
         value = tensor.value[rows]
         times = tensor.global_shape[0] // len(tensor.value)

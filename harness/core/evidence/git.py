@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-HARMLESS = {
+HARMLESS_SETTINGS = {
     "core.fsmonitor": "false",
     "core.hooksPath": os.devnull,
     "core.pager": "cat",
@@ -14,22 +14,24 @@ HARMLESS = {
     "diff.external": "",
     "protocol.ext.allow": "never",
 }
-FILTER = r"^filter\..*\.(clean|smudge|process|required)$"
+FILTER_PATTERN = r"^filter\..*\.(clean|smudge|process|required)$"
 
 
-def git(folder: Path | str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_git(folder: Path | str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run git in a folder, in English, with no filter, hook or fsmonitor of that repository. Raises OSError without git."""
-    return _git(folder, HARMLESS | _filters(folder), arguments)
+    return _run_git_with(folder, HARMLESS_SETTINGS | _filters_switched_off(folder), arguments)
 
 
-def _filters(folder: Path | str) -> dict[str, str]:
+def _filters_switched_off(folder: Path | str) -> dict[str, str]:
     """Return settings that switch off each filter that is configured there. Reading the configuration runs nothing."""
-    listed = _git(folder, {}, ("config", "--null", "--name-only", "--get-regexp", FILTER))
+    listed = _run_git_with(folder, {}, ("config", "--null", "--name-only", "--get-regexp", FILTER_PATTERN))
     names = {name for name in listed.stdout.split("\0") if name}
     return {name: "false" if name.endswith(".required") else "" for name in names}
 
 
-def _git(folder: Path | str, settings: dict[str, str], arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+def _run_git_with(
+    folder: Path | str, settings: dict[str, str], arguments: tuple[str, ...]
+) -> subprocess.CompletedProcess[str]:
     """Run git with additional settings.
 
     Settings go through the environment: on the command line a "=" in a filter's name would end the name.

@@ -13,34 +13,34 @@ from harness.core.evidence.step import StepEvidence
 from harness.core.evidence.summary import Summary, summary_without_class
 
 
-def glance(evidence: RankEvidence) -> Summary:
+def summary_from_values(evidence: RankEvidence) -> Summary:
     """Return the summary of a rank, with the contents of parameters before the first step and after each."""
     before = {tensor.fqn: tensor.value for tensor in evidence.parameters}
-    steps = (_contents(0, before), *(_contents(step.step, step.parameters) for step in evidence.steps))
-    return summary_without_class(RankRecord(evidence, steps, ended="ok", steps_seen=_last(evidence)))
+    steps = (_contents_record(0, before), *(_contents_record(step.step, step.parameters) for step in evidence.steps))
+    return summary_without_class(RankRecord(evidence, steps, ended="ok", steps_seen=_last_step(evidence)))
 
 
-def record_of(evidence: RankEvidence, how: str) -> RankRecord:
+def record_without_digests(evidence: RankEvidence, how: str) -> RankRecord:
     """Return the record that a recorder would have left of structure and inputs, without any computed values.
 
     how: the word for how the rank ended.
     """
-    steps = tuple(_inputs(step) for step in evidence.steps)
-    return RankRecord(evidence, steps, ended=how, steps_seen=_last(evidence))
+    steps = tuple(_inputs_record(step) for step in evidence.steps)
+    return RankRecord(evidence, steps, ended=how, steps_seen=_last_step(evidence))
 
 
-def _last(evidence: RankEvidence) -> int:
+def _last_step(evidence: RankEvidence) -> int:
     """Return the number of the rank's last step, 0 without any. A resumed run does not count from 1."""
     return max((step.step for step in evidence.steps), default=0)
 
 
-def _contents(step: int, parameters: Mapping[str, np.ndarray]) -> RecordedStep:
+def _contents_record(step: int, parameters: Mapping[str, np.ndarray]) -> RecordedStep:
     """Return the record of a step with digests of these local parameters."""
     not_finite = tuple(fqn for fqn, value in parameters.items() if not np.isfinite(value).all())
     return RecordedStep(step, {fqn: _digest(value) for fqn, value in parameters.items()}, not_finite)
 
 
-def _inputs(step: StepEvidence) -> RecordedStep:
+def _inputs_record(step: StepEvidence) -> RecordedStep:
     """Return the record of a step with digests of its tokens, its seconds and its memory."""
     token_arrays = (batch.tokens for batch in step.microbatches if batch.tokens is not None)
     fed = tuple(Fed(_digest(tokens), tokens.shape, str(tokens.dtype)) for tokens in token_arrays)

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 
-def number(things: Any) -> int:
+def stable_digest(things: Any) -> int:
     """Return a number of 64 bits that is the same for equal things, in every process. things: plain values of JSON."""
     return int.from_bytes(hashlib.blake2b(json.dumps(things).encode(), digest_size=8).digest())
 
@@ -32,7 +32,7 @@ def steps_text(steps: tuple[int, ...]) -> str:
 
 
 @functools.lru_cache(maxsize=65536)
-def ranks_of(key: str) -> tuple[int, ...]:
+def ranks_from_key(key: str) -> tuple[int, ...]:
     """Return the ranks that a text of ranks_key names."""
     if "-" not in key:
         return tuple(int(rank) for rank in key.split(",") if rank)

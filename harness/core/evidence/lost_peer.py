@@ -14,7 +14,7 @@ NETWORK_WORDS = re.compile(r"gloo|nccl|store|keys:|by peer \[|monitoredBarrier|^
 """Words that show that a plain RuntimeError is the network's. gloo names the peer: Connection closed by peer [10.0.0.1]."""
 
 
-def tells_of_lost_peer(kind: str, message: str, *, within: str = "") -> bool:
+def shows_lost_peer(kind: str, message: str, *, within: str = "") -> bool:
     """Return whether an exception is raised because a peer is gone.
 
     kind: the exception's class name. within: the file that raised it. A time-out of something else, as of a loader, is not.
@@ -23,7 +23,7 @@ def tells_of_lost_peer(kind: str, message: str, *, within: str = "") -> bool:
     return is_of_network and bool(PEER_GONE.search(message))
 
 
-def lost_a_peer(error: str) -> bool:
+def is_lost_peer_error(error: str) -> bool:
     """Return whether an error was raised because a peer is gone. error: KIND: MESSAGE, as a recording has it."""
     kind, _, message = error.partition(": ")
-    return tells_of_lost_peer(kind, message)
+    return shows_lost_peer(kind, message)

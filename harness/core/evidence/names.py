@@ -11,10 +11,10 @@ from harness.core.evidence.step import StepEvidence
 from harness.core.evidence.store import T
 
 
-def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
+def with_reference_names(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
     """Return the evidence with parameters and modules under the names that `fqn` returns. It is called once for each name."""
     fqn = functools.cache(fqn)
-    keys = functools.partial(_keys, fqn)
+    keys = functools.partial(_rename_keys, fqn)
     parameters = tuple(dataclasses.replace(tensor, fqn=fqn(tensor.fqn)) for tensor in evidence.parameters)
     resumed = evidence.resumed and Resumed(keys(evidence.resumed.parameters), keys(evidence.resumed.optimizer_state))
     after_evaluation = tuple(
@@ -27,7 +27,7 @@ def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
     }
     return dataclasses.replace(
         evidence,
-        steps=tuple(_renamed_step(step, fqn) for step in evidence.steps),
+        steps=tuple(_step_with_reference_names(step, fqn) for step in evidence.steps),
         parameters=parameters,
         resumed=resumed,
         structure=structure,
@@ -36,8 +36,8 @@ def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
     )
 
 
-def _renamed_step(step: StepEvidence, fqn: Callable[[str], str]) -> StepEvidence:
-    keys = functools.partial(_keys, fqn)
+def _step_with_reference_names(step: StepEvidence, fqn: Callable[[str], str]) -> StepEvidence:
+    keys = functools.partial(_rename_keys, fqn)
     return dataclasses.replace(
         step,
         gradients=keys(step.gradients),
@@ -59,6 +59,6 @@ def _renamed_step(step: StepEvidence, fqn: Callable[[str], str]) -> StepEvidence
     )
 
 
-def _keys(fqn: Callable[[str], str], by_name: dict[str, T]) -> dict[str, T]:
+def _rename_keys(fqn: Callable[[str], str], by_name: dict[str, T]) -> dict[str, T]:
     """Return the dict with its keys renamed by `fqn`."""
     return {fqn(name): value for name, value in by_name.items()}

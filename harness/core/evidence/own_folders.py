@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.core.evidence.reading import json_of, read_bytes
+from harness.core.evidence.reading import parse_json, read_bytes
 from harness.core.evidence.store import CASE_FILE, EvidenceError, write_text
 
 TRAINER_FILES = "trainer_files.json"
@@ -36,7 +36,7 @@ class FolderKind:
     remedy: str
 
 
-def pattern(*lines: str) -> re.Pattern[str]:
+def any_pattern(*lines: str) -> re.Pattern[str]:
     """Return the pattern that matches whatever one of the lines matches."""
     return re.compile("|".join(lines))
 
@@ -50,7 +50,7 @@ _STEP = rf"{_SAVED}/(step[_-]\d+|iter_\d+)"
 _JOB = r"(jobs/\d+/)?"
 
 CASE_FOLDER = FolderKind(
-    files=pattern(
+    files=any_pattern(
         r"(case|traits|verdict|trainer_files)\.json|reference(_model_only)?\.npz|report\.txt|picture\.png",
         r"rank_\d+\.json|unable_\d+\.txt",  # a preflight's
         rf"{_LAUNCH}/((job|run|parameters|losses)\.json|store|checkpoint\.npz)",
@@ -59,7 +59,7 @@ CASE_FOLDER = FolderKind(
         rf"{_LOGS}/[^/]+/attempt_\d+/\d+/(stdout\.log|stderr\.log|error\.json)",
         rf"{_STEP}/(\.metadata|\.metadata\.tmp|__\d+_\d+\.distcp)",
     ),
-    folders=pattern(
+    folders=any_pattern(
         r"unwatched",
         rf"{_LAUNCH}(/(logs|failures|exits|stacks|inflight|ranks|export))?",
         rf"{_LOGS}(/[^/]+(/attempt_\d+(/\d+)?)?)?",
@@ -71,25 +71,25 @@ CASE_FOLDER = FolderKind(
     remedy="choose another --out",
 )
 RECORDING_FOLDER = FolderKind(
-    files=pattern(
+    files=any_pattern(
         rf"recording\.json|{_RANK}\.log",  # the logs are a preflight's
         rf"{_JOB}processes/(job|\.{_HOST}|{_RANK}\.(\d+|ends|error|failed|unable))",
         rf"{_JOB}processes/{_HOST}\.(started|torch|called|failed|raised|launcher|ends|code)",
         rf"{_JOB}ranks/{_RANK}\.(record|sketches|last|beside)",
         rf"{_JOB}chrome/{_RANK}\.json\.gz",
     ),
-    folders=pattern(rf"jobs(/\d+)?|{_JOB}(processes|ranks|chrome)"),
+    folders=any_pattern(rf"jobs(/\d+)?|{_JOB}(processes|ranks|chrome)"),
     mark="recording.json",
     keys=frozenset({"launch", "command", "code", "steps"}),
     needs_mark=False,
     remedy="choose another -o",
 )
 REFERENCE_FOLDER = FolderKind(
-    files=pattern(
+    files=any_pattern(
         r"((job|run|whole)\.json|store|(reference|weights)\.npz|\.weights\.partial\.npz)",
         rf"logs/{_RANK}\.log|(failures|exits)/{_RANK}\.json|stacks/{_RANK}\.txt|inflight/{_RANK}\.(bin|groups)",
     ),
-    folders=pattern("logs|failures|exits|stacks|inflight"),
+    folders=any_pattern("logs|failures|exits|stacks|inflight"),
     mark="job.json",
     keys=frozenset({"directory", "world_size", "entry"}),
     needs_mark=False,
@@ -97,7 +97,7 @@ REFERENCE_FOLDER = FolderKind(
 )
 
 
-def emptied(folder: Path, kind: FolderKind) -> Path:
+def empty_own_folder(folder: Path, kind: FolderKind) -> Path:
     """Delete all entries of a folder, or make it, and return it. Raises EvidenceError for an entry that is not ours.
 
     Nothing is deleted then. The files that prove that the others are ours are deleted last: a process that is killed in between
@@ -130,10 +130,10 @@ def refuse_foreign_entries(folder: Path, kind: FolderKind) -> None:
 def foreign_entry(folder: Path, kind: FolderKind) -> str | None:
     """Return the first entry, relative to the folder, that is not ours; None where all are. Raises OSError."""
     mark = folder / kind.mark
-    if os.path.lexists(mark) and not (is_plain_file(mark) and has_keys(_text(mark), kind.keys)):
+    if os.path.lexists(mark) and not (is_plain_file(mark) and has_keys(_decoded_text(mark), kind.keys)):
         return kind.mark
-    listed = _listed(folder)
-    for path, entry in entries(folder):
+    listed = _listed_trainer_paths(folder)
+    for path, entry in entries_below(folder):
         name = path.relative_to(folder).as_posix()
         written_whole = re.sub(r"(^|/)\.([^/]+?)(\.\d+)?\.partial$", r"\1\2", name)
         if entry.is_dir(follow_symlinks=False):
@@ -148,14 +148,14 @@ def foreign_entry(folder: Path, kind: FolderKind) -> str | None:
     return None
 
 
-def entries(folder: Path) -> Iterator[tuple[Path, os.DirEntry[str]]]:
+def entries_below(folder: Path) -> Iterator[tuple[Path, os.DirEntry[str]]]:
     """Yield all that is below a folder, in the order of names. Symbolic links are not followed. Raises OSError."""
     with os.scandir(folder) as unordered:
         ordered = sorted(unordered, key=lambda entry: entry.name)
     for entry in ordered:
         yield Path(entry.path), entry
         if entry.is_dir(follow_symlinks=False):
-            yield from entries(Path(entry.path))
+            yield from entries_below(Path(entry.path))
 
 
 def list_trainer_files(folder: Path) -> None:
@@ -164,22 +164,22 @@ def list_trainer_files(folder: Path) -> None:
     trainer_folders += folder.glob("unwatched/*/export")
     listed = []
     for trainer_folder in trainer_folders:
-        for path, entry in entries(trainer_folder):
+        for path, entry in entries_below(trainer_folder):
             mark = "/" if entry.is_dir(follow_symlinks=False) else ""
             listed.append(path.relative_to(folder).as_posix() + mark)
     if listed:
         write_text(folder / TRAINER_FILES, json.dumps(sorted(listed), indent=1))
 
 
-def _listed(folder: Path) -> set[str]:
+def _listed_trainer_paths(folder: Path) -> set[str]:
     """Return the list's paths that lie in a trainer's folder, whatever else a damaged list has."""
     try:
-        paths = json_of(read_bytes(folder / TRAINER_FILES))
+        paths = parse_json(read_bytes(folder / TRAINER_FILES))
     except (OSError, ValueError):
         return set()
     if not isinstance(paths, list):
         return set()
-    in_trainer_folder = pattern(r"(unwatched/)?checkpoint/.+", r"[^/]+/export/.+", r"unwatched/[^/]+/export(/.+)?")
+    in_trainer_folder = any_pattern(r"(unwatched/)?checkpoint/.+", r"[^/]+/export/.+", r"unwatched/[^/]+/export(/.+)?")
     return {path for path in paths if isinstance(path, str) and in_trainer_folder.fullmatch(path)}
 
 
@@ -197,7 +197,7 @@ def refuse_foreign_file(path: Path, is_ours: Callable[[str], bool]) -> None:
     if not os.path.lexists(path):
         return
     try:
-        text = _text(path) if is_plain_file(path) else None
+        text = _decoded_text(path) if is_plain_file(path) else None
     except OSError as error:
         raise EvidenceError(f"{path}: cannot be read: {error.strerror}; name another file") from error
     if text is None or (text and not is_ours(text)):
@@ -215,18 +215,18 @@ def is_plain_file(path: Path) -> bool:
 
 def has_keys(text: str, keys: frozenset[str]) -> bool:
     """Return whether the text is a JSON object with all of these keys."""
-    value: Any = json_of(text) if is_json(text) else None
+    value: Any = parse_json(text) if is_json(text) else None
     return isinstance(value, Mapping) and keys <= value.keys()
 
 
 def is_json(text: str) -> bool:
     """Return whether the text is one whole JSON value."""
     try:
-        json_of(text)
+        parse_json(text)
     except ValueError:
         return False
     return True
 
 
-def _text(path: Path) -> str:
+def _decoded_text(path: Path) -> str:
     return read_bytes(path).decode("utf-8", errors="replace")

@@ -54,7 +54,7 @@ class Provided:
     def __contains__(self, word: str) -> bool:
         return word not in self.lacking
 
-    def lack(self, needs: Iterable[str]) -> Lack | None:
+    def find_lack(self, needs: Iterable[str]) -> Lack | None:
         """Return the reason why a check with these needs cannot judge. None if it can.
 
         A word that this kind of evidence never has comes first.
@@ -65,7 +65,7 @@ class Provided:
                 return lack
         return lacks[0] if lacks else None
 
-    def doubt(self, needs: Iterable[str]) -> str:
+    def reason_of_doubt(self, needs: Iterable[str]) -> str:
         """Return the reason why the evidence cannot prove that a check with these needs passes; empty if it can."""
         return next((self.partly[word] for word in WORDS if word in needs and word in self.partly), "")
 
@@ -77,7 +77,7 @@ class Provided:
         """Return the same with these words provided only in part. A word that is in part already keeps its reason."""
         return replace(self, partly={**dict.fromkeys(words, why), **self.partly})
 
-    def unseen(self, why: str) -> Provided:
+    def without_complete_evidence(self, why: str) -> Provided:
         """Return the words that remain if some rank or step is not there: the ends, and words that each rank has by itself."""
         return self.without(WORDS.keys() - {"ends"} - self.singly, why, unknown=True)
 
@@ -106,10 +106,10 @@ TRACED = (
 )
 """A profiler's traces of a job's ranks, judged by a layout."""
 
-ALONE = EVERYTHING.without(("reference", "values", "checkpoint", "contents", "samples"), _NO_DATA)
+SINGLE_RANKS = EVERYTHING.without(("reference", "values", "checkpoint", "contents", "samples"), _NO_DATA)
 """Single ranks, each run without the others and without data."""
 
 
-def alone(provided: Provided) -> Provided:
+def provided_by_single_ranks(provided: Provided) -> Provided:
     """Return the words that remain for single ranks, each run without the others and without data."""
-    return replace(provided, lacking={**provided.lacking, **ALONE.lacking}, singly=frozenset())
+    return replace(provided, lacking={**provided.lacking, **SINGLE_RANKS.lacking}, singly=frozenset())

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MOST = 32_000_000  # bytes; plain JSON takes up to twenty times as much memory
+MAX_FILE_BYTES = 32_000_000  # bytes; plain JSON takes up to twenty times as much memory
 
 
-def read_bytes(path: Path, largest: int = MOST) -> bytes:
+def read_bytes(path: Path, largest: int = MAX_FILE_BYTES) -> bytes:
     """Return the bytes of a file. Raises OSError for a pipe, a device, a folder, and a file of more bytes than `largest`."""
-    with regular(path) as file:
+    with open_regular_file(path) as file:
         data = file.read(largest + 1)
     if len(data) > largest:
         raise OSError(errno.EFBIG, f"it has more than {largest} bytes", str(path))
@@ -25,7 +25,7 @@ def read_bytes(path: Path, largest: int = MOST) -> bytes:
 
 
 @contextlib.contextmanager
-def regular(path: Path) -> Iterator[BinaryIO]:
+def open_regular_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file to read it. Raises OSError for a pipe, a device or a folder; a pipe without a writer would block."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         kind = os.fstat(file.fileno()).st_mode
@@ -43,20 +43,20 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> Any:
     """Return the JSON value of a file. Raises OSError as read_bytes does, and ValueError if it is not JSON."""
-    return json_of(read_bytes(path))
+    return parse_json(read_bytes(path))
 
 
-def json_of(text: str | bytes) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text. Raises ValueError if it is not JSON, nested too deeply, or larger than a file may be."""
-    if len(text) > MOST:
-        raise ValueError(f"more than {MOST} bytes of JSON")
+    if len(text) > MAX_FILE_BYTES:
+        raise ValueError(f"more than {MAX_FILE_BYTES} bytes of JSON")
     try:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def decompressed(data: bytes, largest: int = MOST) -> bytes:
+def decompress(data: bytes, largest: int = MAX_FILE_BYTES) -> bytes:
     """Return the bytes that zlib compressed. Raises ValueError if they are not zlib's, or more than `largest` bytes."""
     reader = zlib.decompressobj()
     try:

@@ -20,21 +20,21 @@ from typing import Any, TypeVar
 import numpy as np
 
 from harness.core.evidence.format import LATER, version_of
-from harness.core.evidence.reading import MOST, decompressed, json_of, regular
+from harness.core.evidence.reading import MAX_FILE_BYTES, decompress, open_regular_file, parse_json
 from harness.core.evidence.records import BACKGROUND, RankEvidence
 from harness.core.evidence.store import EvidenceError, decoded_without_values, encoded_without_values
-from harness.core.evidence.whole_file import whole_file
+from harness.core.evidence.whole_file import open_whole_file
 
 S = TypeVar("S")
-PAGE = 4096
-"""Bytes of the file that a killed process leaves: the last collective, and from SECOND_PART on how far the rank came."""
-SECOND_PART = 3072
+PAGE_BYTES = 4096
+"""Bytes of the file that a killed process leaves: the last collective, and from SECOND_PART_OFFSET on how far the rank came."""
+SECOND_PART_OFFSET = 3072
 """Byte at which the second part of that file begins."""
-GROUPS = 8
+MAX_OTHER_GROUPS = 8
 """Number of other groups for which a rank leaves how many collectives it had issued."""
-BESIDE = ".beside"
+BESIDE_SUFFIX = ".beside"
 """The end of the name of the file that a running rank writes about two threads on one group."""
-RANKS = 2**20  # of any job, and steps that are named as one range
+MAX_RANGE = 2**20  # of any job, and steps that are named as one range
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Last:
             return self.seq
         if self.elsewhere is None:
             return None
-        # With fewer than GROUPS entries all groups in use are listed, so a group that is missing has none.
-        is_complete = len(self.elsewhere) < GROUPS
+        # With fewer than MAX_OTHER_GROUPS entries all groups in use are listed, so a group that is missing has none.
+        is_complete = len(self.elsewhere) < MAX_OTHER_GROUPS
         return self.elsewhere.get(group, 0 if is_complete else None)
 
 
@@ -204,42 +204,44 @@ def record_file(directory: Path, rank: int) -> Path:
 
 def save_record(path: Path, summary: object, record: RankRecord) -> None:
     """Write the file of a rank's record, complete or not at all. Raises OSError."""
-    with whole_file(path) as file:
-        file.write(packed(summary, record))
+    with open_whole_file(path) as file:
+        file.write(record_bytes(summary, record))
 
 
-def packed(summary: object, record: RankRecord) -> bytes:
+def record_bytes(summary: object, record: RankRecord) -> bytes:
     """Return the bytes of the file of a rank's record. Raises OSError for more bytes than would be read again."""
     meshes: list[Any] = []
-    encoded = encoded_without_values(_with_numbers(record, meshes))
-    body = json.dumps([encoded, [*map(_short, meshes)]], separators=(",", ":")).encode()
-    if len(body) > MOST:
-        raise OSError(errno.EFBIG, f"{len(body)} bytes of records, at most {MOST} are read; choose fewer --steps")
-    return head(summary) + zlib.compress(body, 1)
+    encoded = encoded_without_values(_with_mesh_indices(record, meshes))
+    body = json.dumps([encoded, [*map(_shorten_mesh, meshes)]], separators=(",", ":")).encode()
+    if len(body) > MAX_FILE_BYTES:
+        raise OSError(
+            errno.EFBIG, f"{len(body)} bytes of records, at most {MAX_FILE_BYTES} are read; choose fewer --steps"
+        )
+    return summary_line(summary) + zlib.compress(body, 1)
 
 
-def head(summary: object) -> bytes:
+def summary_line(summary: object) -> bytes:
     """Return the first line of the file of a rank's record: version and summary."""
-    version_and_summary = {"format": _version(type(summary)), "summary": encoded_without_values(summary)}
+    version_and_summary = {"format": _version_of_file(type(summary)), "summary": encoded_without_values(summary)}
     return json.dumps(version_and_summary, separators=(",", ":")).encode() + b"\n"
 
 
-RANGE = re.compile(rb'"(\d+)-(\d+)(?::\d+)?"')
+RANGE_PATTERN = re.compile(rb'"(\d+)-(\d+)(?::\d+)?"')
 
 
-def refuse_endless(line: bytes) -> None:
-    """Raise ValueError if a range of ranks or steps is longer than any job's: ranks_of would build all its numbers."""
-    if any(int(last) - int(first) > RANKS for first, last in RANGE.findall(line)):
-        raise ValueError(f"a range of more than {RANKS} numbers")
+def refuse_endless_ranges(line: bytes) -> None:
+    """Raise ValueError if a range of ranks or steps is longer than any job's: ranks_from_key would build all its numbers."""
+    if any(int(last) - int(first) > MAX_RANGE for first, last in RANGE_PATTERN.findall(line)):
+        raise ValueError(f"a range of more than {MAX_RANGE} numbers")
 
 
 def load_summary(path: Path, kind: type[S]) -> S:
     """Read the summary in a rank's file. Raises EvidenceError. kind: Summary."""
-    with _said(path), regular(path) as file:
-        line = file.readline(MOST + 1)
-        refuse_endless(line)
-        head = json_of(line)
-        if head["format"] != _version(kind):
+    with _as_evidence_error(path), open_regular_file(path) as file:
+        line = file.readline(MAX_FILE_BYTES + 1)
+        refuse_endless_ranges(line)
+        head = parse_json(line)
+        if head["format"] != _version_of_file(kind):
             raise EvidenceError(f"{path}: written by another version of the harness; record the job again")
         return decoded_without_values(kind, head["summary"])
 
@@ -249,13 +251,13 @@ def load_record(path: Path) -> RankRecord:
 
     The version is in the first line, so the caller has to read the summary before.
     """
-    with _said(path), regular(path) as file:
-        file.readline(MOST + 1)
-        plain, meshes = json_of(decompressed(file.read(MOST + 1)))
-        return _with_meshes(decoded_without_values(RankRecord, plain), [*map(_long, meshes)])
+    with _as_evidence_error(path), open_regular_file(path) as file:
+        file.readline(MAX_FILE_BYTES + 1)
+        plain, meshes = parse_json(decompress(file.read(MAX_FILE_BYTES + 1)))
+        return _with_meshes(decoded_without_values(RankRecord, plain), [*map(_restore_mesh, meshes)])
 
 
-def _with_numbers(record: RankRecord, meshes: list[Any]) -> RankRecord:
+def _with_mesh_indices(record: RankRecord, meshes: list[Any]) -> RankRecord:
     """Return the record with each mesh replaced by its index in `meshes`, to which the meshes are appended.
 
     A mesh has all ranks, and most parameters are on the same one, so each is stored once.
@@ -271,7 +273,7 @@ def _with_numbers(record: RankRecord, meshes: list[Any]) -> RankRecord:
 
 
 def _with_meshes(record: RankRecord, meshes: list[Any]) -> RankRecord:
-    """Return the record with each index replaced by its mesh: the inverse of _with_numbers."""
+    """Return the record with each index replaced by its mesh: the inverse of _with_mesh_indices."""
     parameters = tuple(
         replace(tensor, mesh=None if tensor.mesh is None else meshes[tensor.mesh])
         for tensor in record.evidence.parameters
@@ -279,40 +281,40 @@ def _with_meshes(record: RankRecord, meshes: list[Any]) -> RankRecord:
     return replace(record, evidence=replace(record.evidence, parameters=parameters))
 
 
-def _short(mesh: Any) -> Any:
+def _shorten_mesh(mesh: Any) -> Any:
     """Return a mesh whose ranks lie evenly along each axis as shape, first rank and steps; any other as it is."""
     array = np.array(mesh)
     steps = []
     for axis, degree in enumerate(array.shape):
         steps.append(int(np.take(array, 1, axis).flat[0] - array.flat[0]) if degree > 1 else 0)
     description: dict[str, Any] = {"shape": array.shape, "first": int(array.flat[0]), "steps": steps}
-    return description if np.array_equal(_even(**description), array) else mesh
+    return description if np.array_equal(_even_mesh(**description), array) else mesh
 
 
-def _long(kept: Any) -> Any:
-    """Return the mesh that _short stored. Equal meshes are one object, for the many ranks of a job lie on few meshes."""
+def _restore_mesh(kept: Any) -> Any:
+    """Return the mesh that _shorten_mesh stored. Equal meshes are one object, for the many ranks of a job lie on few meshes."""
     if not isinstance(kept, dict):
         return kept
-    return _long_once(tuple(kept["shape"]), kept["first"], tuple(kept["steps"]))
+    return _cached_even_mesh(tuple(kept["shape"]), kept["first"], tuple(kept["steps"]))
 
 
 @functools.lru_cache(maxsize=64)
-def _long_once(shape: tuple[int, ...], first: int, steps: tuple[int, ...]) -> Any:
-    return _even(shape=shape, first=first, steps=steps).tolist()
+def _cached_even_mesh(shape: tuple[int, ...], first: int, steps: tuple[int, ...]) -> Any:
+    return _even_mesh(shape=shape, first=first, steps=steps).tolist()
 
 
-def _even(*, shape: Sequence[int], first: int, steps: Sequence[int]) -> np.ndarray:
+def _even_mesh(*, shape: Sequence[int], first: int, steps: Sequence[int]) -> np.ndarray:
     """Return the mesh whose ranks begin with `first` and rise by one of the steps along each axis."""
     return first + np.tensordot(np.array(steps, np.int64), np.indices(shape), 1)
 
 
-def _version(kind: type) -> str:
+def _version_of_file(kind: type) -> str:
     """Return the version of a rank's file: that of its summary, and that of its record."""
     return f"{version_of(kind)} {version_of(RankRecord)}"
 
 
 @contextlib.contextmanager
-def _said(path: Path) -> Iterator[None]:
+def _as_evidence_error(path: Path) -> Iterator[None]:
     """Raise EvidenceError with the file's path instead of any other exception of the block."""
     try:
         yield

@@ -11,7 +11,7 @@ from harness.core.evidence.checkpoint_index import Checkpoint
 from harness.core.evidence.exported import ExportedTensor
 from harness.core.evidence.format import LATER
 from harness.core.evidence.provided import EVERYTHING, Provided
-from harness.core.evidence.seen import AllRead
+from harness.core.evidence.seen import FullyReadRun
 from harness.core.evidence.step import AfterEvaluation, StepEvidence
 
 CHECKPOINT = "checkpoint"
@@ -273,7 +273,7 @@ class Exit:
 
 
 @dataclass(frozen=True)
-class Run(AllRead):
+class Run(FullyReadRun):
     """All ranks of one launch: how each ended, and what each left."""
 
     directory: str
@@ -291,7 +291,7 @@ class Run(AllRead):
     fault: str | None = None
     """Deliberate fault that was put in; None for none."""
     trainer: str = "llama3"
-    """Trainer as harness.core.trainers.load takes it: NAME, FILE.py or NAME@SOURCE."""
+    """Trainer as harness.core.trainers.load_adapter takes it: NAME, FILE.py or NAME@SOURCE."""
     made: dict[str, str] = field(default_factory=dict)
     """Facts on how the run was made, by name: launch (its id), started, torch, commit (of the trainer), device, launcher,
     replaced (one line each), sources (a digest). No check reads them."""

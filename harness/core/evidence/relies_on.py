@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 
-NAMES: dict[str, str] = {
+TORCH_NAMES: dict[str, str] = {
     "torch._C._current_graph_task_id": "whether backward runs",
     "torch._C._dispatch_keyset_full_after": "collectives, below autograd",
     "torch._C.DispatchKey.BackendSelect": "collectives, below autograd",
@@ -40,12 +40,12 @@ RECORDER_ALONE = {"torch._C._dynamo.eval_frame.set_eval_frame": "what a compiler
 
 def lacking_for_probe() -> str:
     """Return a sentence on the names that this torch lacks of those that a case's probe relies on; empty if none."""
-    return _lacking(NAMES | PROBE_ALONE, "probe")
+    return _lacking(TORCH_NAMES | PROBE_ALONE, "probe")
 
 
 def lacking_for_recorder() -> str:
     """Return a sentence on the names that this torch lacks of those that a job's recorder relies on; empty if none."""
-    return _lacking(NAMES | RECORDER_ALONE, "recorder")
+    return _lacking(TORCH_NAMES | RECORDER_ALONE, "recorder")
 
 
 def _lacking(needed: Mapping[str, str], user: str) -> str:
@@ -53,14 +53,16 @@ def _lacking(needed: Mapping[str, str], user: str) -> str:
 
     needed: name -> what is seen by it. user: who relies on the names.
     """
-    missing = [f"no {name}, by which {purpose} would be seen" for name, purpose in needed.items() if not _there(name)]
+    missing = [
+        f"no {name}, by which {purpose} would be seen" for name, purpose in needed.items() if not _has_name(name)
+    ]
     if not missing:
         return ""
     release = sys.modules["torch"].__version__
     return f"torch {release} lacks what the {user} relies on: {'; '.join(missing)}"
 
 
-def _there(name: str) -> bool:
+def _has_name(name: str) -> bool:
     """Return whether torch has this name, or the name belongs to a module that is not imported."""
     parts = name.split(".")
     prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))

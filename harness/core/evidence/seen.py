@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from harness.core.evidence.summary import Summary
 
 
-class AllRead:
+class FullyReadRun:
     """The answers for a run of which the evidence of each rank was read."""
 
     if TYPE_CHECKING:
@@ -20,16 +20,16 @@ class AllRead:
         chosen: tuple[int, ...]
 
     @property
-    def started(self) -> tuple[int, ...]:
+    def started_ranks(self) -> tuple[int, ...]:
         """Return the ranks that were started."""
         return self.chosen or tuple(range(self.world_size))
 
     @property
-    def seen(self) -> frozenset[int]:
+    def recorded_ranks(self) -> frozenset[int]:
         """Return the ranks that left evidence, though another one may be read in their place."""
         return frozenset(self.ranks)
 
-    def like(self, rank: int) -> RankEvidence:
+    def evidence_for(self, rank: int) -> RankEvidence:
         """Return the evidence of a rank that was seen; ranks that it names may be others'."""
         return self.ranks[rank]
 
@@ -43,6 +43,6 @@ class AllRead:
     @functools.cached_property
     def summaries(self) -> Mapping[int, Summary]:
         """Return the summary of each rank that left evidence, with contents as digests."""
-        from harness.core.evidence.glance import glance  # which reads what is defined in records
+        from harness.core.evidence.glance import summary_from_values  # which reads what is defined in records
 
-        return {rank: glance(evidence) for rank, evidence in self.ranks.items()}
+        return {rank: summary_from_values(evidence) for rank, evidence in self.ranks.items()}

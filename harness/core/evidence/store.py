@@ -23,11 +23,18 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 
 from harness.core.evidence.checkpoint_index import Checkpoint
-from harness.core.evidence.format import field_name, is_inlined, other_version, record_name, stored_items, version_of
-from harness.core.evidence.reading import MOST, json_of, read_json, regular
+from harness.core.evidence.format import (
+    field_name,
+    is_inlined,
+    other_version_text,
+    record_name,
+    stored_items,
+    version_of,
+)
+from harness.core.evidence.reading import MAX_FILE_BYTES, open_regular_file, parse_json, read_json
 from harness.core.evidence.records import Exit, RankEvidence, Run
 from harness.core.evidence.unsettled import with_settled_gradients
-from harness.core.evidence.whole_file import whole_file
+from harness.core.evidence.whole_file import open_whole_file
 
 T = TypeVar("T")
 
@@ -36,7 +43,7 @@ class EvidenceError(Exception):
     """An evidence file is missing, damaged or of another version. The message names the file and the remedy."""
 
 
-def save(path: Path, record: Any) -> None:
+def save_stored(path: Path, record: Any) -> None:
     """Write any of the records (or another dataclass of plain values and arrays): complete or not at all.
 
     Raises EvidenceError.
@@ -44,25 +51,30 @@ def save(path: Path, record: Any) -> None:
     arrays: list[np.ndarray] = []
     kind = type(record)
     header = json.dumps({"format": version_of(kind), "type": record_name(kind), "record": _encode(record, arrays)})
-    if len(header) > MOST:
-        raise EvidenceError(f"{path}: {len(header)} bytes of records, at most {MOST} are read; train fewer steps")
+    if len(header) > MAX_FILE_BYTES:
+        raise EvidenceError(
+            f"{path}: {len(header)} bytes of records, at most {MAX_FILE_BYTES} are read; train fewer steps"
+        )
     try:
-        with whole_file(path) as file:
-            np.savez(file, header=np.frombuffer(header.encode(), np.uint8), blob=_join(arrays))
+        with open_whole_file(path) as file:
+            np.savez(file, header=np.frombuffer(header.encode(), np.uint8), blob=_join_arrays(arrays))
     except OSError as error:
-        raise EvidenceError(_unwritable(path, error)) from error
+        raise EvidenceError(_unwritable_text(path, error)) from error
 
 
-def load(path: Path, kind: type[T], *, values: bool = True) -> T:
-    """Read a record that save wrote; without values arrays have their shapes alone. Raises EvidenceError for any other file."""
+def load_stored(path: Path, kind: type[T], *, values: bool = True) -> T:
+    """Read a record that save_stored wrote; without values arrays have their shapes alone.
+
+    Raises EvidenceError for any other file.
+    """
     try:
-        with regular(path) as file:
-            _refuse_bombs(file)
+        with open_regular_file(path) as file:
+            _refuse_compressed_parts(file)
             with np.load(file, allow_pickle=False) as parts:
-                header = json_of(parts["header"].tobytes())
+                header = parse_json(parts["header"].tobytes())
                 blob = parts["blob"].tobytes() if values else None
         stored_name = str(header["type"])
-        version_problem = other_version(str(header["format"]), kind)
+        version_problem = other_version_text(str(header["format"]), kind)
         arrays = _NoValues() if blob is None else _Blob(blob)
         read: Callable[[Any, _Blob | _NoValues], T] = _reader(kind)  # type: ignore[arg-type]
         is_readable = stored_name == record_name(kind) and not version_problem
@@ -79,7 +91,7 @@ def load(path: Path, kind: type[T], *, values: bool = True) -> T:
     return record
 
 
-def _refuse_bombs(file: BinaryIO) -> None:
+def _refuse_compressed_parts(file: BinaryIO) -> None:
     """Raise ValueError for a zip file with compressed parts, which could hold far more than its size.
 
     This harness compresses none. The file is at its start afterwards.
@@ -91,7 +103,7 @@ def _refuse_bombs(file: BinaryIO) -> None:
     file.seek(0)
 
 
-def _unwritable(path: Path, error: OSError) -> str:
+def _unwritable_text(path: Path, error: OSError) -> str:
     return f"{path}: cannot be written: {error.strerror or error}; free the disk or choose another --out"
 
 
@@ -113,15 +125,15 @@ class _NoValues:
     """A source of arrays whose values are not kept."""
 
     def take(self, dtype: str, shape: list[int]) -> np.ndarray:
-        return without_values(tuple(shape), dtype)
+        return array_without_values(tuple(shape), dtype)
 
 
-def without_values(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+def array_without_values(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """Return an array of this shape and dtype that takes no memory. Its zeros are not the values, which are not kept."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
-def _join(arrays: list[np.ndarray]) -> np.ndarray:
+def _join_arrays(arrays: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([a.view(np.uint8).reshape(-1) for a in arrays]) if arrays else np.zeros(0, np.uint8)
 
 
@@ -235,14 +247,14 @@ def save_run(run: Run) -> None:
 
 
 def load_run(directory: Path, *, values: bool = True) -> Run:
-    """Read a stored launch; values: as in `load`. Raises EvidenceError.
+    """Read a stored launch; values: as in `load_stored`. Raises EvidenceError.
 
     A rank file that is damaged or missing is not fatal: `unreadable` has the reason, and checks judge it.
     """
     path = directory / RUN_FILE
     try:
         record = read_json(path)
-        if problem := other_version(str(record["format"]), Exit):
+        if problem := other_version_text(str(record["format"]), Exit):
             raise EvidenceError(f"{path}: {problem}; run the case again")
         exits = tuple(decoded_without_values(Exit, exit) for exit in record["exits"])
         if len(exits) != record["world_size"]:
@@ -260,16 +272,18 @@ def load_run(directory: Path, *, values: bool = True) -> Run:
         if not evidence_file(directory, rank).exists():
             continue
         try:
-            run.ranks[rank] = _of_launch(run, load(evidence_file(directory, rank), RankEvidence, values=values))
+            run.ranks[rank] = _refuse_other_launch(
+                run, load_stored(evidence_file(directory, rank), RankEvidence, values=values)
+            )
         except EvidenceError as error:
             run.unreadable[rank] = str(error)
     run.ranks.update(with_settled_gradients(run.ranks))
     if (directory / CHECKPOINT_FILE).exists():
-        run = dataclasses.replace(run, checkpoint=load(directory / CHECKPOINT_FILE, Checkpoint))
+        run = dataclasses.replace(run, checkpoint=load_stored(directory / CHECKPOINT_FILE, Checkpoint))
     return run
 
 
-def _of_launch(run: Run, evidence: RankEvidence) -> RankEvidence:
+def _refuse_other_launch(run: Run, evidence: RankEvidence) -> RankEvidence:
     """Return the evidence. Raises EvidenceError if it is of another launch: copied there, or left by one that was killed."""
     if evidence.launch != run.made.get("launch", ""):
         ids = f"{evidence.launch or 'none'}, and run.json of {run.made.get('launch') or 'none'}"
@@ -286,7 +300,7 @@ def evidence_file(directory: Path, rank: int) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Write a small text file, complete or not at all. Raises EvidenceError."""
     try:
-        with whole_file(path) as file:
+        with open_whole_file(path) as file:
             file.write(text.encode())
     except OSError as error:
-        raise EvidenceError(_unwritable(path, error)) from error
+        raise EvidenceError(_unwritable_text(path, error)) from error

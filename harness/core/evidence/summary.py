@@ -12,10 +12,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.core.evidence.alike import alike
-from harness.core.evidence.claimed import claimed_places, copies, ignored, placement_text, roles, unclaimed, uncut
+from harness.core.evidence.alike import rank_class_of_record
+from harness.core.evidence.claimed import (
+    claimed_slice_keys,
+    copied_contents,
+    group_roles,
+    ignored_digests,
+    placement_text,
+    unclaimed_digests,
+    uncut_contents,
+)
 from harness.core.evidence.format import INLINED
-from harness.core.evidence.keys import number, ranks_key
+from harness.core.evidence.keys import ranks_key, stable_digest
 from harness.core.evidence.recording import Fed, RankRecord
 from harness.core.evidence.records import BACKGROUND, Collective, RankEvidence
 from harness.core.evidence.step import StepEvidence
@@ -93,7 +101,7 @@ class Summary:
 
 def summary_of(record: RankRecord) -> Summary:
     """Return the summary of a rank that left this record."""
-    number_of_class, groups = alike(record)
+    number_of_class, groups = rank_class_of_record(record)
     return _summary(record, RankClass(number=number_of_class, groups=groups))
 
 
@@ -158,35 +166,35 @@ def _modules(record: RankRecord) -> Modules:
 
 def _parameters(evidence: RankEvidence) -> Parameters:
     parameters = evidence.parameters
-    places = claimed_places(evidence)
+    places = claimed_slice_keys(evidence)
     return Parameters(
-        model=number(sorted((tensor.fqn, tensor.global_shape, tensor.dtype) for tensor in parameters)),
+        model=stable_digest(sorted((tensor.fqn, tensor.global_shape, tensor.dtype) for tensor in parameters)),
         count=len(parameters),
         elements=sum(math.prod(tensor.global_shape) for tensor in parameters),
         placements=dict(Counter(placement_text(tensor) for tensor in parameters)),
-        slices=number(places) if places else 0,
+        slices=stable_digest(places) if places else 0,
     )
 
 
 def _contents(record: RankRecord) -> Contents:
     return Contents(
         by_step=_contents_by_step(record),
-        copies=copies(record),
-        ignored=ignored(record),
-        unclaimed=unclaimed(record),
+        copies=copied_contents(record),
+        ignored=ignored_digests(record),
+        unclaimed=unclaimed_digests(record),
         not_finite={step.step: step.not_finite for step in record.steps if step.not_finite},
         idle_steps=idle_steps(record),
-        uncut=uncut(record),
+        uncut=uncut_contents(record),
     )
 
 
 def _contents_by_step(record: RankRecord) -> dict[int, int]:
-    claimed = {fqn for fqn, *_ in claimed_places(record.evidence)}
+    claimed = {fqn for fqn, *_ in claimed_slice_keys(record.evidence)}
     compared = claimed or {tensor.fqn for tensor in record.evidence.parameters}
     contents = {}
     for step in record.steps:
         if digests := sorted((fqn, digest) for fqn, digest in step.digests.items() if fqn in compared):
-            contents[step.step] = number(digests)
+            contents[step.step] = stable_digest(digests)
     return contents
 
 
@@ -216,7 +224,7 @@ def _traffic(record: RankRecord, shown: int) -> Traffic:
 def _groups(record: RankRecord) -> Groups:
     evidence = record.evidence
     return Groups(
-        roles=roles(evidence),
+        roles=group_roles(evidence),
         issued=issued(evidence),
         idle=tuple(sorted({ranks_key(group.ranks) for group in _idle(evidence)})),
         own=evidence.own_groups,
@@ -235,16 +243,19 @@ def _resources(record: RankRecord, shown: StepEvidence | None) -> Resources:
 
 def idle_steps(record: RankRecord) -> tuple[int, ...]:
     """Trap: optimizers that step on other tensors than the model's, as ZeRO's do, look for no gradient there."""
-    held = {tensor.fqn for tensor in record.evidence.parameters if tensor.value.size} & {*record.stepped}
-    return tuple(step.step for step in record.steps if step.step and held and held <= {*step.ungraded})
+    fqns = {tensor.fqn for tensor in record.evidence.parameters if tensor.value.size} & {*record.stepped}
+    return tuple(step.step for step in record.steps if step.step and fqns and fqns <= {*step.ungraded})
 
 
 def _inputs(fed: Iterable[Fed]) -> int:
-    return number([(one.digest, one.shape) for one in fed])
+    return stable_digest([(batch.digest, batch.shape) for batch in fed])
 
 
 def _each_input(fed: Iterable[Fed]) -> tuple[int, ...]:
-    return tuple(digest for one in fed for digest in (one.digest, *one.others))[:MOST_INPUTS]
+    digests: list[int] = []
+    for batch in fed:
+        digests += (batch.digest, *batch.others)
+    return tuple(digests[:MOST_INPUTS])
 
 
 def step_shown(record: RankRecord) -> int:
@@ -259,34 +270,34 @@ def uses(evidence: RankEvidence, shown: int, ended: Sequence[int] = ()) -> tuple
     inside = [call for call in evidence.collectives if call.phase in INSIDE and call.op != "barrier"]
     moved = _by_step(call for call in inside if len(call.ranks) > 1)
     steps = tuple(sorted(step.step for step in evidence.steps))
-    found, blocked = [], _blocked(inside, ended)
+    all_uses, blocked = [], _blocked(inside, ended)
     for kind, by_step in sorted(moved.items()):
         if shown in by_step:
             as_much = tuple(step for step in steps if by_step.get(step) == by_step[shown])
             always = as_much == steps and len(steps) > 1
             named = "" if always else ranks_key(as_much)
-            found.append(Use(*kind, *by_step[shown], steps=named, blocked=blocked.get(kind, {})))
-    return tuple(found)
+            all_uses.append(Use(*kind, *by_step[shown], steps=named, blocked=blocked.get(kind, {})))
+    return tuple(all_uses)
 
 
 def _blocked(calls: Sequence[Collective], steps: Sequence[int]) -> dict[Kind, dict[int, float]]:
     """Return by kind and step how long calls blocked; nothing of a kind of which some call was not seen to return."""
-    found: dict[Kind, dict[int, float]] = defaultdict(lambda: dict.fromkeys(steps, 0.0))
+    seconds_by_kind: dict[Kind, dict[int, float]] = defaultdict(lambda: dict.fromkeys(steps, 0.0))
     for call in calls:
         if call.step in steps:
             kind = ranks_key(call.ranks), call.op, call.phase, call.dtype
-            found[kind][call.step] += math.nan if call.blocked is None else call.blocked
-    return {kind: by_step for kind, by_step in found.items() if not math.isnan(sum(by_step.values()))}
+            seconds_by_kind[kind][call.step] += math.nan if call.blocked is None else call.blocked
+    return {kind: by_step for kind, by_step in seconds_by_kind.items() if not math.isnan(sum(by_step.values()))}
 
 
 def _by_step(calls: Iterable[Collective]) -> dict[Kind, dict[int, tuple[int, int]]]:
     """How many of each kind, and their bytes."""
-    found: dict[Kind, dict[int, tuple[int, int]]] = defaultdict(dict)
+    amounts_by_kind: dict[Kind, dict[int, tuple[int, int]]] = defaultdict(dict)
     for call in calls:
-        by_step = found[ranks_key(call.ranks), call.op, call.phase, call.dtype]
+        by_step = amounts_by_kind[ranks_key(call.ranks), call.op, call.phase, call.dtype]
         count, size = by_step.get(call.step, (0, 0))
         by_step[call.step] = (count + 1, size + call.bytes)
-    return found
+    return amounts_by_kind
 
 
 def whole_steps(record: RankRecord) -> tuple[int, ...]:
@@ -304,8 +315,10 @@ def outside(evidence: RankEvidence, steps: tuple[int, ...]) -> tuple[Outside, ..
     for kind, by_step in _by_step(call for call in calls if len(call.ranks) > 1).items():
         for step, (count, size) in sorted(by_step.items()):
             alike[kind, count, size].append(step)
-    listed = sorted(alike.items())
-    return tuple(Outside(*kind, count, size, steps=ranks_key(tuple(at))) for (kind, count, size), at in listed)
+    rows = []
+    for (kind, count, size), steps_alike in sorted(alike.items()):
+        rows.append(Outside(*kind, count, size, steps=ranks_key(tuple(steps_alike))))
+    return tuple(rows)
 
 
 def background(evidence: RankEvidence) -> tuple[Use, ...]:
@@ -320,14 +333,17 @@ def issued(evidence: RankEvidence) -> tuple[Issued, ...]:
         if call.op not in POINT_TO_POINT and len(call.ranks) > 1:
             sequences[call.group, ranks_key(call.ranks)].append(_as_issued(call))
     return tuple(
-        Issued(*key, len(calls), number(_without_place(calls)), _by_steps(calls))
+        Issued(*key, len(calls), stable_digest(_without_place(calls)), _by_steps(calls))
         for key, calls in sorted(sequences.items())
     )
 
 
 def _by_steps(calls: Sequence[Any]) -> dict[int, int]:
     """calls: as issued, the step last."""
-    return {step: number([call for call in calls if call[-1] == step]) for step in dict.fromkeys(c[-1] for c in calls)}
+    return {
+        step: stable_digest([call for call in calls if call[-1] == step])
+        for step in dict.fromkeys(c[-1] for c in calls)
+    }
 
 
 WITHOUT_PLACE = "broadcast"

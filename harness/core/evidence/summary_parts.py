@@ -161,13 +161,16 @@ class Contents:
     ignored: dict[str, dict[int, int]]
     """Fqn -> the contents by step of parameters that a wrapper ignores, but for those that begin as constants."""
     unclaimed: dict[str, tuple[int, int]]
-    """Fqn of parameters that nothing claims -> two digests, as in evidence.unclaimed."""
+    """Fqn of parameters that nothing claims -> two digests, as in claimed.unclaimed_digests."""
     not_finite: dict[int, tuple[str, ...]]
     """Step -> parameters with infinite numbers or NaN."""
     idle_steps: tuple[int, ...]
     """Steps in which none of the parameters had a gradient."""
     uncut: dict[str, dict[int, int]] = field(default_factory=dict, metadata=LATER)
-    """Group over which DTensors cut others, and how parameters began -> the contents by step, as in evidence.claimed.uncut."""
+    """Group over which DTensors cut others, and how parameters began -> the contents by step.
+
+    As in evidence.claimed.uncut_contents.
+    """
 
 
 @dataclass(frozen=True)

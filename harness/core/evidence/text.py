@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-MANY = 32  # ranks that are still named one by one
+MAX_LISTED_RANKS = 32  # ranks that are still named one by one
 
 
 def ranks_text(ranks: tuple[int, ...] | list[int]) -> str:
@@ -12,12 +12,12 @@ def ranks_text(ranks: tuple[int, ...] | list[int]) -> str:
     ranks = sorted(ranks)
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"[{ranks[0]}-{ranks[-1]}]"
-    if len(ranks) > MANY and ranks == list(range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])):
+    if len(ranks) > MAX_LISTED_RANKS and ranks == list(range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])):
         return f"[{ranks[0]},{ranks[1]},..,{ranks[-1]}]"
     return "[" + ",".join(map(str, ranks)) + "]"
 
 
-def some_ranks(ranks: Iterable[int], limit: int = 6) -> str:
+def some_ranks_text(ranks: Iterable[int], limit: int = 6) -> str:
     """Return a text of ranks, of which at most `limit` are named: "rank 3", "ranks 0-6", "ranks 0, 4, 9 and 12 more"."""
     listed = sorted(set(ranks))
     if len(listed) == 1:
@@ -45,18 +45,18 @@ def number_text(value: float, digits: int = 6) -> str:
     return "0" if text == "-0" else text
 
 
-def visible(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Return the text with each character that is obeyed rather than shown as its escape, such as \\x1b."""
     if text.isprintable():
         return text
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else _escape(letter) for letter in text)
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else _escape_sequence(letter) for letter in text)
 
 
-def _escape(letter: str) -> str:
+def _escape_sequence(letter: str) -> str:
     return letter.encode("unicode_escape").decode()
 
 
-def counted(count: int, noun: str) -> str:
+def count_text(count: int, noun: str) -> str:
     """Return a count with its noun: "1 tensor", "2 tensors". noun: in the singular."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
@@ -66,7 +66,7 @@ def names_text(names: Sequence[str], limit: int = 3) -> str:
     listed = ", ".join(names[:limit])
     if len(names) > limit:
         listed += ", .."
-    return f"{counted(len(names), 'parameter')} ({listed})"
+    return f"{count_text(len(names), 'parameter')} ({listed})"
 
 
 def positions_text(positions: Iterable[int]) -> str:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from harness.core.evidence.records import BACKGROUND, OwnGroup
-from harness.core.evidence.text import counted
+from harness.core.evidence.text import count_text
 
 
 def own_group_text(group: OwnGroup) -> str:
     """Return a text of a group's class, size and line of code: "ProcessGroupGloo of 2 ranks (made at train.py:5)"."""
     text = group.kind
     if group.size is not None:
-        text += f" of {counted(group.size, 'rank')}"
+        text += f" of {count_text(group.size, 'rank')}"
     if group.made:
         text += f" (made at {group.made})"
     return text
 
 
-def unplaced(groups: Mapping[int, Iterable[OwnGroup]]) -> str:
+def unplaced_groups_reason(groups: Mapping[int, Iterable[OwnGroup]]) -> str:
     """Return the reason why it is unknown between which ranks some bytes moved; empty if it is known. groups: by rank.
 
     Barriers, calls before the first step and groups of one rank move nothing that a check asks for.

@@ -14,8 +14,8 @@ import numpy as np
 from harness.core.evidence.records import RankEvidence
 from harness.core.evidence.step import UnsettledGradient
 
-SUM = "Partial(sum)"
-MEAN = "Partial(avg)"
+PARTIAL_SUM = "Partial(sum)"
+PARTIAL_MEAN = "Partial(avg)"
 
 
 def with_settled_gradients(ranks: Mapping[int, RankEvidence]) -> dict[int, RankEvidence]:
@@ -26,23 +26,23 @@ def with_settled_gradients(ranks: Mapping[int, RankEvidence]) -> dict[int, RankE
     settled = {}
     for rank, evidence in ranks.items():
         if any(step.unsettled for step in evidence.steps):
-            settled[rank] = _settle(ranks, rank)
+            settled[rank] = _with_settled_steps(ranks, rank)
     return settled
 
 
-def _settle(ranks: Mapping[int, RankEvidence], rank: int) -> RankEvidence:
+def _with_settled_steps(ranks: Mapping[int, RankEvidence], rank: int) -> RankEvidence:
     steps = []
     for step in ranks[rank].steps:
         gradients = dict(step.gradients)
         for fqn, lies in step.unsettled.items():
-            settled = _settled(ranks, rank, step.step, fqn, lies)
+            settled = _settle_gradient(ranks, rank, step.step, fqn, lies)
             if settled is not None:
                 gradients[fqn] = settled
         steps.append(dataclasses.replace(step, gradients=gradients))
     return dataclasses.replace(ranks[rank], steps=tuple(steps))
 
 
-def _settled(
+def _settle_gradient(
     ranks: Mapping[int, RankEvidence], rank: int, step: int, fqn: str, lies: UnsettledGradient
 ) -> np.ndarray | None:
     """Return the rank's gradient in the placements of its parameter. None where it cannot be computed.
@@ -53,37 +53,37 @@ def _settled(
     if rank not in mesh:
         return None
     coordinate = [int(index) for index in np.argwhere(mesh == rank)[0]]
-    parts = [_part(ranks, peer, step, fqn, lies) for peer in partial_ranks(lies, rank)]
+    parts = [_gradient_of_peer(ranks, peer, step, fqn, lies) for peer in ranks_of_partial_sum(lies, rank)]
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or len({part.shape for part in known}) > 1:
         return None
     value = known[0] if len(known) == 1 else np.sum(known, axis=0, dtype=known[0].dtype)
     for axis, (placement, wanted) in enumerate(zip(lies.placements, lies.wanted, strict=True)):
-        if placement == MEAN:
+        if placement == PARTIAL_MEAN:
             value = value / value.dtype.type(mesh.shape[axis])
         if placement == wanted:
             continue
-        if placement not in (SUM, MEAN, "Replicate"):
+        if placement not in (PARTIAL_SUM, PARTIAL_MEAN, "Replicate"):
             return None
         if wanted.startswith("Shard("):
-            value = _chunk(value, int(wanted[6:-1]), mesh.shape[axis], coordinate[axis])
+            value = _chunk_of_dim(value, int(wanted[6:-1]), mesh.shape[axis], coordinate[axis])
         elif wanted != "Replicate":
             return None
     return value
 
 
-def partial_ranks(lies: UnsettledGradient, rank: int) -> list[int]:
+def ranks_of_partial_sum(lies: UnsettledGradient, rank: int) -> list[int]:
     """Return the ranks whose partial gradients add up to this rank's gradient; the rank alone if nothing is partial."""
     mesh = np.array(lies.mesh)
     coordinate = np.argwhere(mesh == rank)[0]
     axes = [
-        slice(None) if placement in (SUM, MEAN) else index
+        slice(None) if placement in (PARTIAL_SUM, PARTIAL_MEAN) else index
         for placement, index in zip(lies.placements, coordinate, strict=True)
     ]
     return [int(peer) for peer in np.atleast_1d(mesh[tuple(axes)]).reshape(-1)]
 
 
-def _part(
+def _gradient_of_peer(
     ranks: Mapping[int, RankEvidence], peer: int, step: int, fqn: str, lies: UnsettledGradient
 ) -> np.ndarray | None:
     """Return a rank's gradient of a parameter. None if it is not there, or has other placements than `lies`."""
@@ -94,7 +94,7 @@ def _part(
     return record.gradients.get(fqn)
 
 
-def _chunk(value: np.ndarray, dim: int, parts: int, index: int) -> np.ndarray:
+def _chunk_of_dim(value: np.ndarray, dim: int, parts: int, index: int) -> np.ndarray:
     """Return one part of a dim as torch.chunk cuts it: all have the first one's length, but the last ones."""
     size = value.shape[dim]
     length = -(-size // parts)  # rounded up

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def open_whole_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file to write it: under another name, flushed to disk and renamed when the block ends.
 
     Raises OSError. If anything is raised, the path is as it was before, and no other file is left.

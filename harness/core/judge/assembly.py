@@ -13,7 +13,7 @@ import numpy as np
 
 from harness.core.evidence.step import StepEvidence
 from harness.core.judge import tolerance
-from harness.core.judge.contents import take
+from harness.core.judge.contents import view_of_slice
 from harness.core.judge.tolerance import Bounds, NoBound, ParameterBounds
 from harness.core.judge.trial import Trial
 from harness.core.plan.slices import Slice
@@ -25,31 +25,32 @@ from harness.reference.record import ReferenceStep
 class Misfit:
     """The difference between one copy of a parameter's gradient and the reference's gradient, with the bounds that noise sets.
 
-    fit: the best-fitting factor. rest: the distance from that multiple of the reference's, relative to the longer of both.
+    scale: the best-fitting factor. residual: the distance from that multiple of the reference's, relative to the longer of
+    both.
     """
 
     fqn: str
     step: int
     ranks: tuple[int, ...]
     distance: float
-    fit: float
-    rest: float
+    scale: float
+    residual: float
     distance_bound: float
-    fit_bound: float
+    scale_bound: float
 
     @property
-    def excess(self) -> float:
+    def ratio_to_bound(self) -> float:
         """Return the difference divided by its bound, the larger of distance and fit. NaN where the gradient has a NaN."""
-        return float(np.max([self.distance / self.distance_bound, abs(self.fit - 1) / self.fit_bound]))
+        return float(np.max([self.distance / self.distance_bound, abs(self.scale - 1) / self.scale_bound]))
 
     @property
-    def within(self) -> bool:
-        return self.excess <= 1
+    def is_within_bound(self) -> bool:
+        return self.ratio_to_bound <= 1
 
     @property
-    def scaled(self) -> bool:
+    def is_only_scaled(self) -> bool:
         """Return whether only the factor is wrong: the gradient divided by it is within the noise."""
-        return abs(self.fit - 1) > self.fit_bound and self.rest <= self.distance_bound
+        return abs(self.scale - 1) > self.scale_bound and self.residual <= self.distance_bound
 
 
 def misfits(trial: Trial, number: int, bounds: Bounds | None = None) -> tuple[list[Misfit], list[str]]:
@@ -66,8 +67,8 @@ def misfits(trial: Trial, number: int, bounds: Bounds | None = None) -> tuple[li
             accept = f"`harness golden --accept -k {trial.case.name}` measures it"
             raise NoBound(f"the noise of each parameter's gradient was never measured; {accept}")
         copies = [
-            _misfit(fqn, trial.reference_of(ranks[0]).steps[number - 1], by_parameter[fqn], ranks, whole)
-            for ranks, whole in _copies(trial, number, fqn, full)
+            _misfit_of_copy(fqn, trial.reference_of_rank(ranks[0]).steps[number - 1], by_parameter[fqn], ranks, whole)
+            for ranks, whole in _whole_copies(trial, number, fqn, full)
         ]
         all_misfits += copies
         if not copies:
@@ -75,7 +76,7 @@ def misfits(trial: Trial, number: int, bounds: Bounds | None = None) -> tuple[li
     return all_misfits, lacking
 
 
-def _misfit(
+def _misfit_of_copy(
     fqn: str, reference: ReferenceStep, bounds: ParameterBounds, ranks: tuple[int, ...], whole: np.ndarray
 ) -> Misfit:
     expected = reference.gradients[fqn]
@@ -86,19 +87,21 @@ def _misfit(
         step=reference.step,
         ranks=ranks,
         distance=relative_distance(whole, expected),
-        fit=fit,
-        rest=rest,
+        scale=fit,
+        residual=rest,
         distance_bound=bounds.distance[reference.step],
-        fit_bound=bounds.fit[reference.step],
+        scale_bound=bounds.fit[reference.step],
     )
 
 
-def _copies(trial: Trial, number: int, fqn: str, full: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+def _whole_copies(
+    trial: Trial, number: int, fqn: str, full: np.ndarray
+) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
     """Yield each copy of the whole gradient, with the ranks whose slices it is put together from.
 
     Yield nothing if the slices do not make up the whole, each entry once.
     """
-    holders_by_slice = _holders(trial, number, fqn)
+    holders_by_slice = _holders_by_slice(trial, number, fqn)
     times_covered = np.zeros(full.shape, dtype=int)
     for part in holders_by_slice:
         times_covered[tuple(slice(start, stop) for start, stop in part)] += 1
@@ -115,22 +118,22 @@ def _copies(trial: Trial, number: int, fqn: str, full: np.ndarray) -> Iterator[t
         yield tuple(sorted(set(ranks))), gradient
 
 
-def _holders(trial: Trial, number: int, fqn: str) -> dict[Slice, list[tuple[int, np.ndarray]]]:
+def _holders_by_slice(trial: Trial, number: int, fqn: str) -> dict[Slice, list[tuple[int, np.ndarray]]]:
     """Return, by slice, the ranks that hold it, and their values. Empty slices, and those found nowhere, are left out."""
     holders_by_slice: dict[Slice, list[tuple[int, np.ndarray]]] = {}
     for rank, evidence in sorted(trial.ranks.items()):
         part = trial.gradient_slice_of(rank, fqn)
-        gradient = _gradient(evidence.steps, number, fqn)
-        if part is not None and gradient is not None and gradient.size and gradient.shape == _shape(part):
+        gradient = _gradient_in_step(evidence.steps, number, fqn)
+        if part is not None and gradient is not None and gradient.size and gradient.shape == _shape_of_slice(part):
             holders_by_slice.setdefault(part, []).append((rank, gradient))
     return holders_by_slice
 
 
-def _gradient(steps: tuple[StepEvidence, ...], number: int, fqn: str) -> np.ndarray | None:
+def _gradient_in_step(steps: tuple[StepEvidence, ...], number: int, fqn: str) -> np.ndarray | None:
     return next((step.gradients.get(fqn) for step in steps if step.step == number), None)
 
 
-def _shape(part: Slice) -> tuple[int, ...]:
+def _shape_of_slice(part: Slice) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in part)
 
 
@@ -142,4 +145,4 @@ def gradient_distance(trial: Trial, rank: int, fqn: str, gradient: np.ndarray, f
     part = trial.gradient_slice_of(rank, fqn)
     if part is None:
         return float("inf")
-    return tolerance.relative_difference(gradient, take(full, part), float(np.max(np.abs(full))))
+    return tolerance.relative_difference(gradient, view_of_slice(full, part), float(np.max(np.abs(full))))

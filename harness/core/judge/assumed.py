@@ -39,7 +39,7 @@ class AssumedOptimizer:
     copies: int = 0
     """How many more numbers it keeps of each parameter than requested."""
 
-    def and_besides(self, other: AssumedOptimizer) -> AssumedOptimizer:
+    def combined_with(self, other: AssumedOptimizer) -> AssumedOptimizer:
         """Return both assumptions together. Where both set a field, the other's is taken.
 
         A parameter that either of them leaves alone is left alone.
@@ -71,7 +71,7 @@ class Assumption:
     undrawn: frozenset[int] = frozenset()
     """Steps in which forward passes draw no random numbers."""
 
-    def and_besides(
+    def extended_with(
         self,
         optimizer: AssumedOptimizer = AssumedOptimizer(),
         reports: Mapping[str, Callable[[int, int], float]] | None = None,
@@ -79,7 +79,7 @@ class Assumption:
     ) -> Assumption:
         """Return this assumption with the optimizer's and the reports' added; all other fields are replaced by those given."""
         merged_reports = {**self.reports, **(reports or {})}
-        return replace(self, optimizer=self.optimizer.and_besides(optimizer), reports=merged_reports, **instead)
+        return replace(self, optimizer=self.optimizer.combined_with(optimizer), reports=merged_reports, **instead)
 
 
 AS_REQUESTED = Assumption()

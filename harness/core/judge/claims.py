@@ -11,13 +11,13 @@ from harness.core.plan.slices import Slice, chunk
 def claimed_slice(rank: int, tensor: TensorEvidence) -> Slice | None:
     """Return the slice that a DTensor claims, the whole tensor for a plain one. None if its shape differs from the value's."""
     intervals = [(0, size) for size in tensor.global_shape]
-    for dim, parts, index in _cuts(rank, tensor):
+    for dim, parts, index in _cuts_of_tensor(rank, tensor):
         intervals[dim] = chunk(intervals[dim], parts, index)
     shape = tuple(stop - start for start, stop in intervals)
     return tuple(intervals) if shape == tensor.value.shape else None
 
 
-def _cuts(rank: int, tensor: TensorEvidence) -> list[tuple[int, int, int]]:
+def _cuts_of_tensor(rank: int, tensor: TensorEvidence) -> list[tuple[int, int, int]]:
     """Return (dim, number of parts, index of the part) of each cut, in the order in which the tensor is cut.
 
     A strided shard is cut after those inside of it.
@@ -27,13 +27,17 @@ def _cuts(rank: int, tensor: TensorEvidence) -> list[tuple[int, int, int]]:
         return []
     mesh_coordinate = np.argwhere(mesh == rank)[0]
     axes = list(zip(tensor.placements, mesh.shape, mesh_coordinate.tolist(), strict=True))
-    plain = [(_dim(placement), size, index) for placement, size, index in axes if placement.startswith("Shard")]
+    plain = [
+        (_dim_of_placement(placement), size, index) for placement, size, index in axes if placement.startswith("Shard")
+    ]
     strided = [
-        (_dim(placement), size, index) for placement, size, index in axes if placement.startswith("StridedShard")
+        (_dim_of_placement(placement), size, index)
+        for placement, size, index in axes
+        if placement.startswith("StridedShard")
     ]
     return plain + strided[::-1]
 
 
-def _dim(placement: str) -> int:
+def _dim_of_placement(placement: str) -> int:
     """Return the tensor dim of a placement as it is recorded: "Shard(1)"."""
     return int(placement.split("(")[1].rstrip(")"))

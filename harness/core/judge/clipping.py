@@ -16,27 +16,27 @@ import math
 from harness.core.evidence.records import Run
 from harness.core.evidence.step import StepEvidence
 from harness.core.judge import tolerance
-from harness.core.judge.contents import take
+from harness.core.judge.contents import view_of_slice
 from harness.core.judge.trial import Trial
 
 
-def late_steps(trial: Trial) -> set[int]:
+def steps_clipped_late(trial: Trial) -> set[int]:
     """Return the steps in which clipping was given what the optimizer was given; none without bounds."""
-    scaled_steps = {step.step for _, step, _ in trial.steps() if factor(step) not in (None, 1.0)}
+    scaled_steps = {step.step for _, step, _ in trial.steps() if gradient_factor(step) not in (None, 1.0)}
     trial_after = dataclasses.replace(trial, run=with_gradients_after(trial.run, scaled_steps))
     late = set()
     try:
         for step in scaled_steps:
-            if matches(trial, step):
+            if gradients_match(trial, step):
                 continue
-            if matches(trial_after, step) or matches(trial_after, step, clipped=True):
+            if gradients_match(trial_after, step) or gradients_match(trial_after, step, clipped=True):
                 late.add(step)
     except tolerance.NoBound:
         return set()
     return late
 
 
-def factor(step: StepEvidence) -> float | None:
+def gradient_factor(step: StepEvidence) -> float | None:
     """Return the number that multiplied all gradients; None if it was not recorded, or if there was not one number."""
     return None if step.scaled is None or math.isnan(step.scaled) else step.scaled
 
@@ -45,7 +45,7 @@ def with_gradients_after(run: Run, steps: set[int]) -> Run:
     """Return the run with the gradients that the optimizer was given in these steps."""
 
     def after(step: StepEvidence) -> StepEvidence:
-        multiplier = factor(step)
+        multiplier = gradient_factor(step)
         if step.step not in steps or multiplier is None:
             return step
         gradients = {fqn: multiplier * gradient for fqn, gradient in step.gradients.items()}
@@ -58,7 +58,7 @@ def with_gradients_after(run: Run, steps: set[int]) -> Run:
     return dataclasses.replace(run, ranks=ranks)
 
 
-def matches(trial: Trial, number: int, *, clipped: bool = False) -> bool:
+def gradients_match(trial: Trial, number: int, *, clipped: bool = False) -> bool:
     """Return whether all gradients of a step are the reference's; clipped: the reference's times its clip coefficient."""
     reference = trial.reference_step(number)
     bound = trial.bounds.gradient[number]
@@ -71,12 +71,12 @@ def matches(trial: Trial, number: int, *, clipped: bool = False) -> bool:
             if part is None or fqn not in reference.gradients:
                 return False
             full = coefficient * reference.gradients[fqn]
-            if not tolerance.relative_difference(gradient, take(full, part), float(abs(full).max())) <= bound:
+            if not tolerance.relative_difference(gradient, view_of_slice(full, part), float(abs(full).max())) <= bound:
                 return False
     return True
 
 
-def clipped_unseen(trial: Trial, number: int) -> bool:
+def is_clipped_unseen(trial: Trial, number: int) -> bool:
     """Return whether the gradients were altered after backward, unseen, and are the reference's clipped ones."""
     altered = all(step.scaled not in (None, 1.0) for _, step, _ in trial.steps() if step.step == number)
-    return altered and not matches(trial, number) and matches(trial, number, clipped=True)
+    return altered and not gradients_match(trial, number) and gradients_match(trial, number, clipped=True)

@@ -10,53 +10,53 @@ from harness.core.judge.explained import allowed_graphs, most_of
 from harness.core.judge.finding import Finding, Limit, Value
 from harness.core.judge.trial import Trial
 
-Looked = Iterator[Finding | None]
+FindingsOrRight = Iterator[Finding | None]
 """The result of each comparison: None if it was right."""
 
 
-def looked_at(trial: Trial, rank: int) -> Looked:
+def judge_compiled_code(trial: Trial, rank: int) -> FindingsOrRight:
     """Judge what a rank compiled: number of graphs, graph breaks, code that runs eagerly again, graphs that were recompiled.
 
     Where a trainer declares what it compiles, graph breaks are its choice, too.
     """
     compiler = trial.ranks[rank].compiler
-    allowed_graphs = most_graphs(trial)
+    allowed_graphs = allowed_graph_count(trial)
     graphs = compiler.get("graphs", 0)
     breaks = sorted(key for key in compiler if key.startswith("graph break"))
     if trial.case.features.compile:
-        yield _unless(graphs > 0, rank, GRAPHS, Limit(least=1), graphs)
+        yield _compile_finding(graphs > 0, rank, GRAPHS, Limit(least=1), graphs)
     else:
-        yield _unless(graphs <= allowed_graphs, rank, GRAPHS, Limit(most=allowed_graphs), graphs)
+        yield _compile_finding(graphs <= allowed_graphs, rank, GRAPHS, Limit(most=allowed_graphs), graphs)
     if not allowed_graphs:
-        yield _unless(not breaks, rank, "graph breaks", None, breaks[0] if breaks else None)
-    limits = tuple(gave_up(trial, rank))
-    yield _unless(not limits, rank, "limits reached", None, limits[:1])
-    yield from compiled_again(trial, rank)
+        yield _compile_finding(not breaks, rank, "graph breaks", None, breaks[0] if breaks else None)
+    limits = tuple(reasons_of_eager_fallback(trial, rank))
+    yield _compile_finding(not limits, rank, "limits reached", None, limits[:1])
+    yield from judge_recompilations(trial, rank)
 
 
 GRAPHS = "compiled graphs"
 RECOMPILED = "graphs recompiled"
 
 
-def _unless(right: bool, rank: int, quantity: str, expected: Value, observed: Value) -> Finding | None:
+def _compile_finding(right: bool, rank: int, quantity: str, expected: Value, observed: Value) -> Finding | None:
     if right:
         return None
     return Finding.at(rank, expected, observed, kind="feature", name="torch.compile", quantity=quantity)
 
 
-def most_graphs(trial: Trial) -> int:
+def allowed_graph_count(trial: Trial) -> int:
     """Return how many graphs a rank may compile where the case requests no compiled blocks."""
     if trial.case.features.compile:
         return 0
     return most_of(allowed_graphs(trial))
 
 
-def gave_up(trial: Trial, rank: int) -> Iterator[str]:
+def reasons_of_eager_fallback(trial: Trial, rank: int) -> Iterator[str]:
     """Return why code that was compiled once now runs eagerly."""
     return (key.removeprefix("gave up: ") for key in trial.ranks[rank].compiler if key.startswith("gave up: "))
 
 
-def compiled_again(trial: Trial, rank: int) -> Looked:
+def judge_recompilations(trial: Trial, rank: int) -> FindingsOrRight:
     """Judge each step in which no new graph is expected.
 
     Compilers settle in the first two steps of a launch. Later only a sequence length that is new is compiled anew.

@@ -9,7 +9,7 @@ import numpy as np
 from harness.core.plan.slices import Slice, numel
 
 
-def locate(value: np.ndarray, full: np.ndarray, guess: Slice | None = None) -> Slice | None:
+def find_slice(value: np.ndarray, full: np.ndarray, guess: Slice | None = None) -> Slice | None:
     """Return the slice of `full` whose bytes are those of `value`; `guess` is tried first. None if there is none."""
     if value.ndim != full.ndim:
         return None
@@ -17,31 +17,31 @@ def locate(value: np.ndarray, full: np.ndarray, guess: Slice | None = None) -> S
         if guess is not None and numel(guess) == 0:
             return guess
         return tuple((0, size) for size in value.shape)
-    for corner in _corners(value, full, guess):
-        candidate = _from(corner, value.shape)
-        if is_at(value, full, candidate):
+    for corner in _candidate_corners(value, full, guess):
+        candidate = _slice_from_corner(corner, value.shape)
+        if is_equal_at(value, full, candidate):
             return candidate
     return None
 
 
-def _corners(value: np.ndarray, full: np.ndarray, guess: Slice | None) -> Iterator[Iterable[int]]:
+def _candidate_corners(value: np.ndarray, full: np.ndarray, guess: Slice | None) -> Iterator[Iterable[int]]:
     """Yield the index of each entry of `full` where the value may begin, the guess first."""
     if guess is not None:
         yield [start for start, _ in guess]
     yield from np.argwhere(full == value.flat[0])
 
 
-def _from(corner: Iterable[int], shape: tuple[int, ...]) -> Slice:
+def _slice_from_corner(corner: Iterable[int], shape: tuple[int, ...]) -> Slice:
     return tuple((int(start), int(start) + size) for start, size in zip(corner, shape, strict=True))
 
 
-def is_at(value: np.ndarray, full: np.ndarray, candidate: Slice) -> bool:
+def is_equal_at(value: np.ndarray, full: np.ndarray, candidate: Slice) -> bool:
     """Return whether the value's shape, dtype and bytes are those of this slice of `full`."""
-    region = take(full, candidate)
+    region = view_of_slice(full, candidate)
     return region.shape == value.shape and region.dtype == value.dtype and region.tobytes() == value.tobytes()
 
 
-def take(full: np.ndarray, part: Slice) -> np.ndarray:
+def view_of_slice(full: np.ndarray, part: Slice) -> np.ndarray:
     """Return a view of the slice `part` of a whole parameter."""
     return full[tuple(slice(start, stop) for start, stop in part)]
 

@@ -29,7 +29,7 @@ class ExplainedDifference:
 
 
 def allowances(trial: Trial, kind: str) -> list[Allowance]:
-    """Return the allowances of one kind, as in allowance.AMOUNTS."""
+    """Return the allowances of one kind, as in allowance.AMOUNT_KEYS."""
     return [allowance for allowance in trial.allow if allowance.what == kind]
 
 
@@ -41,7 +41,9 @@ def by_plan(amounts: Mapping[Any, int]) -> list[ExplainedDifference]:
 def allowed_bytes(trial: Trial, rank: int, kind: str) -> list[ExplainedDifference]:
     """Return what is kept, gathered or copied by allowance."""
     parameters = trial.plan.parameter_bytes[rank][1]
-    return [ExplainedDifference(kind, allowance.amount(parameters), allowance) for allowance in allowances(trial, kind)]
+    return [
+        ExplainedDifference(kind, allowance.byte_limit(parameters), allowance) for allowance in allowances(trial, kind)
+    ]
 
 
 def allowed_traffic(trial: Trial, rank: int) -> list[ExplainedDifference]:
@@ -52,14 +54,14 @@ def allowed_traffic(trial: Trial, rank: int) -> list[ExplainedDifference]:
     for allowance in allowances(trial, "moved"):
         ranks = world if allowance.axis == "world" else trial.plan.peers(rank, allowance.axis)
         key = (ranks, allowance.op, allowance.phase)
-        differences.append(ExplainedDifference(key, allowance.amount(parameters), allowance))
+        differences.append(ExplainedDifference(key, allowance.byte_limit(parameters), allowance))
     return differences
 
 
 def allowed_matmuls(trial: Trial, forward: int) -> list[ExplainedDifference]:
     """Return what a step computes outside of its passes by allowance. forward: the matmuls of its forward passes."""
     allowed = allowances(trial, "computed")
-    return [ExplainedDifference("computed", allowance.computed(forward), allowance) for allowance in allowed]
+    return [ExplainedDifference("computed", allowance.matmul_limit(forward), allowance) for allowance in allowed]
 
 
 def allowed_graphs(trial: Trial) -> list[ExplainedDifference]:

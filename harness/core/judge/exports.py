@@ -12,13 +12,13 @@ from types import MappingProxyType
 import numpy as np
 
 from harness.core.case.case import Case
-from harness.core.judge.held_values import weights_after
+from harness.core.judge.held_values import whole_weights_after
 from harness.core.judge.trial import Trial
-from harness.reference.columns import restored
+from harness.reference.columns import restore_from_blocks
 from harness.reference.config import Lora
 
 Arrays = Mapping[str, np.ndarray]
-NAMES = {
+EXPORTED_NAMES = {
     "tok_embeddings": "model.embed_tokens",
     "norm": "model.norm",
     "output": "lm_head",
@@ -32,18 +32,18 @@ NAMES = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
-FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
-TIED = "model.embed_tokens.weight"
-OUTPUT = "lm_head.weight"
+FUSED_MATRICES = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
+EMBEDDING_WEIGHT = "model.embed_tokens.weight"
+OUTPUT_WEIGHT = "lm_head.weight"
 
 
-def weights_of(trial: Trial, step: int) -> dict[str, np.ndarray]:
+def export_weights_after(trial: Trial, step: int) -> dict[str, np.ndarray]:
     """Return whole weights after a step, 0 for those before training, in the reference's order of rows and its shapes."""
-    stored = weights_after(trial, step) if step else trial.reference.weights
+    stored = whole_weights_after(trial, step) if step else trial.reference.weights
     weights = {}
     for fqn, shape in trial.case.model.parameter_shapes().items():
         if fqn in stored:
-            value = restored(np.asarray(stored[fqn]), shape, trial.plan.columns.get(fqn, 1))
+            value = restore_from_blocks(np.asarray(stored[fqn]), shape, trial.plan.column_blocks.get(fqn, 1))
             if fqn in trial.reference.rows:
                 value = value[np.argsort(trial.reference.rows[fqn])]
             weights[fqn] = value
@@ -53,10 +53,10 @@ def weights_of(trial: Trial, step: int) -> dict[str, np.ndarray]:
 def exported_name(fqn: str) -> str:
     """Return Hugging Face's name of a parameter."""
     layer, plain = re.fullmatch(r"(layers\.\d+\.)?(.+)\.weight", fqn).groups()  # type: ignore[union-attr]
-    return f"{'model.' + layer if layer else ''}{NAMES[plain]}.weight"
+    return f"{'model.' + layer if layer else ''}{EXPORTED_NAMES[plain]}.weight"
 
 
-def export_of(
+def expected_export(
     case: Case, weights: Arrays, orders: Mapping[str, Sequence[int]] = MappingProxyType({})
 ) -> dict[str, np.ndarray]:
     """Return the tensors of an export of these weights, by exported name.
@@ -69,20 +69,20 @@ def export_of(
 def export_with_rows(
     case: Case, weights: Arrays, *, permuted: bool, orders: Mapping[str, Sequence[int]] = MappingProxyType({})
 ) -> dict[str, np.ndarray]:
-    """Return the tensors of an export whose rows of q and k are in another order than requested.
+    """Return the tensors of an export whose rows of q and k are in a given order.
 
     permuted: whether in the order for a rotary embedding that turns halves. orders: by fused name, another order of its parts.
     """
-    exported = {exported_name(fqn): value for fqn, value in merged(case.model.lora, weights).items()}
+    exported = {exported_name(fqn): value for fqn, value in merge_adapters(case.model.lora, weights).items()}
     if permuted:
         for name in [name for name in exported if name.endswith(("q_proj.weight", "k_proj.weight"))]:
-            exported[name] = halves(exported[name], case.model.head_dim)
-    if case.model.tied_embeddings and TIED in exported:
-        exported[OUTPUT] = exported[TIED]
-    return _fused(exported, orders) if case.features.export == "hf_fused" else exported
+            exported[name] = rows_in_half_order(exported[name], case.model.head_dim)
+    if case.model.tied_embeddings and EMBEDDING_WEIGHT in exported:
+        exported[OUTPUT_WEIGHT] = exported[EMBEDDING_WEIGHT]
+    return _fuse_matrices(exported, orders) if case.features.export == "hf_fused" else exported
 
 
-def merged(lora: Lora | None, weights: Arrays) -> dict[str, np.ndarray]:
+def merge_adapters(lora: Lora | None, weights: Arrays) -> dict[str, np.ndarray]:
     """Return the weights with each adapter added to its matrix."""
     merged_weights = {fqn: value for fqn, value in weights.items() if ".lora_" not in fqn}
     for fqn in merged_weights:
@@ -93,7 +93,7 @@ def merged(lora: Lora | None, weights: Arrays) -> dict[str, np.ndarray]:
     return merged_weights
 
 
-def rounding_of(case: Case, weights: Arrays) -> dict[str, np.ndarray]:
+def rounding_units(case: Case, weights: Arrays) -> dict[str, np.ndarray]:
     """Return, by exported name, by how many units of rounding each entry of an export may be off.
 
     A matrix with an adapter merged into it is a sum in any order. The number is 0 for all other tensors.
@@ -101,22 +101,22 @@ def rounding_of(case: Case, weights: Arrays) -> dict[str, np.ndarray]:
     if case.model.lora is None:
         return {}
     units = {fqn: np.zeros_like(value) for fqn, value in weights.items() if ".lora_" not in fqn}
-    magnitudes = merged(case.model.lora, {fqn: np.abs(value) for fqn, value in weights.items()})
+    magnitudes = merge_adapters(case.model.lora, {fqn: np.abs(value) for fqn, value in weights.items()})
     terms = case.model.lora.rank + 4
     adapted = {fqn: terms * magnitudes[fqn] for fqn in units if case.model.lora.shapes(fqn, (0, 0))}
-    return export_of(case, units | adapted)
+    return expected_export(case, units | adapted)
 
 
-def halves(value: np.ndarray, size: int) -> np.ndarray:
+def rows_in_half_order(value: np.ndarray, size: int) -> np.ndarray:
     """Return the matrix with the rows of each head in the order 0 2 4 .. 1 3 5 .. size: rows of a head."""
     return value.reshape(-1, size // 2, 2, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
 
 
-def _fused(exported: dict[str, np.ndarray], orders: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
-    """Replace the matrices that FUSED names by one each, in place, and return the same dict."""
+def _fuse_matrices(exported: dict[str, np.ndarray], orders: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
+    """Replace the matrices that FUSED_MATRICES names by one each, in place, and return the same dict."""
     for name in [name for name in exported if name.endswith(("q_proj.weight", "gate_proj.weight"))]:
         module = name.rpartition(".")[0].rpartition(".")[0]
-        fused, parts = next(entry for entry in FUSED.items() if module.endswith(entry[0].partition(".")[0]))
+        fused, parts = next(entry for entry in FUSED_MATRICES.items() if module.endswith(entry[0].partition(".")[0]))
         values = [exported.pop(f"{module}.{part}.weight") for part in parts]
         order = orders.get(fused, range(len(parts)))
         exported[f"{module}.{fused.partition('.')[2]}.weight"] = np.concatenate([values[index] for index in order])

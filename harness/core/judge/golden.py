@@ -18,15 +18,15 @@ from typing import Any
 from harness import BUILTIN, ROOT
 from harness.core.case import case_files
 from harness.core.case.case import Case
-from harness.core.evidence.format import as_stored
+from harness.core.evidence.format import as_stored_values
 from harness.core.evidence.own_folders import has_keys, is_json, replace_own
 from harness.core.evidence.reading import read_json
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.record import Noise, ReferenceRun
 
-FOLDER = BUILTIN / "golden"
-NUMBERS = ("loss", "grad_norm", "gradient")
-OF_PARAMETER = ("distance", "fit")
+BUILTIN_GOLDEN_FOLDER = BUILTIN / "golden"
+SPREAD_NAMES = ("loss", "grad_norm", "gradient")
+PARAMETER_SPREAD_NAMES = ("distance", "fit")
 
 
 class GoldenError(Exception):
@@ -46,21 +46,21 @@ class Golden:
     noise: dict[str, Noise] = field(default_factory=dict)
 
 
-def recipe(case: Case) -> dict[str, Any]:
+def recipe_of(case: Case) -> dict[str, Any]:
     """Return the options of model and training that differ from the defaults, as JSON.
 
     A new option with a default changes no recipe without it, so the goldens of these stay valid.
     """
     chosen: dict[str, Any] = {
-        "model": _chosen(case.model, ModelConfig()),
-        "training": _chosen(case.training, TrainingConfig()),
+        "model": _non_default_fields(case.model, ModelConfig()),
+        "training": _non_default_fields(case.training, TrainingConfig()),
     }
     if case.model_of is not None:
         chosen["model_of"] = case.model_of
     return chosen
 
 
-def references(case: Case) -> list[Case]:
+def launches_with_reference(case: Case) -> list[Case]:
     """Return a launch for each reference that the case is judged by, that of the last launch at the end.
 
     A launch that starts from weights alone has a reference of its own.
@@ -68,42 +68,42 @@ def references(case: Case) -> list[Case]:
     return [case] if case.model_of is None else [case.from_the_seed, case]
 
 
-def _chosen(config: Any, default: Any) -> dict[str, Any]:
+def _non_default_fields(config: Any, default: Any) -> dict[str, Any]:
     """Return the fields of a config that differ from the default's, as they are stored."""
-    defaults = as_stored(default)
-    return {key: value for key, value in as_stored(config).items() if value != defaults[key]}
+    defaults = as_stored_values(default)
+    return {key: value for key, value in as_stored_values(config).items() if value != defaults[key]}
 
 
 def recipe_name(case: Case) -> str:
     """Return the name of a recipe's golden, stable and readable: model, optimizer, dtype, eight digits of the recipe's hash."""
-    digest = hashlib.sha256(json.dumps(recipe(case), sort_keys=True).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(json.dumps(recipe_of(case), sort_keys=True).encode()).hexdigest()[:8]
     return f"{case.model.name}-{case.training.optimizer}-{case.training.dtype}-{digest}"
 
 
-def home(case: Case) -> Path:
+def golden_folder(case: Case) -> Path:
     """Return the folder of the goldens of a case: golden/ beside cases/. This project's if the case is of no file."""
-    return case_files.repository_of(case.file) / FOLDER.name if case.file else FOLDER
+    return case_files.repository_folder(case.file) / BUILTIN_GOLDEN_FOLDER.name if case.file else BUILTIN_GOLDEN_FOLDER
 
 
-def path_of(case: Case, folder: Path | None = None) -> Path:
+def golden_file(case: Case, folder: Path | None = None) -> Path:
     """Return the path of the golden of the case's recipe, whether the file exists or not."""
-    return (folder or home(case)) / f"{recipe_name(case)}.json"
+    return (folder or golden_folder(case)) / f"{recipe_name(case)}.json"
 
 
-def from_reference(reference: ReferenceRun) -> Golden:
+def golden_from_reference(reference: ReferenceRun) -> Golden:
     """Return the golden of a reference run."""
     losses = tuple(step.loss for step in reference.steps)
     norms = tuple(step.grad_norm for step in reference.steps)
     return Golden(losses, norms, dict(reference.environment), dict(reference.noise))
 
 
-def load(case: Case, folder: Path | None = None) -> Golden:
+def load_golden(case: Case, folder: Path | None = None) -> Golden:
     """Read the golden of a case from `folder`, by default from its home or else from this project's goldens.
 
     Raises GoldenError where there is none, or it is damaged.
     """
-    path = path_of(case, folder)
-    builtin_path = path_of(case, FOLDER)
+    path = golden_file(case, folder)
+    builtin_path = golden_file(case, BUILTIN_GOLDEN_FOLDER)
     if folder is None and not path.exists() and builtin_path.exists():
         path = builtin_path
     try:
@@ -113,33 +113,33 @@ def load(case: Case, folder: Path | None = None) -> Golden:
             tuple(float(step["loss"]) for step in steps),
             tuple(float(step["grad_norm"]) for step in steps),
             record["environment"],
-            {key: _noise(stored) for key, stored in record.get("noise", {}).items()},
+            {key: _noise_from_json(stored) for key, stored in record.get("noise", {}).items()},
         )
     except FileNotFoundError as error:
-        remedy = f"make it with `{accept_of(case)}`, review it"
+        remedy = f"make it with `{accept_case_command(case)}`, review it"
         raise GoldenError(f"{path}: no golden for this recipe; {remedy}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise GoldenError(
-            f"{path}: damaged golden ({error!r}); restore it from git or accept it anew: `{accept_of(case)}`"
+            f"{path}: damaged golden ({error!r}); restore it from git or accept it anew: `{accept_case_command(case)}`"
         ) from error
-    if record.get("recipe") != json.loads(json.dumps(recipe(case))):
-        raise GoldenError(f"{path}: made for another recipe; accept it anew with `{accept_of(case)}`")
+    if record.get("recipe") != json.loads(json.dumps(recipe_of(case))):
+        raise GoldenError(f"{path}: made for another recipe; accept it anew with `{accept_case_command(case)}`")
     return golden
 
 
 def accept_command(case: Case, *more: str) -> str:
     """Return the command that accepts the golden of a case, wherever its file lies. more: further arguments."""
-    return shlex.join(["harness", "golden", "--accept", *case_files.typed(case.file), *more])
+    return shlex.join(["harness", "golden", "--accept", *case_files.cases_arguments(case.file), *more])
 
 
-def accept_of(case: Case) -> str:
+def accept_case_command(case: Case) -> str:
     """Return the command that accepts the golden of this case alone. Without its name it would accept every recipe's."""
     return accept_command(case, "-k", case.name)
 
 
 def review_command(case: Case) -> str:
     """Return the command that shows how the goldens of the case's folder differ from those in git, new ones included."""
-    folder = home(case)
+    folder = golden_folder(case)
     working_directory = Path.cwd()
     if folder.is_relative_to(working_directory):
         quoted = f"{shlex.quote(str(folder.relative_to(working_directory)))}/"
@@ -148,39 +148,39 @@ def review_command(case: Case) -> str:
     return f"git -C {quoted} add -N . && git -C {quoted} diff ."
 
 
-def _noise(stored: dict[str, Any]) -> Noise:
+def _noise_from_json(stored: dict[str, Any]) -> Noise:
     """Return the noise that a golden's file has for one key."""
-    loss, grad_norm, gradient = (_numbers(stored[name]) for name in NUMBERS)
+    loss, grad_norm, gradient = (_float_tuple(stored[name]) for name in SPREAD_NAMES)
     distance: dict[str, tuple[float, ...]] = {}
     fit: dict[str, tuple[float, ...]] = {}
     for fqn, spreads in stored.get("by_parameter", {}).items():
-        distance[fqn] = _numbers(spreads["distance"])
-        fit[fqn] = _numbers(spreads["fit"])
+        distance[fqn] = _float_tuple(spreads["distance"])
+        fit[fqn] = _float_tuple(spreads["fit"])
     return Noise(int(stored["repeats"]), loss, grad_norm, gradient, distance, fit)
 
 
-def _numbers(stored: Iterable[float]) -> tuple[float, ...]:
+def _float_tuple(stored: Iterable[float]) -> tuple[float, ...]:
     return tuple(map(float, stored))
 
 
-def _noise_lines(noise: Mapping[str, Noise]) -> str:
+def _noise_text(noise: Mapping[str, Noise]) -> str:
     """Return the text of a golden's noise: a line for each key and for each parameter. Empty without noise."""
-    lines = ",\n".join(f'    "{key}": {_as_json(spreads)}' for key, spreads in noise.items())
+    lines = ",\n".join(f'    "{key}": {_noise_json(spreads)}' for key, spreads in noise.items())
     return f',\n  "noise": {{\n{lines}\n  }}' if lines else ""
 
 
-def _as_json(noise: Noise) -> str:
-    numbers = _spreads({name: getattr(noise, name) for name in NUMBERS})
+def _noise_json(noise: Noise) -> str:
+    numbers = _spreads_json({name: getattr(noise, name) for name in SPREAD_NAMES})
     lines = []
     for fqn in noise.distance:
-        spreads = _spreads({name: getattr(noise, name)[fqn] for name in OF_PARAMETER})
+        spreads = _spreads_json({name: getattr(noise, name)[fqn] for name in PARAMETER_SPREAD_NAMES})
         lines.append(f'      "{fqn}": {{{spreads}}}')
     joined_lines = ",\n".join(lines)
     by_parameter = f', "by_parameter": {{\n{joined_lines}\n    }}' if lines else ""
     return f'{{"repeats": {noise.repeats}, {numbers}{by_parameter}}}'
 
 
-def _spreads(by_name: Mapping[str, tuple[float, ...]]) -> str:
+def _spreads_json(by_name: Mapping[str, tuple[float, ...]]) -> str:
     """Return the JSON of spreads, with two digits a number: a spread over a few repeats is known no better."""
     texts = []
     for name, spread in by_name.items():
@@ -189,29 +189,34 @@ def _spreads(by_name: Mapping[str, tuple[float, ...]]) -> str:
     return ", ".join(texts)
 
 
-def render(case: Case, golden: Golden) -> str:
+def golden_text(case: Case, golden: Golden) -> str:
     """Return the text of a golden's file: one line a step, floats in full precision, so that a review sees what changed."""
     steps = [
         f'    {{"step": {number}, "loss": {loss!r}, "grad_norm": {norm!r}}}'
         for number, (loss, norm) in enumerate(zip(golden.losses, golden.grad_norms, strict=True), start=1)
     ]
-    head = json.dumps({"recipe": recipe(case), "environment": golden.environment}, indent=2)
+    head = json.dumps({"recipe": recipe_of(case), "environment": golden.environment}, indent=2)
     return (
         head.removesuffix("\n}")
         + ',\n  "steps": [\n'
         + ",\n".join(steps)
         + "\n  ]"
-        + _noise_lines(golden.noise)
+        + _noise_text(golden.noise)
         + "\n}\n"
     )
 
 
-def accept(case: Case, reference: ReferenceRun, folder: Path | None = None) -> str:
-    """Rewrite the golden of a case and return what changed: old, new and largest difference. Raises GoldenError in CI."""
+def accept_golden(case: Case, reference: ReferenceRun, folder: Path | None = None) -> str:
+    """Rewrite the golden of a case and return what changed: old, new and largest difference.
+
+    Raises GoldenError in CI, and for a golden that comes with the installed harness. Raises it for a loss or norm of the
+    reference that is not finite, and for a NaN in a repeat. Raises EvidenceError if a file that is no golden lies there.
+    The old golden counts as none if it cannot be loaded.
+    """
     if os.environ.get("CI", "").lower() not in ("", "0", "false"):
         raise GoldenError("goldens are not accepted in CI (the variable CI is set); accept on your machine and review")
-    new = from_reference(reference)
-    path = path_of(case, folder)
+    new = golden_from_reference(reference)
+    path = golden_file(case, folder)
     if path.is_relative_to(ROOT / "harness"):
         raise GoldenError(f"{path}: comes with the installed harness; it is accepted in a checkout of it")
     if not all(map(math.isfinite, (*new.losses, *new.grad_norms))):
@@ -220,11 +225,11 @@ def accept(case: Case, reference: ReferenceRun, folder: Path | None = None) -> s
         raise GoldenError(f"{path}: a repeat of the reference has a NaN, not accepted: there is no noise to judge by")
     old: Golden | None
     try:
-        old = load(case, folder)
+        old = load_golden(case, folder)
     except GoldenError:
         old = None
-    replace_own(path, render(case, new), _is_golden)
-    return describe(path.name, old, new)
+    replace_own(path, golden_text(case, new), _is_golden)
+    return describe_changes(path.name, old, new)
 
 
 def _is_golden(text: str) -> bool:
@@ -233,7 +238,7 @@ def _is_golden(text: str) -> bool:
     return damaged or has_keys(text, frozenset({"recipe", "environment", "steps"}))
 
 
-def describe(name: str, old: Golden | None, new: Golden) -> str:
+def describe_changes(name: str, old: Golden | None, new: Golden) -> str:
     """Describe, for review, what accepting the new one changes, step by step."""
     if old is None:
         return f"{name}: new, losses {', '.join(map(repr, new.losses))}"
@@ -255,10 +260,10 @@ def largest_difference(old: Golden, new: Golden) -> float:
     if len(old.losses) != len(new.losses):
         return math.inf
     pairs = zip((*old.losses, *old.grad_norms), (*new.losses, *new.grad_norms), strict=True)
-    return max((_relative(before, after) for before, after in pairs), default=0.0)
+    return max((_relative_change(before, after) for before, after in pairs), default=0.0)
 
 
-def _relative(before: float, after: float) -> float:
+def _relative_change(before: float, after: float) -> float:
     if before == after:
         return 0.0
     difference = abs(after - before) / abs(before) if before else math.inf

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.core.judge.contents import take
+from harness.core.judge.contents import view_of_slice
 
 if TYPE_CHECKING:
     from harness.core.judge.trial import Trial
 
 
-def weights_after(trial: Trial, step: int) -> dict[str, np.ndarray]:
+def whole_weights_after(trial: Trial, step: int) -> dict[str, np.ndarray]:
     """Return whole parameters as ranks held them after a step, by fqn. An entry that no rank held is NaN."""
     weights: dict[str, np.ndarray] = {}
     for rank, record in trial.own_steps():
@@ -21,12 +21,12 @@ def weights_after(trial: Trial, step: int) -> dict[str, np.ndarray]:
         for fqn, value in record.parameters.items():
             full = weights.setdefault(fqn, np.full(trial.plan.shapes[fqn], np.nan, value.dtype))
             part = trial.slice_of(rank, fqn)
-            if part is not None and take(full, part).shape == value.shape:
-                take(full, part)[...] = value
+            if part is not None and view_of_slice(full, part).shape == value.shape:
+                view_of_slice(full, part)[...] = value
     return weights
 
 
-def stepped_part(trial: Trial, rank: int, fqn: str, local_shard: np.ndarray) -> np.ndarray:
+def optimizer_slice(trial: Trial, rank: int, fqn: str, local_shard: np.ndarray) -> np.ndarray:
     """Return the slice of a local parameter that the rank's own optimizer updates: under ZeRO-1 and 2 not all of it."""
     part = trial.slice_of(rank, fqn)
     state_slice = trial.plan.state_slices and trial.plan.state_slices[rank].get(fqn)
@@ -38,8 +38,8 @@ def stepped_part(trial: Trial, rank: int, fqn: str, local_shard: np.ndarray) -> 
     ]
 
 
-def order_of_entries(trial: Trial) -> dict[str, Any]:
-    """Return how the reference's entries are ordered, as keyword arguments of reference.counterfactual.Otherwise.
+def reference_order_arguments(trial: Trial) -> dict[str, Any]:
+    """Return how the reference's entries are ordered, as keyword arguments of reference.counterfactual.Changes.
 
     The reference's rows are in the trainer's order, and its vectors as tp ranks flatten them. A model that is given such
     weights needs to know it.
@@ -47,6 +47,6 @@ def order_of_entries(trial: Trial) -> dict[str, Any]:
     order: dict[str, Any] = {}
     if trial.reference.rows:
         order["rows"] = trial.reference.rows
-    if trial.plan.columns:
-        order["columns"] = trial.plan.columns
+    if trial.plan.column_blocks:
+        order["columns"] = trial.plan.column_blocks
     return order

@@ -59,7 +59,7 @@ class Judgement:
         expected = self.case.expected_failure
         if expected is None or self.fault is not None:
             return None
-        applies_to_torch = not expected.torch or releases.holds(expected.torch, self.made.get("torch", ""))
+        applies_to_torch = not expected.torch or releases.condition_holds(expected.torch, self.made.get("torch", ""))
         return expected if applies_to_torch else None
 
     def _fails_as_expected(self, expected: ExpectedFailure) -> bool:

@@ -7,25 +7,25 @@ from collections.abc import Mapping
 from harness.core.judge.trial import Trial
 
 
-def moves_in_step(trial: Trial, rank: int, step: int, group: tuple[int, ...]) -> int:
+def optimizer_bytes_over_group(trial: Trial, rank: int, step: int, group: tuple[int, ...]) -> int:
     """Return the bytes that this rank moved over all of the group in the optimizer's step."""
     calls = trial.ranks[rank].collectives
     return sum(call.bytes for call in calls if (call.step, call.phase) == (step, "optimizer") and call.ranks == group)
 
 
-def joined_in_step(trial: Trial, rank: int, group: tuple[int, ...]) -> bool:
+def is_joined_by_optimizer(trial: Trial, rank: int, group: tuple[int, ...]) -> bool:
     """Return whether the optimizer moves bytes between replicas that nothing declares. It may leave them equal or not."""
     return "declared" not in trial.provided and any(
-        moves_in_step(trial, rank, step, group) for step in trial.case.steps
+        optimizer_bytes_over_group(trial, rank, step, group) for step in trial.case.steps
     )
 
 
-def first_difference(trial: Trial, group: tuple[int, ...]) -> int | None:
+def first_differing_step(trial: Trial, group: tuple[int, ...]) -> int | None:
     """Return the first step after which the bytes that these ranks hold differ, 0 if there is none.
 
     None if the contents of a rank were not read, or if no rank changed its parameters.
     """
-    digests_by_step = [summary.contents.by_step for summary in trial.glances if summary.rank in group]
+    digests_by_step = [summary.contents.by_step for summary in trial.rank_summaries if summary.rank in group]
     if len(digests_by_step) < len(group) or not all(set(digests) - {0} for digests in digests_by_step):
         return None
     steps = sorted(set.union(*map(set, digests_by_step)) - {0})

@@ -16,14 +16,14 @@ IGNORED = -100
 """The label of a token that does not count."""
 
 
-def laid_out(part: Microbatch, own: np.ndarray) -> np.ndarray | None:
+def arrange_labels(part: Microbatch, own: np.ndarray) -> np.ndarray | None:
     """Return a microbatch's labels [samples, positions], laid like `own`, the samples' own labels. None if no way fits."""
     assert part.labels is not None
-    candidates = list(_ways(part.labels.reshape(-1), part.chunks, own))
+    candidates = list(_possible_arrangements(part.labels.reshape(-1), part.chunks, own))
     return min(candidates, key=lambda labels: int((labels != own).sum())) if candidates else None
 
 
-def _ways(labels: np.ndarray, chunks: tuple[int, ...], own: np.ndarray) -> Iterator[np.ndarray]:
+def _possible_arrangements(labels: np.ndarray, chunks: tuple[int, ...], own: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the labels laid like `own`, for each way in which a trainer may have cut them."""
     samples = len(own)
     if labels.size == own.size:
@@ -31,18 +31,18 @@ def _ways(labels: np.ndarray, chunks: tuple[int, ...], own: np.ndarray) -> Itera
         if chunks and all(size % samples == 0 for size in chunks):
             yield np.hstack([chunk.reshape(samples, -1) for chunk in np.split(labels, np.cumsum(chunks)[:-1])])
     elif labels.size == (own != IGNORED).sum():
-        yield _spread(labels, own, [own != IGNORED])
+        yield _arrange_by_masks(labels, own, [own != IGNORED])
         columns = np.array_split(np.arange(own.shape[1]), max(len(chunks), 1))
         masks = [(own != IGNORED) & np.isin(np.arange(own.shape[1]), positions) for positions in columns]
-        yield _spread(labels, own, masks)
+        yield _arrange_by_masks(labels, own, masks)
     if labels.size < own.size:
         pieces = np.split(labels, np.cumsum(chunks)[:-1])
         for rows in (own, own.reshape(1, -1)):
-            if (laid := _chunks_left_out(pieces, rows)) is not None:
+            if (laid := _arrange_without_chunks(pieces, rows)) is not None:
                 yield laid.reshape(own.shape)
 
 
-def _chunks_left_out(pieces: list[np.ndarray], own: np.ndarray) -> np.ndarray | None:
+def _arrange_without_chunks(pieces: list[np.ndarray], own: np.ndarray) -> np.ndarray | None:
     """Return labels of some positions laid like `own`, where whole chunks that do not count are missing.
 
     None if the labels are not the right ones, or not in order. All chunks have the same width, but for one position and for
@@ -67,7 +67,7 @@ def _chunks_left_out(pieces: list[np.ndarray], own: np.ndarray) -> np.ndarray | 
     return laid if np.array_equal(laid, own) else None
 
 
-def _spread(labels: np.ndarray, own: np.ndarray, masks: list[np.ndarray]) -> np.ndarray:
+def _arrange_by_masks(labels: np.ndarray, own: np.ndarray, masks: list[np.ndarray]) -> np.ndarray:
     """Return the labels that count laid like `own`: each mask takes the next labels, row by row. IGNORED elsewhere."""
     spread = np.full_like(own, IGNORED)
     start = 0

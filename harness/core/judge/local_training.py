@@ -11,35 +11,35 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from harness.core.evidence.keys import ranks_of
+from harness.core.evidence.keys import ranks_from_key
 from harness.core.evidence.summary import Summary
 from harness.core.evidence.summary_parts import Outside, Use
 
-LOCAL = re.compile("local_?sgd", re.IGNORECASE)
+LOCAL_HOOK_NAME = re.compile("local_?sgd", re.IGNORECASE)
 AVERAGES = "averages of parameters"
 
 
-def local_by(family: Sequence[Summary]) -> str:
+def local_training_means(family: Sequence[Summary]) -> str:
     """Return the means by which all of these ranks train locally: a hook's name, or AVERAGES.
 
     Empty if, as far as is known, some rank does not train locally.
     """
-    hooks = [next(filter(LOCAL.search, summary.modules.hooks), "") for summary in family]
+    hooks = [next(filter(LOCAL_HOOK_NAME.search, summary.modules.hooks), "") for summary in family]
     if hooks and all(hooks):
         return hooks[0]
-    return AVERAGES if averaged(family) and not _reduces(family) else ""
+    return AVERAGES if averaging_steps(family) and not _reduces_in_backward(family) else ""
 
 
-def _reduces(family: Sequence[Summary]) -> bool:
+def _reduces_in_backward(family: Sequence[Summary]) -> bool:
     """Return whether a collective of backward joins at least two of these ranks."""
     ranks = {summary.rank for summary in family}
     groups: set[str] = set()
     for summary in family:
         groups.update(use.ranks for use in summary.traffic.uses if use.phase == "backward")
-    return any(len(ranks.intersection(ranks_of(group))) > 1 for group in groups)
+    return any(len(ranks.intersection(ranks_from_key(group))) > 1 for group in groups)
 
 
-def averaged(family: Sequence[Summary]) -> tuple[int, ...]:
+def averaging_steps(family: Sequence[Summary]) -> tuple[int, ...]:
     """Return the steps after which ranks that differed before hold the same again, ascending."""
     common_steps = sorted(set.intersection(*map(_steps_of, family)))
     equal_steps = set()
@@ -53,9 +53,13 @@ def averaged(family: Sequence[Summary]) -> tuple[int, ...]:
     return tuple(step for step in common_steps if step > first_unequal and step in equal_steps)
 
 
-def not_averaged(families: Iterable[Sequence[Summary]]) -> list[Sequence[Summary]]:
+def never_averaged_families(families: Iterable[Sequence[Summary]]) -> list[Sequence[Summary]]:
     """Return the families that train locally, differ, and were never equal again: the recording may be too short."""
-    return [family for family in families if local_by(family) and not averaged(family) and _differs(family)]
+    return [
+        family
+        for family in families
+        if local_training_means(family) and not averaging_steps(family) and _differs(family)
+    ]
 
 
 def _differs(family: Sequence[Summary]) -> bool:
@@ -85,7 +89,7 @@ class PartlyEqual:
     """Parameters that are not."""
 
 
-def _sums(family: Sequence[Summary]) -> bool:
+def _sums_like_gradients(family: Sequence[Summary]) -> bool:
     """Return whether these ranks sum as many bytes as their parameters have, and none in forward.
 
     Tensor parallelism sums in forward, too.
@@ -95,7 +99,10 @@ def _sums(family: Sequence[Summary]) -> bool:
     later_bytes = 0
     uses: tuple[Use | Outside, ...] = (*family[0].traffic.uses, *family[0].traffic.outside)
     for use in uses:
-        if use.op in ("all_reduce", "reduce", "reduce_scatter") and len(ranks.intersection(ranks_of(use.ranks))) > 1:
+        if (
+            use.op in ("all_reduce", "reduce", "reduce_scatter")
+            and len(ranks.intersection(ranks_from_key(use.ranks))) > 1
+        ):
             if use.phase in ("forward", "pipeline"):
                 forward_bytes += use.bytes
             else:
@@ -103,7 +110,7 @@ def _sums(family: Sequence[Summary]) -> bool:
     return not forward_bytes and later_bytes >= family[0].resources.memory.get("parameters", 1)
 
 
-def partly_equal(summaries: Iterable[Summary]) -> list[PartlyEqual]:
+def find_partly_equal(summaries: Iterable[Summary]) -> list[PartlyEqual]:
     """Return the sets of ranks that began with equal parameters and keep some of them equal, but not all.
 
     They may keep none equal if they sum as many bytes as gradients have. Stages of a pipeline may begin with equal parameters,
@@ -122,7 +129,7 @@ def partly_equal(summaries: Iterable[Summary]) -> list[PartlyEqual]:
         changed = {fqn for fqn, (first, _) in family[0].contents.unclaimed.items() if last_digests[fqn] != {first}}
         equal = tuple(fqn for fqn, digests in last_digests.items() if len(digests) == 1 and fqn in changed)
         differ = tuple(fqn for fqn, digests in last_digests.items() if len(digests) > 1)
-        if differ and not averaged(family) and (equal or _sums(family)):
+        if differ and not averaging_steps(family) and (equal or _sums_like_gradients(family)):
             ranks = tuple(sorted(summary.rank for summary in family))
             partly_equal_sets.append(PartlyEqual(ranks, equal, differ))
     return partly_equal_sets

@@ -15,13 +15,13 @@ def global_loss(trial: Trial, step: int) -> float | None:
     """
     observed_losses: list[tuple[float, int]] = []
     for rank in last_stage_ranks(trial):
-        if _first_of_tp(trial, rank):
-            observed_losses += losses(trial, rank, step)
+        if _is_first_of_tp(trial, rank):
+            observed_losses += losses_of_rank(trial, rank, step)
     tokens = sum(count for _, count in observed_losses)
     return math.fsum(total for total, _ in observed_losses) / tokens if tokens else None
 
 
-def losses(trial: Trial, rank: int, step: int) -> list[tuple[float, int]]:
+def losses_of_rank(trial: Trial, rank: int, step: int) -> list[tuple[float, int]]:
     """Return (sum of losses, valid tokens) of each of a rank's microbatches whose loss was observed."""
     observed_losses = []
     for record in trial.ranks[rank].steps:
@@ -33,5 +33,5 @@ def losses(trial: Trial, rank: int, step: int) -> list[tuple[float, int]]:
     return observed_losses
 
 
-def _first_of_tp(trial: Trial, rank: int) -> bool:
+def _is_first_of_tp(trial: Trial, rank: int) -> bool:
     return trial.plan.peers(rank, "tp")[0] == rank

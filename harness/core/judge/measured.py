@@ -12,7 +12,7 @@ from harness.core.case.traits import OBSERVED, TrainerTraits
 from harness.core.evidence.records import RankEvidence, Run
 
 
-def measured(case: Case, traits: TrainerTraits, run: Run) -> TrainerTraits:
+def with_measured_traits(case: Case, traits: TrainerTraits, run: Run) -> TrainerTraits:
     """Return the traits, with those that neither they nor the case declare filled in from the evidence of the ranks.
 
     A trainer may choose what it wraps together. A policy that the case requests is planned all the same, whatever the
@@ -23,17 +23,17 @@ def measured(case: Case, traits: TrainerTraits, run: Run) -> TrainerTraits:
         known = case.model.parameter_shapes()
         claimed = {}
         for rank, evidence in sorted(run.ranks.items()):
-            claimed[rank] = tuple(_of_model(unit, known) for unit in claimed_units(evidence))
+            claimed[rank] = tuple(_without_unknown_parameters(unit, known) for unit in claimed_units(evidence))
         units = claimed
-    return replace(traits, measured=Measured(units, _flat_order(case, traits, run), torch=torch_of(run)))
+    return replace(traits, measured=Measured(units, _measured_flat_order(case, traits, run), torch=torch_release(run)))
 
 
-def _of_model(unit: Unit, known: Collection[str]) -> Unit:
+def _without_unknown_parameters(unit: Unit, known: Collection[str]) -> Unit:
     """Return the unit without names that the model does not have, as a tied output's is: a plan moves a weight once."""
     return unit._replace(parameters=tuple(fqn for fqn in unit.parameters if fqn in known))
 
 
-def undeclared(traits: TrainerTraits) -> tuple[str, ...]:
+def undeclared_traits_text(traits: TrainerTraits) -> tuple[str, ...]:
     """Return what the plan takes from a run because neither the case nor the adapter declares it, one phrase each."""
     phrases: tuple[str, ...] = ()
     if traits.measured.units is not None:
@@ -73,7 +73,7 @@ def claimed_cut_dims(ranks: Iterable[RankEvidence]) -> dict[str, int]:
     return {fqn: dim for fqn, dim in cut_dims.items() if dim}
 
 
-def _flat_order(case: Case, traits: TrainerTraits, run: Run) -> tuple[str, ...]:
+def _measured_flat_order(case: Case, traits: TrainerTraits, run: Run) -> tuple[str, ...]:
     """Return the fqns of parameters in the order in which FSDP1 flattens them, which is that of the model's modules.
 
     Empty if the traits declare the order, or without FSDP1. The first rank's order is taken for all ranks: the checks compare
@@ -88,7 +88,7 @@ def _flat_order(case: Case, traits: TrainerTraits, run: Run) -> tuple[str, ...]:
     return tuple(fqns)
 
 
-def torch_of(run: Run) -> str:
+def torch_release(run: Run) -> str:
     """Return the release of torch that the ranks report; without any evidence, the one installed where they were started."""
     releases = (evidence.environment.get("torch", "") for evidence in run.ranks.values())
     return next(filter(None, releases), run.made.get("torch", ""))

@@ -23,7 +23,7 @@ BLOCKED = "seconds blocked"
 OUTSIDE_THE_PLAN = "no axis of the plan"
 
 
-def measured(trial: Trial) -> dict[str, float]:
+def measures_of(trial: Trial) -> dict[str, float]:
     """Return numbers by name, without those that were not observed.
 
     Bytes held are those between steps. Bytes moved are those of one step in forward and backward, in all and over each axis.
@@ -31,17 +31,17 @@ def measured(trial: Trial) -> dict[str, float]:
     ranks = list(trial.ranks.values())
     steps = list(itertools.chain.from_iterable(evidence.steps for evidence in ranks))
     numbers: dict[str, float] = {}
-    if slowest_seconds := [max(seconds) for seconds in _seconds(ranks)]:
+    if slowest_seconds := [max(seconds) for seconds in _seconds_by_step(ranks)]:
         numbers[SECONDS] = statistics.median(slowest_seconds)
     if peaks := [step.allocator.get("peak allocated", 0) for step in steps if step.allocator]:
         numbers[PEAK] = max(peaks)
     if held_bytes := [sum(step.memory.values()) for step in steps if step.memory]:
         numbers[HELD] = max(held_bytes)
         numbers[PARAMETERS] = max(step.memory.get("parameters", 0) for step in steps)
-    return numbers | _moved(trial) | _blocked(trial)
+    return numbers | _bytes_moved(trial) | _blocked_seconds(trial)
 
 
-def _seconds(ranks: list[RankEvidence]) -> list[list[float]]:
+def _seconds_by_step(ranks: list[RankEvidence]) -> list[list[float]]:
     """Return a list per step of the seconds of all ranks.
 
     Groups are set up in the first step, so it is left out unless there is no other.
@@ -55,16 +55,16 @@ def _seconds(ranks: list[RankEvidence]) -> list[list[float]]:
     return [seconds for step, seconds in by_step.items() if step != first or len(by_step) == 1]
 
 
-def _moved(trial: Trial) -> dict[str, float]:
+def _bytes_moved(trial: Trial) -> dict[str, float]:
     """Return the bytes that a rank moved in one step, in all and over each axis: the most of any rank.
 
     Empty if no rank has the step on record.
     """
-    shown_step = step_shown(trial)
+    shown_step = representative_step(trial)
     moved_by_rank: list[Counter[str]] = []
     for evidence in trial.ranks.values():
         if any(step.step == shown_step for step in evidence.steps):
-            moved_by_rank.append(moved_by_axis(trial, evidence, shown_step))
+            moved_by_rank.append(bytes_moved_by_axis(trial, evidence, shown_step))
     if not moved_by_rank:
         return {}
     numbers = {MOVED: float(max(moved.total() for moved in moved_by_rank))}
@@ -73,7 +73,7 @@ def _moved(trial: Trial) -> dict[str, float]:
     return numbers
 
 
-def _blocked(trial: Trial) -> dict[str, float]:
+def _blocked_seconds(trial: Trial) -> dict[str, float]:
     """Return the seconds of a step in which collectives of an axis blocked a rank's thread: mean of ranks, median of steps.
 
     The first step is left out unless there is no other. Empty on GPUs, where streams wait and threads do not.
@@ -101,12 +101,12 @@ def _on_gpu(evidence: RankEvidence) -> bool:
     return evidence.environment.get("device", "cpu") != "cpu"
 
 
-def step_shown(trial: Trial) -> int:
+def representative_step(trial: Trial) -> int:
     """Return the step whose bytes are shown: the second, in which caches are filled, or the only one."""
     return min(trial.case.steps.start + 1, trial.case.steps.stop - 1)
 
 
-def moved_by_axis(trial: Trial, evidence: RankEvidence, step: int) -> Counter[str]:
+def bytes_moved_by_axis(trial: Trial, evidence: RankEvidence, step: int) -> Counter[str]:
     """Return the bytes that a rank moved in forward and backward of a step, by the plan's axis."""
     moved: Counter[str] = Counter()
     for call in evidence.collectives:

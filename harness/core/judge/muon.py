@@ -14,9 +14,9 @@ import numpy as np
 
 from harness.core.evidence.step import StepEvidence
 from harness.core.judge import tolerance
-from harness.core.judge.contents import take
+from harness.core.judge.contents import view_of_slice
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate
+from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.slices import Slice
 from harness.reference import muon
 from harness.reference.config import TrainingConfig
@@ -28,105 +28,109 @@ Key = tuple[tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
-class Turned:
+class MuonUpdate:
     """The update of a matrix in one step of Muon, without the learning rate."""
 
     update: np.ndarray
     """What is orthogonalised: the matrix, or the part of it that these ranks have."""
-    place: Slice
+    enclosing_slice: Slice
     """Where that part lies in the matrix."""
     cancelled: float
     """Length of all that was averaged, over that of the average: how much its roundings grew, as it cancelled."""
 
     @functools.cached_property
-    def whole(self) -> np.ndarray:
+    def orthogonalised(self) -> np.ndarray:
         """Return the update orthogonalised, computed when it is first needed."""
         orthogonalised: np.ndarray = muon.newton_schulz(self.update)
         return orthogonalised
 
-    def of(self, part: Slice) -> np.ndarray:
+    def slice_of_update(self, part: Slice) -> np.ndarray:
         """Return the orthogonalised update of a rank's slice of the matrix."""
-        return take(self.whole, _within(part, self.place))
+        return view_of_slice(self.orthogonalised, _relative_to(part, self.enclosing_slice))
 
 
 @dataclass
-class Matrices:
+class MuonUpdates:
     """The updates of each matrix by step, computed once for all ranks that share it. recipe: by parameter and step."""
 
     trial: Trial
     given: Given
     recipe: Callable[[str, int], TrainingConfig]
-    known: dict[Key, dict[int, Turned]] = field(default_factory=dict)
+    updates_by_key: dict[Key, dict[int, MuonUpdate]] = field(default_factory=dict)
 
-    def added(self, rank: int, step: int, fqn: str, rate: float) -> tuple[np.ndarray, np.ndarray] | None:
+    def subtracted_and_bound(self, rank: int, step: int, fqn: str, rate: float) -> tuple[np.ndarray, np.ndarray] | None:
         """Return what Muon subtracts from the rank's slice, without weight decay, and the bound on that, entry by entry.
 
         None if a slice or a gradient of the matrix was not observed.
         """
         trial = self.trial
-        key = (self._together(rank, fqn), fqn)
+        key = (self._ranks_joined(rank, fqn), fqn)
         part = trial.slice_of(rank, fqn)
-        if key not in self.known:
-            self.known[key] = dict(self._steps(*key))
-        turned = self.known[key].get(step)
+        if key not in self.updates_by_key:
+            self.updates_by_key[key] = dict(self._updates_by_step(*key))
+        turned = self.updates_by_key[key].get(step)
         if turned is None or part is None:
             return None
         lost = trial.assumption.optimizer.lost
         if lost is not None and lost(rank, step, fqn):
-            return np.zeros(take(turned.update, _within(part, turned.place)).shape), np.zeros(())
+            return np.zeros(view_of_slice(turned.update, _relative_to(part, turned.enclosing_slice)).shape), np.zeros(
+                ()
+            )
         sizes = [hi - lo for lo, hi in part] if trial.assumption.optimizer.scales_slices else trial.plan.shapes[fqn]
-        scale = rate * muon.scale(sizes, self.recipe(fqn, step).adjust_lr)
-        subtracted = scale * turned.of(part)
+        scale = rate * muon.learning_rate_factor(sizes, self.recipe(fqn, step).adjust_lr)
+        subtracted = scale * turned.slice_of_update(part)
         orthogonal_bound = tolerance.orthogonal_bound(trial.case, turned.update.shape, turned.cancelled)
         return subtracted, tolerance.update_bound(trial.case, np.abs(subtracted)) + scale * orthogonal_bound
 
-    def _together(self, rank: int, fqn: str) -> tuple[int, ...]:
+    def _ranks_joined(self, rank: int, fqn: str) -> tuple[int, ...]:
         """Return the ranks of the rank's replica, without those from which a hypothesis says that Muon gathers nothing."""
         fixed_axes = ("dp_replicate", *self.trial.assumption.optimizer.alone)
         dims = self.trial.case.dims
-        own_coordinate = coordinate(dims, rank)
+        own_coordinate = coordinate_of_rank(dims, rank)
         common_axes = [
             axis for axis in own_coordinate if axis in fixed_axes or (axis == "cp" and "dp_shard" in fixed_axes)
         ]
         ranks = []
         for other in sorted(self.trial.ranks):
             if fqn in self.trial.plan.slices[other]:
-                other_coordinate = coordinate(dims, other)
+                other_coordinate = coordinate_of_rank(dims, other)
                 if all(other_coordinate[axis] == own_coordinate[axis] for axis in common_axes):
                     ranks.append(other)
         return tuple(ranks)
 
-    def _steps(self, ranks: tuple[int, ...], fqn: str) -> list[tuple[int, Turned]]:
+    def _updates_by_step(self, ranks: tuple[int, ...], fqn: str) -> list[tuple[int, MuonUpdate]]:
         """Return (step, update) of each step in which the gradients of all of these ranks were observed."""
         parts = {rank: part for rank in ranks if (part := self.trial.slice_of(rank, fqn)) is not None}
         if len(parts) < len(ranks):
             return []
         enclosing = _enclosing_slice(parts.values())
-        average = _laid(parts, enclosing, {rank: self._begun(rank, fqn) for rank in parts})
+        average = _join_slices(parts, enclosing, {rank: self._initial_average(rank, fqn) for rank in parts})
         average_length = float(np.linalg.norm(average))
         updates = []
         for number in self.trial.case.steps:
-            gradients = {rank: self._given(rank, number, fqn) for rank in parts}
-            gradient = _laid(parts, enclosing, gradients)
+            gradients = {rank: self._gradient_given(rank, number, fqn) for rank in parts}
+            gradient = _join_slices(parts, enclosing, gradients)
             recipe = self.recipe(fqn, number)
             momentum = recipe.momentum
             nesterov = recipe.nesterov
             average = momentum * average + (1 - momentum) * gradient
-            update = muon.given(average, gradient, momentum=momentum, nesterov=nesterov)
+            update = muon.matrix_to_orthogonalise(average, gradient, momentum=momentum, nesterov=nesterov)
             # The same sums over lengths instead of matrices: nothing cancels in them.
             gradient_length = float(np.linalg.norm(gradient))
             average_length = momentum * average_length + (1 - momentum) * gradient_length
-            update_length = muon.given(average_length, gradient_length, momentum=momentum, nesterov=nesterov)
-            cancelled = update_length / max(float(np.linalg.norm(update)), muon.SMALLEST)
+            update_length = muon.matrix_to_orthogonalise(
+                average_length, gradient_length, momentum=momentum, nesterov=nesterov
+            )
+            cancelled = update_length / max(float(np.linalg.norm(update)), muon.SMALLEST_LENGTH)
             if all(value is not None for value in gradients.values()):
-                updates.append((number, Turned(update, enclosing, cancelled)))
+                updates.append((number, MuonUpdate(update, enclosing, cancelled)))
         return updates
 
-    def _given(self, rank: int, number: int, fqn: str) -> np.ndarray | None:
+    def _gradient_given(self, rank: int, number: int, fqn: str) -> np.ndarray | None:
         step = next((step for step in self.trial.ranks[rank].steps if step.step == number), None)
         return None if step is None or fqn not in step.gradients else self.given(rank, step, fqn)
 
-    def _begun(self, rank: int, fqn: str) -> np.ndarray | None:
+    def _initial_average(self, rank: int, fqn: str) -> np.ndarray | None:
         """Return the average that training begins with: zeros, or the checkpoint's. None if the checkpoint has none."""
         resumed = self.trial.ranks[rank].resumed
         return resumed.optimizer_state.get(fqn, {}).get("momentum_buffer") if resumed else np.zeros(())
@@ -141,17 +145,17 @@ def _enclosing_slice(parts: Iterable[Slice]) -> Slice:
     return tuple(intervals)
 
 
-def _laid(parts: dict[int, Slice], enclosing: Slice, values: dict[int, np.ndarray | None]) -> np.ndarray:
+def _join_slices(parts: dict[int, Slice], enclosing: Slice, values: dict[int, np.ndarray | None]) -> np.ndarray:
     """Return the ranks' values put together to the enclosing slice, NaN where one is lacking."""
     joined = np.full(tuple(hi - lo for lo, hi in enclosing), np.nan)
     for rank, part in parts.items():
-        target = take(joined, _within(part, enclosing))
+        target = view_of_slice(joined, _relative_to(part, enclosing))
         value = values[rank]
         if value is not None and value.shape in ((), target.shape):
             target[...] = value
     return joined
 
 
-def _within(part: Slice, enclosing: Slice) -> Slice:
+def _relative_to(part: Slice, enclosing: Slice) -> Slice:
     """Return the part in coordinates that begin at the start of the enclosing slice."""
     return tuple((lo - start, hi - start) for (lo, hi), (start, _) in zip(part, enclosing, strict=True))

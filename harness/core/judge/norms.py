@@ -8,20 +8,20 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate
+from harness.core.plan.grid import coordinate_of_rank
 
 GRADIENTS = "gradients"
 PARAMETERS = "parameters"
 """Fields of a step's evidence, fqn -> the rank's slice."""
 
 
-def nearest(trial: Trial, rank: int) -> list[int]:
+def ranks_by_distance(trial: Trial, rank: int) -> list[int]:
     """Return all ranks, those first whose mesh coordinates differ along the fewest axes: this rank sums its norm with them.
 
     Of several stages the first comes first, so the first stage's copy of a tied weight counts.
     """
-    coordinates = {other: coordinate(trial.case.dims, other) for other in trial.ranks}
-    own = coordinate(trial.case.dims, rank)
+    coordinates = {other: coordinate_of_rank(trial.case.dims, other) for other in trial.ranks}
+    own = coordinate_of_rank(trial.case.dims, rank)
 
     def order(other: int) -> tuple[int, int, int]:
         other_coordinate = coordinates[other]
@@ -38,32 +38,32 @@ def norm_of(
     fqns: Collection[str] | None = None,
     again: str = "",
     power: float = 2,
-    of: str = GRADIENTS,
+    quantity: str = GRADIENTS,
 ) -> float:
     """Return the norm of the slices that these ranks had in a step, each counted once, as the first rank has it.
 
     again: an axis; slices count once for each coordinate along it. fqns: of these parameters alone. power: of the norm; the sum
-    of powers is returned for any but 2, and the maximum for infinity. of: GRADIENTS or PARAMETERS.
+    of powers is returned for any but 2, and the maximum for infinity. quantity: GRADIENTS or PARAMETERS.
     """
     sums: dict[object, float] = {}
-    slice_of = trial.gradient_slice_of if of == GRADIENTS else trial.slice_of
+    slice_of = trial.gradient_slice_of if quantity == GRADIENTS else trial.slice_of
     if ranks is None:
         ranks = sorted(trial.ranks)
     for rank in ranks:
-        index = coordinate(trial.case.dims, rank).get(again)
+        index = coordinate_of_rank(trial.case.dims, rank).get(again)
         for record in trial.ranks[rank].steps:
             if record.step != step:
                 continue
-            for fqn, tensor in getattr(record, of).items():
+            for fqn, tensor in getattr(record, quantity).items():
                 key = fqn, slice_of(rank, fqn), index
                 if key not in sums and tensor.size and (fqns is None or fqn in fqns):
-                    recorded_squares = record.squares if (of, power) == (GRADIENTS, 2) else {}
-                    sums[key] = recorded_squares[fqn] if recorded_squares else _summed(tensor, power)
+                    recorded_squares = record.squares if (quantity, power) == (GRADIENTS, 2) else {}
+                    sums[key] = recorded_squares[fqn] if recorded_squares else _sum_of_powers(tensor, power)
     total = max(sums.values(), default=0.0) if power == math.inf else math.fsum(sums.values())
     return math.sqrt(total) if power == 2 else total
 
 
-def _summed(tensor: np.ndarray, power: float) -> float:
+def _sum_of_powers(tensor: np.ndarray, power: float) -> float:
     """Return the sum of squares for 2, else numpy's norm of this power, of all entries."""
     values = tensor.ravel().astype(np.float64)
     return float(np.square(values).sum() if power == 2 else np.linalg.norm(values, power))

@@ -13,21 +13,21 @@ import numpy as np
 
 from harness.core.evidence.numbers import MEAN, NORM, SPLIT, VALIDATION, Number
 from harness.core.evidence.step import Microbatch, StepEvidence
-from harness.core.judge.held_values import order_of_entries, weights_after
+from harness.core.judge.held_values import reference_order_arguments, whole_weights_after
 from harness.core.judge.labels import IGNORED
-from harness.core.judge.norms import PARAMETERS, nearest, norm_of
-from harness.core.judge.places import feeder_of, first_stage_ranks, last_stage_ranks
-from harness.core.judge.received_samples import positions_received, received_samples
+from harness.core.judge.norms import PARAMETERS, norm_of, ranks_by_distance
+from harness.core.judge.places import first_stage_peer, first_stage_ranks, last_stage_ranks
+from harness.core.judge.received_samples import received_positions_of, received_sample_ids
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate
+from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.stages import positions
 
 T = TypeVar("T")
-Place = tuple[int, ...]
+ShareCoordinate = tuple[int, ...]
 """Mesh coordinate along the axes of SPLIT."""
 Batch = tuple[np.ndarray, np.ndarray]
 """Tokens and labels, int64 [samples, positions]."""
-Part = tuple[float, int]
+LossSum = tuple[float, int]
 """The sum of the losses of some tokens, and how many valid ones these are."""
 
 
@@ -40,40 +40,40 @@ class NotOnRecord(LookupError):
 
 
 @dataclass(frozen=True)
-class Book:
+class ExpectedNumbers:
     """The expected values of numbers in one trial. Losses of validation are computed once."""
 
     trial: Trial
     """The launch in which the numbers are reported."""
-    losses: dict[int, Mapping[Place, Part]] = field(default_factory=dict)
+    losses: dict[int, Mapping[ShareCoordinate, LossSum]] = field(default_factory=dict)
     """By step, the losses of validation that were computed already."""
 
-    def expected(self, rank: int, step: int, name: str, number: Number, count: Count | None = None) -> float:
+    def expected_value(self, rank: int, step: int, name: str, number: Number, count: Count | None = None) -> float:
         """Return the number that a rank should report by that name. Raises NotOnRecord.
 
-        count: `counted` by default, or `requested`.
+        count: `received_count` by default, or `requested_count`.
         """
         if number.rate and not (number.seconds or 0) > 0:
             raise NotOnRecord("it is a rate, and its seconds are not handed over")
         degrees = [getattr(self.trial.case.dims, axis) for axis in number.divided_by]
         seconds = (number.seconds or 1.0) if number.rate else 1.0
         divisor = math.prod(degrees) * seconds
-        return self._plain(rank, step, name, number, count or counted) * number.times / divisor
+        return self._unscaled_value(rank, step, name, number, count or received_count) * number.times / divisor
 
-    def _plain(self, rank: int, step: int, name: str, number: Number, count: Count) -> float:
+    def _unscaled_value(self, rank: int, step: int, name: str, number: Number, count: Count) -> float:
         """Return the number before it is multiplied, divided by degrees and made a rate. Raises NotOnRecord."""
         if number.of == NORM:
-            return self.norm(rank, step)
+            return self.parameter_norm(rank, step)
         if number.of == VALIDATION:
-            _each_once(self.trial, step, number.over)
-            parts = _of_rank(self._validation(step), self.trial, rank, number.over)
+            _refuse_repeated_shares(self.trial, step, number.over)
+            parts = _parts_for_rank(self._validation_losses(step), self.trial, rank, number.over)
             valid_tokens = sum(count for _, count in parts)
             return math.fsum(total for total, _ in parts) / valid_tokens if valid_tokens else math.nan
         if number.of in ("epoch", "epochs"):
             batches = self.trial.reference.samples[:step][-(number.steps or step) :]
-            epochs = sum(map(len, batches)) / _data_size(self.trial, number)
+            epochs = sum(map(len, batches)) / _data_set_size(self.trial, number)
             return epochs if number.of == "epochs" else math.ceil(epochs) - 1
-        steps = list(_covered(self.trial, step, number))
+        steps = list(_covered_steps(self.trial, step, number))
         if number.of == "steps":
             return len(steps)
         # A launch with another layout has no such rank. The number covers all its ranks then, so rank 0 has it.
@@ -85,7 +85,7 @@ class Book:
             return sum(count(*record, number) for record in records)
         means: list[tuple[float, float]] = []
         for record in records:
-            means += parts_of_mean(*record, name, number)
+            means += mean_parts_of_rank(*record, name, number)
         if number.per:
             counted_number = replace(number, of=number.per)
             divisor = sum(count(*record, counted_number) for record in records)
@@ -93,7 +93,7 @@ class Book:
             divisor = math.fsum(count for _, count in means)
         return math.fsum(total for total, _ in means) / divisor if divisor else math.nan
 
-    def norm(self, rank: int, step: int) -> float:
+    def parameter_norm(self, rank: int, step: int) -> float:
         """Return the 2-norm of all parameters after a step, as a rank sees it: replicas may differ. Raises NotOnRecord."""
         recorded_fqns: set[str] = set()
         for _, record in self.trial.own_steps():
@@ -101,16 +101,16 @@ class Book:
                 recorded_fqns.update(record.parameters)
         if recorded_fqns != self.trial.plan.shapes.keys():
             raise NotOnRecord(f"parameters after step {step} are not all on record")
-        return norm_of(self.trial, step, nearest(self.trial, rank), of=PARAMETERS)
+        return norm_of(self.trial, step, ranks_by_distance(self.trial, rank), quantity=PARAMETERS)
 
-    def _validation(self, step: int) -> Mapping[Place, Part]:
+    def _validation_losses(self, step: int) -> Mapping[ShareCoordinate, LossSum]:
         """Return the losses of the validation after a step, by place. Raises NotOnRecord."""
         if step not in self.losses:
-            self.losses[step] = dict(_losses(self.trial, step, validated_on(self.trial, step)))
+            self.losses[step] = dict(_validation_loss_parts(self.trial, step, validation_batches(self.trial, step)))
         return self.losses[step]
 
 
-def _covered(trial: Trial, step: int, number: Number) -> Iterator[tuple[Trial, int]]:
+def _covered_steps(trial: Trial, step: int, number: Number) -> Iterator[tuple[Trial, int]]:
     """Yield the steps that a number covers, each with the launch that trained it. Raises NotOnRecord."""
     first_step = 1 if number.steps is None else step - number.steps + 1
     for covered_step in range(first_step, step + 1):
@@ -122,76 +122,82 @@ def _covered(trial: Trial, step: int, number: Number) -> Iterator[tuple[Trial, i
         yield launch, covered_step
 
 
-def parts_of_mean(trial: Trial, step: int, rank: int, name: str, number: Number) -> list[tuple[float, float]]:
+def mean_parts_of_rank(trial: Trial, step: int, rank: int, name: str, number: Number) -> list[tuple[float, float]]:
     """Return the (sum, count) pairs that a rank's mean is put together of. Raises NotOnRecord.
 
     There is one pair for each place, which tp ranks share. The pair of the rank's own stage is taken where there is one.
     """
-    parts: dict[Place, tuple[float, float]] = {}
-    stage = coordinate(trial.case.dims, rank)["pp"]
+    parts: dict[ShareCoordinate, tuple[float, float]] = {}
+    stage = coordinate_of_rank(trial.case.dims, rank)["pp"]
 
     def is_of_another_stage(other: int) -> bool:
-        return coordinate(trial.case.dims, other)["pp"] != stage
+        return coordinate_of_rank(trial.case.dims, other)["pp"] != stage
 
-    for other in sorted(nearest(trial, rank), key=is_of_another_stage):
-        reported = _record(trial, other, step).numbers.get(name)
+    for other in sorted(ranks_by_distance(trial, rank), key=is_of_another_stage):
+        reported = _step_record(trial, other, step).numbers.get(name)
         if reported is not None and reported.total is not None and reported.count is not None:
-            parts.setdefault(place_of(trial, other), (reported.total, reported.count))
-    own_parts = _of_rank(parts, trial, rank, number.over)
+            parts.setdefault(share_coordinate(trial, other), (reported.total, reported.count))
+    own_parts = _parts_for_rank(parts, trial, rank, number.over)
     if not own_parts:
         raise NotOnRecord(f"total and count of step {step} are not handed over")
     return own_parts
 
 
-def counted(trial: Trial, step: int, rank: int, number: Number) -> int:
+def received_count(trial: Trial, step: int, rank: int, number: Number) -> int:
     """Return how many samples or tokens ranks received in a step. Raises NotOnRecord."""
     ranks = last_stage_ranks(trial) if number.of == "valid tokens" else first_stage_ranks(trial)
-    return sum(_count(trial, sharer, step, number.of) for sharer in _sharers(trial, rank, number, ranks))
+    return sum(
+        _count_on_rank(trial, sharer, step, number.of) for sharer in _contributing_ranks(trial, rank, number, ranks)
+    )
 
 
-def requested(trial: Trial, step: int, rank: int, number: Number) -> float:
+def requested_count(trial: Trial, step: int, rank: int, number: Number) -> float:
     """Return how many samples or tokens the recipe gives to these ranks; of valid tokens those of the samples they received."""
     if number.of == "valid tokens":
-        sharers = _sharers(trial, rank, number, first_stage_ranks(trial))
-        return sum(_labels(trial, sharer, step) for sharer in sharers)
+        sharers = _contributing_ranks(trial, rank, number, first_stage_ranks(trial))
+        return sum(_valid_label_count(trial, sharer, step) for sharer in sharers)
     samples = len(trial.reference.samples[step - 1])
     divided_axes = [axis for axis in SPLIT if axis not in number.over and (number.of, axis) != ("samples", "cp")]
     per_sample = 1 if number.of == "samples" else trial.case.seq_len(step)
     return samples * per_sample / math.prod(getattr(trial.case.dims, axis) for axis in divided_axes)
 
 
-def _sharers(trial: Trial, rank: int, number: Number, ranks: list[int]) -> list[int]:
+def _contributing_ranks(trial: Trial, rank: int, number: Number, ranks: list[int]) -> list[int]:
     """Return the ranks whose parts make a rank's number: one for each place, the rank itself for its own place.
 
     cp ranks share samples.
     """
     over = tuple(axis for axis in number.over if (number.of, axis) != ("samples", "cp"))
-    rank_by_place = {place_of(trial, other): other for other in ranks if coordinate(trial.case.dims, other)["tp"] == 0}
+    rank_by_place = {
+        share_coordinate(trial, other): other
+        for other in ranks
+        if coordinate_of_rank(trial.case.dims, other)["tp"] == 0
+    }
     if rank in ranks:
-        rank_by_place[place_of(trial, rank)] = rank
-    return _of_rank(rank_by_place, trial, rank, over)
+        rank_by_place[share_coordinate(trial, rank)] = rank
+    return _parts_for_rank(rank_by_place, trial, rank, over)
 
 
-def _labels(trial: Trial, rank: int, step: int) -> int:
+def _valid_label_count(trial: Trial, rank: int, step: int) -> int:
     """Return the number of valid labels, by the recipe, of the samples that a rank received. Raises NotOnRecord."""
     reference = trial.reference
-    sample_ids = received_samples(trial, step).get(rank, [None])
+    sample_ids = received_sample_ids(trial, step).get(rank, [None])
     if None in sample_ids:
         raise NotOnRecord(f"step {step}: rank {rank} received no samples of the recipe")
     rows = [reference.sample_ids.index(sample_id) for sample_id in sample_ids if sample_id is not None]
-    received_positions = positions_received(trial, rank, step)
+    received_positions = received_positions_of(trial, rank, step)
     return int((reference.labels[rows][:, received_positions] != IGNORED).sum())
 
 
-def place_of(trial: Trial, rank: int) -> Place:
+def share_coordinate(trial: Trial, rank: int) -> ShareCoordinate:
     """Return a rank's mesh coordinate along the axes of SPLIT."""
-    mesh_coordinate = coordinate(trial.case.dims, rank)
+    mesh_coordinate = coordinate_of_rank(trial.case.dims, rank)
     return tuple(mesh_coordinate[axis] for axis in SPLIT)
 
 
-def _of_rank(parts: Mapping[Place, T], trial: Trial, rank: int, over: tuple[str, ...]) -> list[T]:
+def _parts_for_rank(parts: Mapping[ShareCoordinate, T], trial: Trial, rank: int, over: tuple[str, ...]) -> list[T]:
     """Return the parts that a rank's number is put together of: those whose places differ in the axes of `over` alone."""
-    own = place_of(trial, rank)
+    own = share_coordinate(trial, rank)
     common_axes = [index for index, axis in enumerate(SPLIT) if axis not in over]
     selected = []
     for other, part in parts.items():
@@ -200,9 +206,9 @@ def _of_rank(parts: Mapping[Place, T], trial: Trial, rank: int, over: tuple[str,
     return selected
 
 
-def _count(trial: Trial, rank: int, step: int, quantity: str) -> int:
+def _count_on_rank(trial: Trial, rank: int, step: int, quantity: str) -> int:
     """Return the samples, tokens or valid tokens that a rank received in a step. Raises NotOnRecord."""
-    microbatches = _record(trial, rank, step).microbatches
+    microbatches = _step_record(trial, rank, step).microbatches
     counts: list[int | None]
     if quantity == "valid tokens":
         counts = [microbatch.valid_tokens for microbatch in microbatches]
@@ -215,7 +221,7 @@ def _count(trial: Trial, rank: int, step: int, quantity: str) -> int:
     return sum(count for count in counts if count is not None)
 
 
-def _record(trial: Trial, rank: int, step: int) -> StepEvidence:
+def _step_record(trial: Trial, rank: int, step: int) -> StepEvidence:
     """Return a rank's evidence of a step. Raises NotOnRecord."""
     record = next((record for record in trial.ranks[rank].steps if record.step == step), None)
     if record is None:
@@ -223,7 +229,7 @@ def _record(trial: Trial, rank: int, step: int) -> StepEvidence:
     return record
 
 
-def _data_size(trial: Trial, number: Number) -> int:
+def _data_set_size(trial: Trial, number: Number) -> int:
     """Return the number of samples of the data set. Raises NotOnRecord.
 
     The number is known of a data set made from a seed, and of a file once a sample came again. Else it is as handed over.
@@ -242,22 +248,22 @@ def _data_size(trial: Trial, number: Number) -> int:
 # ---- validation
 
 
-def validated_on(trial: Trial, step: int) -> dict[Place, list[Batch]]:
+def validation_batches(trial: Trial, step: int) -> dict[ShareCoordinate, list[Batch]]:
     """Return the batches that were evaluated after a step, by share. Raises NotOnRecord.
 
     They are those that the trainer reports, else those that its passes without gradients received.
     """
-    return _said(trial, step) or _seen(trial, step)
+    return _reported_batches(trial, step) or _evaluated_batches(trial, step)
 
 
-def trained_on_before(trial: Trial, step: int) -> tuple[int, int]:
+def count_trained_validation_rows(trial: Trial, step: int) -> tuple[int, int]:
     """Return (evaluated samples that training had used up to this step, all evaluated samples). Raises NotOnRecord.
 
     The first number is 0 once training has used all data, for no sample is held out then.
     """
     reference = trial.reference
     rows: list[np.ndarray] = []
-    for batches in validated_on(trial, step).values():
+    for batches in validation_batches(trial, step).values():
         for tokens, _ in batches:
             rows += [*tokens]
     drawn = list(itertools.chain.from_iterable(reference.samples[:step]))
@@ -268,13 +274,13 @@ def trained_on_before(trial: Trial, step: int) -> tuple[int, int]:
     return sum(np.asarray(row, np.int64).tobytes() in trained_rows for row in rows), len(rows)
 
 
-def validated_twice(trial: Trial, step: int) -> dict[Place, tuple[int, int]]:
+def repeated_validation_rows(trial: Trial, step: int) -> dict[ShareCoordinate, tuple[int, int]]:
     """Return, by share of a validation that has a row twice, (rows that came before, all rows).
 
     A row whose labels are all ignored does not count. Raises NotOnRecord where the data may have a row twice.
     """
-    repeated: dict[Place, tuple[int, int]] = {}
-    for share, batches in validated_on(trial, step).items():
+    repeated: dict[ShareCoordinate, tuple[int, int]] = {}
+    for share, batches in validation_batches(trial, step).items():
         rows: list[tuple[bytes, bytes]] = []
         for tokens, labels in batches:
             for row, valid in zip(tokens, labels, strict=True):
@@ -291,10 +297,10 @@ def validated_twice(trial: Trial, step: int) -> dict[Place, tuple[int, int]]:
     return {share: counts for share, counts in repeated.items() if counts[1] <= largest}
 
 
-def _each_once(trial: Trial, step: int, over: tuple[str, ...]) -> None:
+def _refuse_repeated_shares(trial: Trial, step: int, over: tuple[str, ...]) -> None:
     """Raise NotOnRecord where two shares that a loss adds up validated the same samples: others may be left out."""
-    rows: dict[Place, list[bytes]] = {}
-    for share, batches in validated_on(trial, step).items():
+    rows: dict[ShareCoordinate, list[bytes]] = {}
+    for share, batches in validation_batches(trial, step).items():
         rows[share] = []
         for tokens, _ in batches:
             rows[share] += [row.tobytes() for row in tokens]
@@ -306,45 +312,45 @@ def _each_once(trial: Trial, step: int, over: tuple[str, ...]) -> None:
             raise NotOnRecord(f"{text}; where each is to validate all, hand the loss over without this axis in `over`")
 
 
-def _said(trial: Trial, step: int) -> dict[Place, list[Batch]]:
+def _reported_batches(trial: Trial, step: int) -> dict[ShareCoordinate, list[Batch]]:
     """Return the batches that the trainer reports to have validated on, by share."""
-    batches: dict[Place, list[Batch]] = {}
+    batches: dict[ShareCoordinate, list[Batch]] = {}
     for rank, record in trial.own_steps():
         if record.step != step:
             continue
         for number in record.numbers.values():
             if number.tokens is not None and number.labels is not None:
-                batches[place_of(trial, rank)[:2]] = [(number.tokens, number.labels)]
+                batches[share_coordinate(trial, rank)[:2]] = [(number.tokens, number.labels)]
     return batches
 
 
-def _seen(trial: Trial, step: int) -> dict[Place, list[Batch]]:
+def _evaluated_batches(trial: Trial, step: int) -> dict[ShareCoordinate, list[Batch]]:
     """Return the batches of passes without gradients after a step, by share; slices that cp cut are put together."""
-    parts: dict[Place, list[tuple[int, list[Batch]]]] = {}
+    parts: dict[ShareCoordinate, list[tuple[int, list[Batch]]]] = {}
     for rank in last_stage_ranks(trial):
-        if coordinate(trial.case.dims, rank)["tp"] == 0:
-            last_stage_passes = _record(trial, rank, step).evaluated
-            first_stage_passes = _record(trial, feeder_of(trial, rank), step).evaluated
+        if coordinate_of_rank(trial.case.dims, rank)["tp"] == 0:
+            last_stage_passes = _step_record(trial, rank, step).evaluated
+            first_stage_passes = _step_record(trial, first_stage_peer(trial, rank), step).evaluated
             batches = [
-                _batch(rank, step, last, first)
+                _batch_of_pass(rank, step, last, first)
                 for last, first in zip(last_stage_passes, first_stage_passes, strict=True)
             ]
-            parts.setdefault(place_of(trial, rank)[:2], []).append((rank, batches))
-    joined: dict[Place, list[Batch]] = {}
+            parts.setdefault(share_coordinate(trial, rank)[:2], []).append((rank, batches))
+    joined: dict[ShareCoordinate, list[Batch]] = {}
     for share, cp_parts in parts.items():
         _, first_batches = cp_parts[0]
-        joined[share] = [_whole(trial, cp_parts, number) for number in range(len(first_batches))]
+        joined[share] = [_join_cp_slices(trial, cp_parts, number) for number in range(len(first_batches))]
     return joined
 
 
-def _batch(rank: int, step: int, last: Microbatch, first: Microbatch) -> Batch:
+def _batch_of_pass(rank: int, step: int, last: Microbatch, first: Microbatch) -> Batch:
     """Return the tokens that the first stage received with the labels that the last one used. Raises NotOnRecord."""
     if first.tokens is None or last.labels is None or last.labels.size != first.tokens.size:
         raise NotOnRecord(f"tokens or labels that rank {rank} validated on after step {step} were not seen")
     return first.tokens, last.labels.reshape(first.tokens.shape)
 
 
-def _whole(trial: Trial, parts: list[tuple[int, list[Batch]]], n: int) -> Batch:
+def _join_cp_slices(trial: Trial, parts: list[tuple[int, list[Batch]]], n: int) -> Batch:
     """Return the n-th batch of a share, whole: the slices of all its cp ranks at their positions."""
     _, first_batches = parts[0]
     first_tokens, _ = first_batches[n]
@@ -358,18 +364,20 @@ def _whole(trial: Trial, parts: list[tuple[int, list[Batch]]], n: int) -> Batch:
     return tokens, labels
 
 
-def _losses(trial: Trial, step: int, batches: Mapping[Place, list[Batch]]) -> Iterator[tuple[Place, Part]]:
+def _validation_loss_parts(
+    trial: Trial, step: int, batches: Mapping[ShareCoordinate, list[Batch]]
+) -> Iterator[tuple[ShareCoordinate, LossSum]]:
     """Yield each place with the losses of its part: by the reference's model, with the weights that ranks held after the step.
 
     Raises NotOnRecord.
     """
     if not any(batches.values()):
         raise NotOnRecord(f"no pass without gradients was seen after step {step}")
-    weights = weights_after(trial, step)
+    weights = whole_weights_after(trial, step)
     for share, share_batches in batches.items():
-        computed = [(losses_of(trial, weights, tokens, labels), labels) for tokens, labels in share_batches]
+        computed = [(token_losses_of(trial, weights, tokens, labels), labels) for tokens, labels in share_batches]
         for rank in first_stage_ranks(trial):
-            if place_of(trial, rank)[:2] != share:
+            if share_coordinate(trial, rank)[:2] != share:
                 continue
             totals: list[float] = []
             valid_tokens = 0
@@ -377,16 +385,20 @@ def _losses(trial: Trial, step: int, batches: Mapping[Place, list[Batch]]) -> It
                 rank_positions = positions(trial.case, rank, labels.shape[1])
                 totals.append(float(losses[:, rank_positions].sum()))
                 valid_tokens += int((labels[:, rank_positions] != IGNORED).sum())
-            yield place_of(trial, rank), (math.fsum(totals), valid_tokens)
+            yield share_coordinate(trial, rank), (math.fsum(totals), valid_tokens)
 
 
-def losses_of(trial: Trial, weights: Mapping[str, np.ndarray], tokens: np.ndarray, labels: np.ndarray) -> np.ndarray:
+def token_losses_of(
+    trial: Trial, weights: Mapping[str, np.ndarray], tokens: np.ndarray, labels: np.ndarray
+) -> np.ndarray:
     """Return the loss of each token by these weights, float64 [samples, positions].
 
     Imports torch, as no other check does.
     """
     from harness.reference import counterfactual
 
-    otherwise: Any = counterfactual.Otherwise(weights=weights, **order_of_entries(trial))
+    otherwise: Any = counterfactual.Changes(weights=weights, **reference_order_arguments(trial))
     batch = counterfactual.Batch(tokens, labels)
-    return counterfactual.losses_evaluated(trial.case.model, trial.case.training, trial.reference, batch, otherwise)
+    return counterfactual.evaluate_token_losses(
+        trial.case.model, trial.case.training, trial.reference, batch, otherwise
+    )

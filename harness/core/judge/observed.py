@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from harness.core.evidence.keys import ranks_key, ranks_of
+from harness.core.evidence.keys import ranks_from_key, ranks_key
 from harness.core.evidence.summary import Summary
 from harness.core.evidence.summary_parts import Issued, Use
 
@@ -54,7 +54,7 @@ class Axis:
     """What is moved over them."""
 
 
-def axes(summaries: Iterable[Summary]) -> tuple[Axis, ...]:
+def observed_axes(summaries: Iterable[Summary]) -> tuple[Axis, ...]:
     """Return the axes of the layout, those with the largest groups first.
 
     Groups of one size and role that issue the same collectives are one axis. Stages of a pipeline differ in what they issue.
@@ -69,28 +69,28 @@ def axes(summaries: Iterable[Summary]) -> tuple[Axis, ...]:
     groups_by_kind: dict[tuple[int, str, frozenset[tuple[str, str]]], list[str]] = defaultdict(list)
     for group, group_uses in uses.items():
         signature = frozenset((use.op, use.phase) for use in group_uses)
-        groups_by_kind[len(ranks_of(group)), roles[group], signature].append(group)
+        groups_by_kind[len(ranks_from_key(group)), roles[group], signature].append(group)
     # Groups that issue most come first, so that a group that issues a part of it finds their axis.
     kinds = sorted(groups_by_kind.items(), key=lambda kind: -len(kind[0][2]))
-    lines: list[_Line] = []
+    lines: list[_AxisInProgress] = []
     for (size, role, signature), groups in kinds:
-        for group in sorted(groups, key=ranks_of):
-            ranks = set(ranks_of(group))
-            line = next((line for line in lines if line.takes(size, role, signature, ranks)), None)
+        for group in sorted(groups, key=ranks_from_key):
+            ranks = set(ranks_from_key(group))
+            line = next((line for line in lines if line.accepts_group(size, role, signature, ranks)), None)
             if line is None:
-                line = _Line(size, role, signature)
+                line = _AxisInProgress(size, role, signature)
                 lines.append(line)
             line.groups.append(group)
             line.ranks |= ranks
     found_axes = [
-        Axis(line.size, line.role, tuple(sorted(line.groups, key=ranks_of)), _moved(line.groups, uses))
+        Axis(line.size, line.role, tuple(sorted(line.groups, key=ranks_from_key)), _traffic_over(line.groups, uses))
         for line in lines
     ]
     return tuple(sorted(found_axes, key=lambda axis: (-axis.size, axis.role == "", axis.groups)))
 
 
 @dataclass
-class _Line:
+class _AxisInProgress:
     """An axis while its groups are collected."""
 
     size: int
@@ -99,13 +99,13 @@ class _Line:
     groups: list[str] = field(default_factory=list)
     ranks: set[int] = field(default_factory=set)
 
-    def takes(self, size: int, role: str, signature: frozenset[tuple[str, str]], ranks: set[int]) -> bool:
+    def accepts_group(self, size: int, role: str, signature: frozenset[tuple[str, str]], ranks: set[int]) -> bool:
         """Return whether a group belongs to this axis: same size and role, no collective of its own, no rank twice."""
         is_same_kind = (size, role) == (self.size, self.role) and signature <= self.signature
         return is_same_kind and self.ranks.isdisjoint(ranks)
 
 
-def _moved(groups: Iterable[str], uses: Mapping[str, list[Use]]) -> tuple[Moved, ...]:
+def _traffic_over(groups: Iterable[str], uses: Mapping[str, list[Use]]) -> tuple[Moved, ...]:
     """Return what the ranks of these groups moved, by phase, collective and dtype."""
     uses_by_kind: dict[tuple[str, str, str], list[Use]] = defaultdict(list)
     for group in groups:
@@ -115,17 +115,17 @@ def _moved(groups: Iterable[str], uses: Mapping[str, list[Use]]) -> tuple[Moved,
     for (phase, op, dtype), kind_uses in sorted(uses_by_kind.items()):
         calls = max(use.calls for use in kind_uses)
         sizes = [use.bytes for use in kind_uses]
-        steps = _of_all(use.steps for use in kind_uses)
+        steps = _common_steps(use.steps for use in kind_uses)
         moved.append(Moved(op, phase, dtype, calls, min(sizes), max(sizes), steps))
     return tuple(moved)
 
 
-def _of_all(steps: Iterable[str]) -> str:
+def _common_steps(steps: Iterable[str]) -> str:
     """Return the steps in which every rank moved as much, in the words of ranks_key. Empty: in each step of a rank.
 
     A rank that ended early has fewer steps on record. If no step is common to all, the steps of any rank are returned.
     """
-    step_sets = [frozenset(ranks_of(key)) for key in steps if key]
+    step_sets = [frozenset(ranks_from_key(key)) for key in steps if key]
     if not step_sets:
         return ""
     common_steps = frozenset.intersection(*step_sets) or frozenset.union(*step_sets)
@@ -135,7 +135,7 @@ def _of_all(steps: Iterable[str]) -> str:
 # ---- what is the same on which ranks
 
 
-def together(summaries: Iterable[Summary], value_of: Callable[[Summary], H | None]) -> dict[H, list[int]]:
+def group_ranks_by(summaries: Iterable[Summary], value_of: Callable[[Summary], H | None]) -> dict[H, list[int]]:
     """Return the ranks by the value that `value_of` returns for them, None left out; the value of most ranks first."""
     return _grouped((summary.rank, value_of(summary)) for summary in summaries)
 
@@ -149,7 +149,7 @@ def _grouped(pairs: Iterable[tuple[int, H | None]]) -> dict[H, list[int]]:
     return dict(sorted(ranks_by_value.items(), key=lambda entry: (-len(entry[1]), entry[1])))
 
 
-def replicas(summaries: Iterable[Summary]) -> list[list[Summary]]:
+def families_of_replicas(summaries: Iterable[Summary]) -> list[list[Summary]]:
     """Return the families of several ranks that claim to hold the same slices of the same parameters."""
     families: dict[tuple[int, int], list[Summary]] = defaultdict(list)
     for summary in summaries:
@@ -158,7 +158,7 @@ def replicas(summaries: Iterable[Summary]) -> list[list[Summary]]:
     return [family for family in families.values() if len(family) > 1]
 
 
-def copied(summaries: Iterable[Summary]) -> list[list[Summary]]:
+def copied_families(summaries: Iterable[Summary]) -> list[list[Summary]]:
     """Return the ranks of each group, with the contents of parameters that are copied over it, while others are cut."""
     families: dict[str, list[Summary]] = defaultdict(list)
     for summary in summaries:
@@ -167,7 +167,7 @@ def copied(summaries: Iterable[Summary]) -> list[list[Summary]]:
     return [family for family in families.values() if len(family) > 1]
 
 
-def uncut(summaries: Iterable[Summary]) -> list[list[Summary]]:
+def uncut_families(summaries: Iterable[Summary]) -> list[list[Summary]]:
     """Return the ranks of each group whose uncut parameters began equal, with the contents of these parameters.
 
     A parameter is uncut if the ranks do not cut it over the group.
@@ -190,7 +190,7 @@ def with_contents(summary: Summary, by_step: dict[int, int]) -> Summary:
     return replace(summary, contents=replace(summary.contents, by_step=by_step))
 
 
-def differing(families: Iterable[list[Summary]]) -> dict[int, list[tuple[list[int], list[int]]]]:
+def differing_by_step(families: Iterable[list[Summary]]) -> dict[int, list[tuple[list[int], list[int]]]]:
     """Return, by step, the families that should hold the same and do not: (ranks with what most hold, all other ranks).
 
     Contents before the first step are not compared: they may be anything.
@@ -199,12 +199,12 @@ def differing(families: Iterable[list[Summary]]) -> dict[int, list[tuple[list[in
     for family in families:
         steps = set[int]().union(*(summary.contents.by_step for summary in family)) - {0}
         for step in sorted(steps):
-            if pair := most_and_others({summary.rank: summary.contents.by_step.get(step) for summary in family}):
+            if pair := split_by_majority({summary.rank: summary.contents.by_step.get(step) for summary in family}):
                 pairs_by_step[step].append(pair)
     return dict(sorted(pairs_by_step.items()))
 
 
-def most_and_others(keys: Mapping[int, Hashable | None]) -> tuple[list[int], list[int]] | None:
+def split_by_majority(keys: Mapping[int, Hashable | None]) -> tuple[list[int], list[int]] | None:
     """Return the ranks whose contents have the most frequent key, and those with another one; None where all are alike.
 
     keys: by rank, what is equal where contents are: bytes, or a digest. A rank without one, None, is not compared.
@@ -215,7 +215,7 @@ def most_and_others(keys: Mapping[int, Hashable | None]) -> tuple[list[int], lis
     return majority, sorted(itertools.chain.from_iterable(minorities))
 
 
-def out_of_order(summaries: Iterable[Summary]) -> list[tuple[str, tuple[int, ...]]]:
+def groups_out_of_order(summaries: Iterable[Summary]) -> list[tuple[str, tuple[int, ...]]]:
     """Return (group, its ranks) of the groups whose members did not issue the same collectives in the same order.
 
     Collectives are compared as long as all members had inputs.
@@ -228,15 +228,15 @@ def out_of_order(summaries: Iterable[Summary]) -> list[tuple[str, tuple[int, ...
             issued_by_group[issued.group, issued.ranks][summary.rank] = issued
     differing_groups = []
     for (group, key), issued_by_rank in issued_by_group.items():
-        recorded_ranks = {rank for rank in ranks_of(key) if rank in joined}
+        recorded_ranks = {rank for rank in ranks_from_key(key) if rank in joined}
         last_step = min((step for rank in recorded_ranks if (step := joined[rank]) is not None), default=None)
-        digests = {rank: _until(issued, last_step) for rank, issued in issued_by_rank.items()}
+        digests = {rank: _digest_until(issued, last_step) for rank, issued in issued_by_rank.items()}
         if len(set(digests.values())) > 1 or set(digests) != recorded_ranks:
-            differing_groups.append((group, ranks_of(key)))
+            differing_groups.append((group, ranks_from_key(key)))
     return differing_groups
 
 
-def _until(issued: Issued, last_step: int | None) -> object:
+def _digest_until(issued: Issued, last_step: int | None) -> object:
     """Return a key of the collectives that were issued up to this step, of all if it is None. Equal keys: the same ones."""
     if last_step is None:
         return issued.digest
@@ -257,7 +257,7 @@ class Odd:
     """What most ranks have."""
 
 
-def odd_ranks(summaries: Iterable[Summary]) -> list[Odd]:
+def find_odd_ranks(summaries: Iterable[Summary]) -> list[Odd]:
     """Return the ranks that differ from most in something that every layout has equal: switches, versions, optimizers, steps.
 
     Stages of a pipeline may have different models, and different groups of parameters, so these are not compared.
@@ -280,7 +280,7 @@ def odd_ranks(summaries: Iterable[Summary]) -> list[Odd]:
         ("steps", steps_on_record),
     ]
     for quantity, read in comparisons:
-        ranks_by_value = together(summaries, read)
+        ranks_by_value = group_ranks_by(summaries, read)
         majority, *minorities = ranks_by_value.items() if ranks_by_value else [("", [])]
         odd += [Odd(quantity, tuple(ranks), value, majority[0]) for value, ranks in minorities]
     return odd
@@ -291,7 +291,7 @@ def _in_environment(table: str, name: str, summary: Summary) -> str | None:
     return getattr(summary.environment, table).get(name)
 
 
-def left_on(summaries: Iterable[Summary]) -> dict[str, int]:
+def costly_switches(summaries: Iterable[Summary]) -> dict[str, int]:
     """Return the number of ranks on which a switch that costs time was on, by switch. Switches that were off are left out."""
     costly_values = {
         "autograd anomaly detection": "on",

@@ -20,20 +20,20 @@ State = TypeVar("State", StepEvidence, ReferenceStep, Resumed)
 USUAL: Mapping[str, int] = MappingProxyType({})
 
 
-def flattened(trial: Trial) -> Trial:
+def flatten_trial(trial: Trial) -> Trial:
     """Return the trial with every tensor as a vector if the plan cuts flattened parameters, else the trial itself."""
     if not trial.plan.flat:
         return trial
-    run = _flattened_run(trial.run)
-    repeat = trial.repeat and _flattened_run(trial.repeat)
-    reference = flattened_reference(trial.reference, trial.plan.columns)
+    run = _flatten_run(trial.run)
+    repeat = trial.repeat and _flatten_run(trial.repeat)
+    reference = flatten_reference(trial.reference, trial.plan.column_blocks)
     return dataclasses.replace(trial, reference=reference, run=run, repeat=repeat)
 
 
-def reordered_reference(reference: ReferenceRun, rows: Mapping[str, np.ndarray]) -> ReferenceRun:
+def reorder_reference(reference: ReferenceRun, rows: Mapping[str, np.ndarray]) -> ReferenceRun:
     """Return the reference as it is stored for a trainer. rows: by fqn, which of the model's rows each row is to be."""
 
-    def ordered(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def reorder_arrays(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {fqn: array[rows[fqn]] if fqn in rows else array for fqn, array in arrays.items()}
 
     def state(fqn: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -45,48 +45,51 @@ def reordered_reference(reference: ReferenceRun, rows: Mapping[str, np.ndarray])
     for step in reference.steps:
         reordered_step = dataclasses.replace(
             step,
-            gradients=ordered(step.gradients),
-            parameters=ordered(step.parameters),
+            gradients=reorder_arrays(step.gradients),
+            parameters=reorder_arrays(step.parameters),
             optimizer_state={fqn: state(fqn, arrays) for fqn, arrays in step.optimizer_state.items()},
         )
         steps.append(reordered_step)
-    return dataclasses.replace(reference, weights=ordered(reference.weights), steps=tuple(steps), rows=dict(rows))
+    return dataclasses.replace(
+        reference, weights=reorder_arrays(reference.weights), steps=tuple(steps), rows=dict(rows)
+    )
 
 
-def flattened_reference(reference: ReferenceRun, blocks: Mapping[str, int] = USUAL) -> ReferenceRun:
+def flatten_reference(reference: ReferenceRun, blocks: Mapping[str, int] = USUAL) -> ReferenceRun:
     """Return the reference with every array as a vector, as FSDP1 holds slices of flattened units.
 
     blocks: by fqn, the number of blocks of columns that are flattened one after the other, because each tp rank flattens its
     own block. 1 by default.
     """
-    steps = tuple(_flattened_step(step, blocks) for step in reference.steps)
-    return dataclasses.replace(reference, weights=_flattened(reference.weights, blocks), steps=steps)
+    steps = tuple(_flatten_step(step, blocks) for step in reference.steps)
+    return dataclasses.replace(reference, weights=_flatten_arrays(reference.weights, blocks), steps=steps)
 
 
-def _flattened_run(run: Run) -> Run:
-    return dataclasses.replace(run, ranks={rank: _flattened_rank(evidence) for rank, evidence in run.ranks.items()})
+def _flatten_run(run: Run) -> Run:
+    return dataclasses.replace(run, ranks={rank: _flatten_rank(evidence) for rank, evidence in run.ranks.items()})
 
 
-def _flattened_rank(evidence: RankEvidence) -> RankEvidence:
+def _flatten_rank(evidence: RankEvidence) -> RankEvidence:
     parameters = tuple(dataclasses.replace(t, value=t.value.ravel()) for t in evidence.parameters)
-    steps = tuple(_flattened_step(step) for step in evidence.steps)
-    resumed = evidence.resumed and _flattened_state(evidence.resumed)
+    steps = tuple(_flatten_step(step) for step in evidence.steps)
+    resumed = evidence.resumed and _flatten_state(evidence.resumed)
     return dataclasses.replace(evidence, parameters=parameters, steps=steps, resumed=resumed)
 
 
-def _flattened_step(step: Step, blocks: Mapping[str, int] = USUAL) -> Step:
-    return dataclasses.replace(_flattened_state(step, blocks), gradients=_flattened(step.gradients, blocks))
+def _flatten_step(step: Step, blocks: Mapping[str, int] = USUAL) -> Step:
+    return dataclasses.replace(_flatten_state(step, blocks), gradients=_flatten_arrays(step.gradients, blocks))
 
 
-def _flattened_state(record: State, blocks: Mapping[str, int] = USUAL) -> State:
+def _flatten_state(record: State, blocks: Mapping[str, int] = USUAL) -> State:
     """Return the record with parameters and optimizer state as vectors. An optimizer's step counter has no dims and stays."""
     state: dict[str, dict[str, np.ndarray]] = {}
     for fqn, values in record.optimizer_state.items():
         state[fqn] = {
-            key: columns.flattened(value, blocks.get(fqn, 1)) if value.ndim else value for key, value in values.items()
+            key: columns.flatten_by_blocks(value, blocks.get(fqn, 1)) if value.ndim else value
+            for key, value in values.items()
         }
-    return dataclasses.replace(record, parameters=_flattened(record.parameters, blocks), optimizer_state=state)
+    return dataclasses.replace(record, parameters=_flatten_arrays(record.parameters, blocks), optimizer_state=state)
 
 
-def _flattened(arrays: dict[str, np.ndarray], blocks: Mapping[str, int]) -> dict[str, np.ndarray]:
-    return {fqn: columns.flattened(array, blocks.get(fqn, 1)) for fqn, array in arrays.items()}
+def _flatten_arrays(arrays: dict[str, np.ndarray], blocks: Mapping[str, int]) -> dict[str, np.ndarray]:
+    return {fqn: columns.flatten_by_blocks(array, blocks.get(fqn, 1)) for fqn, array in arrays.items()}

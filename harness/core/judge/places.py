@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate
+from harness.core.plan.grid import coordinate_of_rank
 
 
 def first_stage_ranks(trial: Trial) -> list[int]:
@@ -16,14 +16,14 @@ def last_stage_ranks(trial: Trial) -> list[int]:
     return [rank for rank in trial.ranks if trial.case.n_stages - 1 in trial.plan.stages[rank]]
 
 
-def one_rank_per_share(trial: Trial) -> list[int]:
+def representative_of_shares(trial: Trial) -> list[int]:
     """Return the ranks that between them received each sample once: first stages at cp 0 and tp 0."""
-    coordinates = {rank: coordinate(trial.case.dims, rank) for rank in first_stage_ranks(trial)}
+    coordinates = {rank: coordinate_of_rank(trial.case.dims, rank) for rank in first_stage_ranks(trial)}
     return [
         rank for rank, mesh_coordinate in coordinates.items() if mesh_coordinate["cp"] == mesh_coordinate["tp"] == 0
     ]
 
 
-def feeder_of(trial: Trial, rank: int) -> int:
+def first_stage_peer(trial: Trial, rank: int) -> int:
     """Return the rank of the same pipeline that runs the first stage: it receives the tokens whose loss `rank` computes."""
     return next(peer for peer in trial.plan.peers(rank, "pp") if 0 in trial.plan.stages[peer])

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from harness.core.evidence.records import RankEvidence
 from harness.core.judge.trial import Trial
 
-NAMES = {"casts_to": "param_dtype", "reduces_in": "reduce_dtype"}
+POLICY_FIELDS = {"casts_to": "param_dtype", "reduces_in": "reduce_dtype"}
 
 
-def switches(trial: Trial) -> str:
+def unusual_switches_text(trial: Trial) -> str:
     """Return a text of the switches of FSDP2 that are not as usual, and of their units; empty where all are as usual."""
     all_units: set[str] = set()
     units_by_switch: dict[str, dict[str, None]] = {}
@@ -26,7 +26,7 @@ def switches(trial: Trial) -> str:
     return "; ".join(texts)
 
 
-def of_matmuls(evidence: RankEvidence, wanted: str, forward: Mapping[str, int]) -> str:
+def matmul_dtypes_text(evidence: RankEvidence, wanted: str, forward: Mapping[str, int]) -> str:
     """Return a text of forward's matmuls by dtype, where dtypes differ, and of the units whose policy is another one.
 
     forward: by dtype, the number of matmuls.
@@ -35,15 +35,15 @@ def of_matmuls(evidence: RankEvidence, wanted: str, forward: Mapping[str, int]) 
     if len(forward) > 1:
         counts = " and ".join(f"{count} in {dtype}" for dtype, count in sorted(forward.items()))
         texts.append(f"in forward {counts}")
-    if units := unlike_others(evidence, wanted, "casts_to"):
+    if units := differing_units_text(evidence, wanted, "casts_to"):
         texts.append(units)
     return "; ".join(texts)
 
 
-def unlike_others(evidence: RankEvidence, wanted: str, field: str) -> str:
+def differing_units_text(evidence: RankEvidence, wanted: str, field: str) -> str:
     """Return a text of the units whose policy has another dtype than wanted, or has none. Empty if no unit differs, or all.
 
-    field: a key of NAMES.
+    field: a key of POLICY_FIELDS.
     """
     dtype_by_unit = {}
     for unit, wrapper in evidence.structure.items():
@@ -53,4 +53,4 @@ def unlike_others(evidence: RankEvidence, wanted: str, field: str) -> str:
     if not differing_units or len(differing_units) == len(dtype_by_unit):
         return ""
     dtypes = " or ".join(sorted({dtype_by_unit[unit] or "no" for unit in differing_units}))
-    return f"FSDP units with {dtypes} {NAMES[field]}: {', '.join(differing_units)}"
+    return f"FSDP units with {dtypes} {POLICY_FIELDS[field]}: {', '.join(differing_units)}"

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import numpy as np
 
-from harness.core.judge.places import first_stage_ranks, one_rank_per_share
+from harness.core.judge.places import first_stage_ranks, representative_of_shares
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate
-from harness.core.plan.stages import positions, positions_of_part
+from harness.core.plan.grid import coordinate_of_rank
+from harness.core.plan.stages import positions, token_positions_of_part
 
 
-def sizes_wanted(trial: Trial, rank: int, step: int) -> tuple[int, ...]:
+def expected_microbatch_sizes(trial: Trial, rank: int, step: int) -> tuple[int, ...]:
     """Return how many samples each microbatch of a rank should have."""
-    mesh_coordinate = coordinate(trial.case.dims, rank)
+    mesh_coordinate = coordinate_of_rank(trial.case.dims, rank)
     share = mesh_coordinate["dp_replicate"] * trial.case.dims.dp_shard + mesh_coordinate["dp_shard"]
     return trial.case.sizes_at(step, share)
 
 
-def received_samples(trial: Trial, step: int) -> dict[int, list[int | None]]:
+def received_sample_ids(trial: Trial, step: int) -> dict[int, list[int | None]]:
     """Return the sample ids that each first stage received in a step, in order, at whatever positions its rows were cut.
 
     The id is None for tokens that are no sample of the recipe, or where rows were cut at different positions.
     """
     ids_by_rank = {}
-    for rank, rows in rows_received(trial, step).items():
-        id_by_tokens = rows_of(trial, rank, step, positions_received(trial, rank, step))
+    for rank, rows in received_token_rows(trial, step).items():
+        id_by_tokens = sample_id_by_tokens(trial, rank, step, received_positions_of(trial, rank, step))
         ids_by_rank[rank] = [id_by_tokens.get(row.tobytes()) for row in rows]
     return ids_by_rank
 
 
-def rows_received(trial: Trial, step: int) -> dict[int, list[np.ndarray]]:
+def received_token_rows(trial: Trial, step: int) -> dict[int, list[np.ndarray]]:
     """Return the rows of tokens that each first stage received in a step, by rank. A rank without the step is left out."""
     rows_by_rank: dict[int, list[np.ndarray]] = {}
     for rank in first_stage_ranks(trial):
@@ -43,7 +43,9 @@ def rows_received(trial: Trial, step: int) -> dict[int, list[np.ndarray]]:
     return rows_by_rank
 
 
-def rows_of(trial: Trial, rank: int, step: int, token_positions: np.ndarray | None = None) -> dict[bytes, int]:
+def sample_id_by_tokens(
+    trial: Trial, rank: int, step: int, token_positions: np.ndarray | None = None
+) -> dict[bytes, int]:
     """Return the sample id by the tokens at these positions, by default at those that this rank is to receive.
 
     Where samples have the same tokens there, the id is one of this step's.
@@ -58,19 +60,19 @@ def rows_of(trial: Trial, rank: int, step: int, token_positions: np.ndarray | No
     return {tokens[token_positions].tobytes(): sample_id for sample_id, tokens in ordered_samples}
 
 
-def positions_received(trial: Trial, rank: int, step: int) -> np.ndarray | None:
+def received_positions_of(trial: Trial, rank: int, step: int) -> np.ndarray | None:
     """Return the positions in their samples of the rows that a rank received. None if no way to cut samples gives them."""
-    rows = rows_received(trial, step).get(rank, [])
+    rows = received_token_rows(trial, step).get(rank, [])
     if not rows:
         return None
-    for cut_positions in ways_to_cut(trial, rank, step):
+    for cut_positions in possible_positions(trial, rank, step):
         possible_rows = {row[cut_positions].tobytes() for row in trial.reference.tokens}
         if all(row.tobytes() in possible_rows for row in rows):
             return cut_positions
     return None
 
 
-def ways_to_cut(trial: Trial, rank: int, step: int) -> list[np.ndarray]:
+def possible_positions(trial: Trial, rank: int, step: int) -> list[np.ndarray]:
     """Return the positions that a rank may have received, the most likely first.
 
     They are those of the plan, then balanced the other way, those of the cp peers, the whole sequence, and those that the
@@ -83,20 +85,20 @@ def ways_to_cut(trial: Trial, rank: int, step: int) -> list[np.ndarray]:
     possible_balances = [balanced for balanced in balances if not balanced or length % (2 * case.dims.cp) == 0]
     ways = []
     for peer in peers:
-        index = coordinate(case.dims, peer)["cp"]
+        index = coordinate_of_rank(case.dims, peer)["cp"]
         for balanced in possible_balances:
-            ways.append(positions_of_part(length, case.dims.cp, index, balanced=balanced))
-    return [*ways, np.arange(length), *_given_positions(trial, rank, step)]
+            ways.append(token_positions_of_part(length, case.dims.cp, index, balanced=balanced))
+    return [*ways, np.arange(length), *_positions_given_to_model(trial, rank, step)]
 
 
-def _given_positions(trial: Trial, rank: int, step: int) -> list[np.ndarray]:
+def _positions_given_to_model(trial: Trial, rank: int, step: int) -> list[np.ndarray]:
     """Return the positions that the model was given, where there is one a token, equal for all samples."""
     given = next((record.positions for record in trial.ranks[rank].steps if record.step == step), ())
     rows = [row.reshape(-1) for row in given if row.ndim == 1 or len(row) == 1]
     return [row for row in rows if row.size and row.min() >= 0 and row.max() < trial.reference.tokens.shape[1]]
 
 
-def shares_of_samples(trial: Trial, step: int) -> dict[int, list[int | None]]:
+def sample_ids_by_share(trial: Trial, step: int) -> dict[int, list[int | None]]:
     """Return the sample ids that each data-parallel share received, by the rank that represents it."""
-    received = received_samples(trial, step)
-    return {rank: received[rank] for rank in one_rank_per_share(trial) if rank in received}
+    received = received_sample_ids(trial, step)
+    return {rank: received[rank] for rank in representative_of_shares(trial) if rank in received}

@@ -35,8 +35,8 @@ def judge_reports(trial: Trial, check: str, quantity: str, read: Read, compare: 
         worst = max(worst, difference)
         if finding:
             findings.append(finding)
-    findings += silences(trial, quantity, read)
-    if not examined and not any(due(trial, rank) for rank in trial.ranks):
+    findings += missing_report_findings(trial, quantity, read)
+    if not examined and not any(steps_due(trial, rank) for rank in trial.ranks):
         first_step = trial.case.steps[0]
         last_step = trial.case.steps[-1]
         interval = max(evidence.reports_every for evidence in trial.ranks.values())
@@ -45,7 +45,7 @@ def judge_reports(trial: Trial, check: str, quantity: str, read: Read, compare: 
     return verdict_of(check, findings, examined, largest=worst)
 
 
-def relative(reported: float, expected: float) -> float:
+def relative_error(reported: float, expected: float) -> float:
     """Return |reported - expected| / |expected|; inf if `reported` is not finite.
 
     0 / 0 is no difference: a schedule may end at a rate of zero.
@@ -63,31 +63,31 @@ def ratio_text(reported: float, expected: float) -> str:
     return f"ratio {number_text(ratio, 10)}" if math.isfinite(ratio) else ""
 
 
-def below(mean: float, largest: float | None) -> float:
+def shortfall_of_largest(mean: float, largest: float | None) -> float:
     """Return how far the largest of some values is below their mean, relative to the mean.
 
     0 if the largest is not below, as is right, or is not reported. inf if it is not finite.
     """
     if largest is None or largest >= mean:
         return 0.0
-    return max(0.0, relative(largest, mean))
+    return max(0.0, relative_error(largest, mean))
 
 
-def due(trial: Trial, rank: int) -> list[int]:
+def steps_due(trial: Trial, rank: int) -> list[int]:
     """Return the requested steps of which a rank that reports at all must report a number."""
     evidence = trial.ranks[rank]
     requested = trial.case.steps
     return [step.step for step in evidence.steps if step.step % evidence.reports_every == 0 and step.step in requested]
 
 
-def silences(trial: Trial, quantity: str, read: Read) -> list[Finding]:
+def missing_report_findings(trial: Trial, quantity: str, read: Read) -> list[Finding]:
     """Return a finding for each step that is due and of which a rank reports no number, though it reports others."""
     findings = []
     for rank, evidence in sorted(trial.ranks.items()):
         reported_in = [step.step for step in evidence.steps if read(step) is not None]
         if not reported_in:
             continue
-        for step in due(trial, rank):
+        for step in steps_due(trial, rank):
             if step not in reported_in:
                 note = f"it reports one in step {reported_in[0]}"
                 findings.append(

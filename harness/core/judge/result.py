@@ -115,6 +115,6 @@ class Diagnosis:
         return tuple(cause.kind for cause in self.causes)
 
 
-def one_cause(text: str, evidence: Lines = (), kind: str = "") -> Diagnosis:
+def diagnosis_of_one_cause(text: str, evidence: Lines = (), kind: str = "") -> Diagnosis:
     """Return a diagnosis with one cause, whose text is a sentence already."""
     return Diagnosis((Cause(kind, text),), evidence)

@@ -6,16 +6,18 @@ from harness.core.evidence.step import StepEvidence
 from harness.core.judge.explained import allowed_hooks
 from harness.core.judge.trial import Trial
 
-HOOKS = "hooks on tensors saved for backward"
-HOOKS_OF = ("torch.utils.checkpoint", "torch._functorch", "torch._dynamo", "torch._inductor")
+SAVED_TENSOR_HOOKS = "hooks on tensors saved for backward"
+EXEMPT_HOOK_MODULES = ("torch.utils.checkpoint", "torch._functorch", "torch._dynamo", "torch._inductor")
 """Recomputation's are judged by what is recomputed; a compiler's are there while it traces."""
 
 
-def all_hooks(step: StepEvidence) -> set[str]:
-    """Return the owners ("module.function") of hooks on tensors saved for backward, without those of HOOKS_OF."""
-    return {f"{hook.module}.{hook.owner}" for hook in step.activity.saved if not hook.module.startswith(HOOKS_OF)}
+def saved_tensor_hook_owners(step: StepEvidence) -> set[str]:
+    """Return the owners ("module.function") of hooks on tensors saved for backward, without those of EXEMPT_HOOK_MODULES."""
+    return {
+        f"{hook.module}.{hook.owner}" for hook in step.activity.saved if not hook.module.startswith(EXEMPT_HOOK_MODULES)
+    }
 
 
-def foreign_hooks(trial: Trial, step: StepEvidence) -> list[str]:
+def foreign_hook_owners(trial: Trial, step: StepEvidence) -> list[str]:
     """Return the owners of hooks that neither the case nor the trainer allows."""
-    return sorted(all_hooks(step) - allowed_hooks(trial))
+    return sorted(saved_tensor_hook_owners(step) - allowed_hooks(trial))

@@ -11,16 +11,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.core.evidence.keys import ranks_of
+from harness.core.evidence.keys import ranks_from_key
 from harness.core.evidence.summary import Summary
 from harness.core.evidence.summary_parts import Outside, Use
-from harness.core.judge.local_training import local_by
+from harness.core.judge.local_training import local_training_means
 
-LEAST = 100  # a hundredth of the bytes of a rank's parameters: gradients may move compressed, and some of them only
+SMALLEST_JOINING_SHARE = (
+    100  # a hundredth of the bytes of a rank's parameters: gradients may move compressed, and some of them only
+)
 
 
 @dataclass(frozen=True)
-class Separate:
+class SeparateModels:
     """Sets of ranks that nothing joins."""
 
     sets: tuple[tuple[int, ...], ...]
@@ -33,18 +35,18 @@ class Separate:
     """Whether they have groups that torch has no ranks of, which may join them."""
 
 
-def separate_models(summaries: Sequence[Summary]) -> Separate | None:
+def find_separate_models(summaries: Sequence[Summary]) -> SeparateModels | None:
     """Return the first family of ranks that begin with equal parameters and train them separately. None if there is none.
 
     None as well if some rank recorded no step, for it is unknown what it did.
     """
-    sets = _seen_sets(summaries)
+    sets = _sets_by_known_groups(summaries)
     set_of_rank: dict[int, int] = {}
     for number, ranks in enumerate(sets):
         for rank in ranks:
             set_of_rank[rank] = number
-    for family in _alike_at_first(summaries):
-        if local_by(family):
+    for family in _families_equal_at_first(summaries):
+        if local_training_means(family):
             continue
         common_steps = set.intersection(*(set(summary.contents.by_step) - {0} for summary in family))
         last_step = max(common_steps, default=0)
@@ -53,11 +55,11 @@ def separate_models(summaries: Sequence[Summary]) -> Separate | None:
         sets_of_family = {set_of_rank[summary.rank] for summary in family}
         if len(sets_of_family) > 1 and len({summary.contents.by_step[last_step] for summary in family}) > 1:
             ranks = tuple(summary.rank for summary in family)
-            return Separate(sets, ranks, last_step, any(summary.groups.own for summary in summaries))
+            return SeparateModels(sets, ranks, last_step, any(summary.groups.own for summary in summaries))
     return None
 
 
-def _alike_at_first(summaries: Iterable[Summary]) -> Iterator[list[Summary]]:
+def _families_equal_at_first(summaries: Iterable[Summary]) -> Iterator[list[Summary]]:
     """Yield the families of ranks whose slices of one model had the same bytes before the first step."""
     families: dict[tuple[int, int], list[Summary]] = defaultdict(list)
     for summary in summaries:
@@ -66,17 +68,17 @@ def _alike_at_first(summaries: Iterable[Summary]) -> Iterator[list[Summary]]:
     yield from (family for family in families.values() if len(family) > 1)
 
 
-def joined_sets(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
+def connected_rank_sets(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
     """Return the sets of ranks that groups in use connect, directly or through others.
 
     Empty if some rank recorded no step, or has a group whose ranks torch does not list.
     """
     if any(summary.groups.own for summary in summaries):
         return ()
-    return _seen_sets(summaries)
+    return _sets_by_known_groups(summaries)
 
 
-def _seen_sets(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
+def _sets_by_known_groups(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
     """Return the sets of ranks that groups in use connect, as if groups whose ranks torch does not list joined no ranks.
 
     Empty if some rank recorded no step.
@@ -95,9 +97,9 @@ def _seen_sets(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
 
     groups: set[str] = set()
     for summary in summaries:
-        groups.update(_groups(summary))
+        groups.update(_joining_groups(summary))
     for group in groups:
-        members = [rank for rank in ranks_of(group) if rank in parent]
+        members = [rank for rank in ranks_from_key(group) if rank in parent]
         for rank in members:
             parent[root_of(rank)] = root_of(members[0])
     sets: dict[int, list[int]] = defaultdict(list)
@@ -106,8 +108,12 @@ def _seen_sets(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(map(tuple, sets.values())))
 
 
-def _groups(summary: Summary) -> Iterator[str]:
+def _joining_groups(summary: Summary) -> Iterator[str]:
     """Yield the groups over which a rank moved enough bytes to join their ranks, in the words of ranks_key."""
     yield from (use.ranks for use in summary.traffic.uses)
     other_uses: tuple[Use | Outside, ...] = (*summary.traffic.outside, *summary.traffic.background)
-    yield from (use.ranks for use in other_uses if use.bytes * LEAST >= summary.resources.memory.get("parameters", 0))
+    yield from (
+        use.ranks
+        for use in other_uses
+        if use.bytes * SMALLEST_JOINING_SHARE >= summary.resources.memory.get("parameters", 0)
+    )

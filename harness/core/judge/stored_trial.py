@@ -15,9 +15,9 @@ from harness.core.case.traits import TrainerTraits
 from harness.core.evidence.reading import read_json
 from harness.core.evidence.records import RankEvidence, Run
 from harness.core.evidence.step import Microbatch, StepEvidence
-from harness.core.evidence.store import CASE_FILE, TRAITS_FILE, EvidenceError, load, load_run
+from harness.core.evidence.store import CASE_FILE, TRAITS_FILE, EvidenceError, load_run, load_stored
 from harness.core.judge import golden
-from harness.core.judge.order import flattened
+from harness.core.judge.order import flatten_trial
 from harness.core.judge.trial import Trial
 from harness.core.plan.make_plan import make_plan
 from harness.core.plan.stages import positions
@@ -33,8 +33,8 @@ def load_trial(folder: Path) -> Trial:
     """
     case, chosen = load_case(folder)
     references = {}
-    for launch in golden.references(case):
-        references[launch.model_of] = (_reference(folder, launch), *_golden(launch))
+    for launch in golden.launches_with_reference(case):
+        references[launch.model_of] = (_reference(folder, launch), *_golden_or_problem(launch))
     trials: list[Trial] = []
     for name, launched in case.launches.items():
         run = load_run(folder / name)
@@ -49,7 +49,7 @@ def load_trial(folder: Path) -> Trial:
             golden_problem=problem,
             saved=tuple(trials),
         )
-        trials.append(by_sample(flattened(trial)))
+        trials.append(recut_by_sample(flatten_trial(trial)))
     return trials[-1]
 
 
@@ -59,30 +59,30 @@ def reference_file(launched: Case) -> str:
 
 
 def _reference(folder: Path, launched: Case) -> ReferenceRun:
-    return load(folder / reference_file(launched), ReferenceRun)
+    return load_stored(folder / reference_file(launched), ReferenceRun)
 
 
-def _golden(launched: Case) -> tuple[golden.Golden | None, str]:
+def _golden_or_problem(launched: Case) -> tuple[golden.Golden | None, str]:
     """Return (the accepted golden, ""), or (None, the reason why there is none)."""
     try:
-        return golden.load(launched), ""
+        return golden.load_golden(launched), ""
     except golden.GoldenError as error:
         return None, str(error)
 
 
 def load_case(folder: Path) -> tuple[Case, dict[str, TrainerTraits]]:
     """Return the requested case, and by launch the trainer's traits. Raises EvidenceError."""
-    case = _read(folder / CASE_FILE, loading.from_json)
+    case = _read_json_file(folder / CASE_FILE, loading.from_json)
 
     def of_every_launch(record: dict[str, Any]) -> dict[str, TrainerTraits]:
         if missing := sorted(case.launches.keys() - record.keys()):
             raise ValueError(f"nothing of {', '.join(missing)}")
         return {name: traits.from_json(record[name]) for name in case.launches}
 
-    return case, _read(folder / TRAITS_FILE, of_every_launch)
+    return case, _read_json_file(folder / TRAITS_FILE, of_every_launch)
 
 
-def _read(path: Path, build: Callable[[Any], T]) -> T:
+def _read_json_file(path: Path, build: Callable[[Any], T]) -> T:
     """Return what `build` makes of a JSON file that `harness run` wrote beside the launches. Raises EvidenceError."""
     try:
         return build(read_json(path))
@@ -98,7 +98,7 @@ def _read(path: Path, build: Callable[[Any], T]) -> T:
 # ---- context parallelism that cuts a microbatch's samples as one row
 
 
-def by_sample(trial: Trial) -> Trial:
+def recut_by_sample(trial: Trial) -> Trial:
     """Return the trial with tokens, labels and positions cut as the plan expects them: each sample alone.
 
     A trainer that does so itself gets the trial unchanged.
@@ -114,20 +114,22 @@ def _recut_run(trial: Trial, run: Run) -> Run:
     ranks = dict(run.ranks)
     for cp_group in trial.plan.groups["cp"]:
         if all(rank in ranks for rank in cp_group):
-            for rank, steps in _of_line(trial.case, {rank: ranks[rank] for rank in cp_group}).items():
+            for rank, steps in _recut_steps(trial.case, {rank: ranks[rank] for rank in cp_group}).items():
                 ranks[rank] = replace(ranks[rank], steps=steps)
     return replace(run, ranks=ranks)
 
 
-def _of_line(case: Case, line: Mapping[int, RankEvidence]) -> dict[int, tuple[StepEvidence, ...]]:
+def _recut_steps(case: Case, line: Mapping[int, RankEvidence]) -> dict[int, tuple[StepEvidence, ...]]:
     """Return, by rank of a cp group, its steps with the samples cut again: as many steps as all of the ranks have."""
     recut_steps: dict[int, list[StepEvidence]] = {rank: [] for rank in line}
     for steps_of_ranks in zip(*(evidence.steps for evidence in line.values()), strict=False):
         steps = dict(zip(line, steps_of_ranks, strict=True))
         length = case.seq_len(steps_of_ranks[0].step)
-        microbatches = _parts(case, {rank: step.microbatches for rank, step in steps.items()}, length)
-        evaluated = _parts(case, {rank: step.evaluated for rank, step in steps.items()}, case.training.seq_len)
-        token_positions = _arrays(case, {rank: step.positions for rank, step in steps.items()}, length)
+        microbatches = _recut_microbatches(case, {rank: step.microbatches for rank, step in steps.items()}, length)
+        evaluated = _recut_microbatches(
+            case, {rank: step.evaluated for rank, step in steps.items()}, case.training.seq_len
+        )
+        token_positions = _recut_positions(case, {rank: step.positions for rank, step in steps.items()}, length)
         for rank, step in steps.items():
             recut_step = replace(
                 step,
@@ -139,22 +141,27 @@ def _of_line(case: Case, line: Mapping[int, RankEvidence]) -> dict[int, tuple[St
     return {rank: tuple(steps) for rank, steps in recut_steps.items()}
 
 
-def _parts(case: Case, parts: Mapping[int, Sequence[Microbatch]], length: int) -> dict[int, tuple[Microbatch, ...]]:
-    """Return, by rank of a cp group, its microbatches with tokens and labels cut again.
+def _recut_microbatches(
+    case: Case, parts: Mapping[int, Sequence[Microbatch]], length: int
+) -> dict[int, tuple[Microbatch, ...]]:
+    """Return, by rank of a cp group, its microbatches with tokens and labels rejoined across the ranks and cut again.
 
-    Microbatches that not all of the ranks have stay as they are, behind the others.
+    length: positions of a sample. They are cut so that each rank has its positions of each sample. Arrays that do not fit
+    stay as they are. Microbatches that not all of the ranks have stay as they are, behind the others.
     """
     recut: dict[int, list[Microbatch]] = {rank: [] for rank in parts}
     for microbatches in zip(*parts.values(), strict=False):
         by_rank = dict(zip(parts, microbatches, strict=True))
-        tokens = _recut(case, {rank: microbatch.tokens for rank, microbatch in by_rank.items()}, length)
-        labels = _recut(case, {rank: microbatch.labels for rank, microbatch in by_rank.items()}, length)
+        tokens = _recut_arrays(case, {rank: microbatch.tokens for rank, microbatch in by_rank.items()}, length)
+        labels = _recut_arrays(case, {rank: microbatch.labels for rank, microbatch in by_rank.items()}, length)
         for rank, microbatch in by_rank.items():
             recut[rank].append(replace(microbatch, tokens=tokens[rank], labels=labels[rank]))
     return {rank: (*recut[rank], *parts[rank][len(recut[rank]) :]) for rank in parts}
 
 
-def _arrays(case: Case, arrays: Mapping[int, Sequence[np.ndarray]], length: int) -> dict[int, tuple[np.ndarray, ...]]:
+def _recut_positions(
+    case: Case, arrays: Mapping[int, Sequence[np.ndarray]], length: int
+) -> dict[int, tuple[np.ndarray, ...]]:
     """Return, by rank of a cp group, the different positions of a step, cut again.
 
     Empty for all ranks if they have different numbers of arrays: it is unknown then which arrays are of one microbatch.
@@ -163,14 +170,14 @@ def _arrays(case: Case, arrays: Mapping[int, Sequence[np.ndarray]], length: int)
         return dict.fromkeys(arrays, ())
     recut = []
     for arrays_of_ranks in zip(*arrays.values(), strict=True):
-        recut.append(_recut(case, dict(zip(arrays, arrays_of_ranks, strict=True)), length))
+        recut.append(_recut_arrays(case, dict(zip(arrays, arrays_of_ranks, strict=True)), length))
     arrays_of_rank: dict[int, tuple[np.ndarray, ...]] = {}
     for rank in arrays:
         arrays_of_rank[rank] = tuple(by_rank[rank] for by_rank in recut)
     return arrays_of_rank
 
 
-def _recut(case: Case, arrays: Mapping[int, Any], length: int) -> dict[int, Any]:
+def _recut_arrays(case: Case, arrays: Mapping[int, Any], length: int) -> dict[int, Any]:
     """Return, by rank of a cp group, its positions of each sample, where its array is cut from all samples in one row.
 
     arrays: by rank, or None. length: positions of a sample. Arrays that do not fit are returned as they are.

@@ -64,9 +64,9 @@ import numpy as np
 
 from harness.core.case.case import Case
 from harness.core.judge.finding import Bound
-from harness.core.judge.golden import accept_of
+from harness.core.judge.golden import accept_case_command
 from harness.reference.config import TrainingConfig, rule_of
-from harness.reference.muon import SMALLEST, STEEPEST, given, scale
+from harness.reference.muon import SMALLEST_LENGTH, STEEPEST_SLOPE, learning_rate_factor, matrix_to_orthogonalise
 from harness.reference.record import Noise, ReferenceRun, ReferenceStep
 
 LAMBDA = 8.0
@@ -104,12 +104,12 @@ class Bounds:
     how: str = ""
     by_parameter: dict[str, ParameterBounds] = field(default_factory=dict)
 
-    def of(self, bound: float, factor: float = FACTOR) -> Bound:
+    def finding_bound(self, bound: float, factor: float = FACTOR) -> Bound:
         """Return a number of these bounds as a finding stores it, with its derivation. factor: by which it was multiplied."""
         return Bound(bound, f"{factor:g} x {self.how}" if self.how else "")
 
 
-def gamma(case: Case, products_per_layer: int) -> float:
+def relative_rounding(case: Case, products_per_layer: int) -> float:
     """Return the relative rounding of a quantity behind all matmuls of the model: the module's gamma."""
     model = case.model
     training = case.training
@@ -118,7 +118,7 @@ def gamma(case: Case, products_per_layer: int) -> float:
     return LAMBDA * math.sqrt(depth * longest) * UNIT_ROUNDOFF[training.dtype]
 
 
-def bounds(
+def bounds_of_recipe(
     case: Case, reference: ReferenceRun, noise: Noise | None = None, *, before: tuple[ReferenceStep, ...] = ()
 ) -> Bounds:
     """Return the bounds of every step of a run of this recipe. Raises NoBound.
@@ -132,7 +132,7 @@ def bounds(
 def measured_bounds(case: Case, noise: Noise | None) -> Bounds:
     """Return the bounds of a recipe with noise. Raises NoBound where the noise was not measured, or has a NaN."""
     if noise is None:
-        accept = f"`{accept_of(case)}` measures it"
+        accept = f"`{accept_case_command(case)}` measures it"
         raise NoBound(f"the noise of this recipe's reference was never measured; {accept}")
     if not noise.finite:
         raise NoBound("a repeat of the reference has a NaN")
@@ -158,20 +158,20 @@ def distance_factor(case: Case, step: int) -> float:
 
 def derived_bounds(case: Case, reference: ReferenceRun, before: tuple[ReferenceStep, ...] = ()) -> Bounds:
     """Return the bounds of a float64 recipe. Raises NoBound where rounding alone explains more than the smallest mistake."""
-    loss, gradient = _derived(case, reference, before)
+    loss, gradient = _bounds_by_step(case, reference, before)
     if not all(map(math.isfinite, (*loss.values(), *gradient.values()))):
         raise NoBound("the reference's own path has a NaN or an infinite number")
     if max(*loss.values(), *gradient.values()) >= SMALLEST_MISTAKE:
-        raise NoBound(_too_blunt(case, reference, loss, gradient, before))
+        raise NoBound(_blunt_bounds_text(case, reference, loss, gradient, before))
     return Bounds(loss, gradient, gradient)
 
 
-def _derived(
+def _bounds_by_step(
     case: Case, reference: ReferenceRun, before: tuple[ReferenceStep, ...] = ()
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Return the bounds of loss and gradients, by step. Differences of parameters by rounding add up from step to step."""
-    forward_rounding = gamma(case, 7)
-    backward_rounding = gamma(case, 21)
+    forward_rounding = relative_rounding(case, 7)
+    backward_rounding = relative_rounding(case, 21)
     loss = {}
     gradient = {}
     loss_drift = gradient_drift = 0.0
@@ -188,7 +188,7 @@ def _derived(
     return loss, gradient
 
 
-def _too_blunt(
+def _blunt_bounds_text(
     case: Case,
     reference: ReferenceRun,
     loss: dict[int, float],
@@ -204,7 +204,7 @@ def _too_blunt(
     if sharp_steps:
         last_sharp = max(sharp_steps)
         remedies.append(f"`steps: {last_sharp}` ({largest[last_sharp]:.1e})")
-    if case.training.optimizer == "adamw" and (eps := _sharp_eps(case, reference, before)):
+    if case.training.optimizer == "adamw" and (eps := _smallest_sharp_eps(case, reference, before)):
         remedies.append(
             f"a larger `eps: {eps:.0e}` (AdamW divides noise by sqrt(v) + eps, now {case.training.eps:.0e})"
         )
@@ -212,14 +212,14 @@ def _too_blunt(
     return f"{text}; what helps: {', or '.join(remedies)}"
 
 
-def _sharp_eps(case: Case, reference: ReferenceRun, before: tuple[ReferenceStep, ...]) -> float | None:
+def _smallest_sharp_eps(case: Case, reference: ReferenceRun, before: tuple[ReferenceStep, ...]) -> float | None:
     """Return the smallest power of ten that, as eps, makes the bounds on this path sharp. None if none below 1 does."""
     for exponent in range(-12, 0):
         eps = 10.0**exponent
         if eps <= case.training.eps:
             continue
         changed_case = dataclasses.replace(case, training=dataclasses.replace(case.training, eps=eps))
-        bounds_of_numbers = _derived(changed_case, reference, before)
+        bounds_of_numbers = _bounds_by_step(changed_case, reference, before)
         if max(max(by_step.values()) for by_step in bounds_of_numbers) < SMALLEST_MISTAKE:
             return eps
     return None
@@ -236,11 +236,13 @@ def _parameter_noise(step: ReferenceStep, fqn: str, noise: float, training: Trai
         return np.full_like(gradient, step.lr * largest)
     if rule == "muon":
         average = step.optimizer_state[fqn]["momentum_buffer"]
-        update = given(average, clip * gradient, momentum=training.momentum, nesterov=training.nesterov)
+        update = matrix_to_orthogonalise(
+            average, clip * gradient, momentum=training.momentum, nesterov=training.nesterov
+        )
         summands = (average, (1 - training.momentum) * clip * gradient, update)
         lengths = [float(np.linalg.norm(summand)) for summand in summands]
-        orthogonal_noise = STEEPEST * noise * sum(lengths) / max(lengths[-1], SMALLEST)
-        rate = step.lr * scale(gradient.shape, training.adjust_lr)
+        orthogonal_noise = STEEPEST_SLOPE * noise * sum(lengths) / max(lengths[-1], SMALLEST_LENGTH)
+        rate = step.lr * learning_rate_factor(gradient.shape, training.adjust_lr)
         return np.full_like(gradient, rate * orthogonal_noise / math.sqrt(gradient.size))
     second = step.optimizer_state[fqn]["exp_avg_sq"] / (1 - training.beta2**step.step)
     # An entry without any gradient so far (an unused token's row) has none on any layout: its noise is zero.
@@ -298,10 +300,10 @@ def orthogonal_bound(case: Case, shape: Sequence[int], cancelled: float) -> floa
     """Return the bound on an entry of a matrix that Muon orthogonalised, recomputed from the observed gradients.
 
     cancelled: length of all that was averaged over that of the average. Newton-Schulz magnifies a difference by up to
-    STEEPEST, and the roundings within it as well. The difference is spread over all entries.
+    STEEPEST_SLOPE, and the roundings within it as well. The difference is spread over all entries.
     """
     roundings = 64 + LAMBDA * math.sqrt(max(shape))
-    difference = roundings * UNIT_ROUNDOFF[case.training.dtype] * STEEPEST * (1 + cancelled)
+    difference = roundings * UNIT_ROUNDOFF[case.training.dtype] * STEEPEST_SLOPE * (1 + cancelled)
     return LAMBDA * difference / math.sqrt(math.prod(shape))
 
 

@@ -11,19 +11,19 @@ from harness.core.evidence.text import bytes_text, ranks_text
 from harness.core.judge.trial import Trial
 from harness.core.plan.slices import BYTES, numel
 from harness.core.plan.traffic.flow import OUTSIDE, Flow
-from harness.core.plan.traffic.muon import MATRICES
+from harness.core.plan.traffic.muon import MATRICES_ROLE
 
-INSIDE = ("forward", "backward", "pipeline")
-OF_PARAMETERS = ("parameters", "gradients")
-Key = tuple[tuple[int, ...], str, str]  # ranks, op, phase
+INSIDE_PHASES = ("forward", "backward", "pipeline")
+PARAMETER_ROLES = ("parameters", "gradients")
+TrafficKey = tuple[tuple[int, ...], str, str]  # ranks, op, phase
 
 
-def planned(trial: Trial, rank: int, step: int) -> dict[Key, int]:
+def planned(trial: Trial, rank: int, step: int) -> dict[TrafficKey, int]:
     """Return the bytes that the plan has a rank move in one step, by group, collective and phase."""
     return _bytes_by_key(trial, rank, _flows_inside(trial, rank, step))
 
 
-def planned_optional(trial: Trial, rank: int, step: int) -> dict[Key, int]:
+def planned_optional(trial: Trial, rank: int, step: int) -> dict[TrafficKey, int]:
     """Return the bytes of flows that may be left out in one step, by group, collective and phase."""
     return _bytes_by_key(trial, rank, [flow for flow in _flows_inside(trial, rank, step) if flow.optional])
 
@@ -31,31 +31,33 @@ def planned_optional(trial: Trial, rank: int, step: int) -> dict[Key, int]:
 def _flows_inside(trial: Trial, rank: int, step: int) -> list[Flow]:
     """Return the flows of forward and backward, without those of activations where nothing is declared."""
     inside = [flow for flow in trial.plan.flows_of(rank, step) if flow.phase != OUTSIDE]
-    return [flow for flow in inside if "declared" in trial.run.provided or flow.role in OF_PARAMETERS]
+    return [flow for flow in inside if "declared" in trial.run.provided or flow.role in PARAMETER_ROLES]
 
 
-def _bytes_by_key(trial: Trial, rank: int, flows: Iterable[Flow]) -> dict[Key, int]:
+def _bytes_by_key(trial: Trial, rank: int, flows: Iterable[Flow]) -> dict[TrafficKey, int]:
     """Return the bytes of these flows together, by group, collective and phase."""
-    totals: dict[Key, int] = defaultdict(int)
+    totals: dict[TrafficKey, int] = defaultdict(int)
     for flow in flows:
-        totals[_key(trial, rank, flow)] += flow.bytes
+        totals[_key_of_flow(trial, rank, flow)] += flow.bytes
     return dict(totals)
 
 
-def planned_outside(trial: Trial, rank: int, step: int) -> dict[tuple[Key, str], int]:
+def planned_bytes_outside(trial: Trial, rank: int, step: int) -> dict[tuple[TrafficKey, str], int]:
     """Return the least bytes that a step moves outside of forward and backward, by collective and purpose."""
     alone = trial.assumption.optimizer.alone
     flows = [flow for flow in trial.plan.flows_of(rank, step) if flow.phase == OUTSIDE]
-    flows = [flow for flow in flows if flow.role != MATRICES or flow.axis not in alone]
-    return {(_key(trial, rank, flow), flow.role): flow.bytes for flow in flows}
+    flows = [flow for flow in flows if flow.role != MATRICES_ROLE or flow.axis not in alone]
+    return {(_key_of_flow(trial, rank, flow), flow.role): flow.bytes for flow in flows}
 
 
-def observed_outside(evidence: RankEvidence, step: int, pairs: Collection[tuple[int, ...]] = ()) -> dict[Key, int]:
+def observed_bytes_outside(
+    evidence: RankEvidence, step: int, pairs: Collection[tuple[int, ...]] = ()
+) -> dict[TrafficKey, int]:
     """Return the bytes that a rank moved outside of forward and backward, integers among them, by collective.
 
     pairs: groups of two ranks. What one of the two sends to the other counts for the pair, whatever group carries it.
     """
-    totals: dict[Key, int] = defaultdict(int)
+    totals: dict[TrafficKey, int] = defaultdict(int)
     for call in evidence.collectives:
         if call.step == step and call.phase in ("optimizer", "other") and len(call.ranks) > 1:
             both = () if call.peer is None else (min(evidence.rank, call.peer), max(evidence.rank, call.peer))
@@ -63,7 +65,7 @@ def observed_outside(evidence: RankEvidence, step: int, pairs: Collection[tuple[
     return dict(totals)
 
 
-def still_gathered(trial: Trial, rank: int) -> list[tuple[int, str, int]]:
+def gathered_after_evaluation(trial: Trial, rank: int) -> list[tuple[int, str, int]]:
     """Return (step before, fqn, bytes) of each parameter that evaluation left gathered, beyond the rank's own slices."""
     parameters = []
     for record in trial.ranks[rank].after_evaluation:
@@ -78,21 +80,21 @@ def own_bytes(trial: Trial, rank: int, fqn: str) -> int:
     return numel(trial.plan.slices[rank][fqn]) * BYTES[trial.case.training.dtype]
 
 
-def _key(trial: Trial, rank: int, flow: Flow) -> Key:
+def _key_of_flow(trial: Trial, rank: int, flow: Flow) -> TrafficKey:
     return trial.plan.group_of(rank, flow.axis), flow.op, flow.phase
 
 
-def observed(trial: Trial, evidence: RankEvidence, step: int) -> dict[Key, int]:
+def observed(trial: Trial, evidence: RankEvidence, step: int) -> dict[TrafficKey, int]:
     """Return the bytes that a rank moved in one step, by group, collective and phase."""
-    totals: dict[Key, int] = defaultdict(int)
+    totals: dict[TrafficKey, int] = defaultdict(int)
     for collective in evidence.collectives:
         if collective.step == step and is_traffic(collective):
-            ranks = _stages(trial, evidence.rank, collective) or collective.ranks
+            ranks = _pipeline_of_call(trial, evidence.rank, collective) or collective.ranks
             totals[ranks, collective.op, collective.phase] += collective.bytes
     return dict(totals)
 
 
-def _stages(trial: Trial, rank: int, call: Collective) -> tuple[int, ...]:
+def _pipeline_of_call(trial: Trial, rank: int, call: Collective) -> tuple[int, ...]:
     """Return the ranks of the pipeline that both ends of a send or receive belong to. Empty for all other calls.
 
     The pipeline is taken whatever group carries the call. (Megatron sends one way through the world's group, so that the two
@@ -110,7 +112,7 @@ def is_traffic(collective: Collective) -> bool:
     torch 2.11 sends one number to the neighbours of a pipeline stage before the first pass. It does not count.
     """
     greeting = collective.op in ("send", "recv") and collective.bytes <= BYTES["float64"]
-    inside = collective.phase in INSIDE and len(collective.ranks) > 1
+    inside = collective.phase in INSIDE_PHASES and len(collective.ranks) > 1
     return inside and "float" in collective.dtype and not greeting
 
 
@@ -124,7 +126,7 @@ def axis_text(trial: Trial, ranks: tuple[int, ...]) -> str:
     return f"{ranks_text(ranks)} (no axis of the plan)"
 
 
-def of_collective(trial: Trial, key: Key) -> dict[str, Any]:
+def collective_finding_fields(trial: Trial, key: TrafficKey) -> dict[str, Any]:
     """Return the fields of a finding on the bytes of a collective: kind, name, phase, axis, group, unit and note."""
     ranks, op, phase = key
     axis = axis_of(trial, ranks)
@@ -144,6 +146,6 @@ def axis_of(trial: Trial, ranks: tuple[int, ...]) -> str:
     return next((axis for axis, lines in trial.plan.groups.items() if ranks in lines), "")
 
 
-def amount(count: int) -> str:
+def bytes_amount_text(count: int) -> str:
     """Return a text of a number of bytes for a person, with the exact number."""
     return f"{bytes_text(count)} ({count})" if count else "nothing"

@@ -19,15 +19,15 @@ from harness.core.evidence.provided import Provided
 from harness.core.evidence.records import RankEvidence, Run
 from harness.core.evidence.step import StepEvidence
 from harness.core.evidence.summary import Summary
-from harness.core.evidence.unplaced import unplaced
+from harness.core.evidence.unplaced import unplaced_groups_reason
 from harness.core.judge import tolerance
 from harness.core.judge.assumed import AS_REQUESTED, AssumedOptimizer, Assumption
 from harness.core.judge.claims import claimed_slice
-from harness.core.judge.contents import locate
+from harness.core.judge.contents import find_slice
 from harness.core.judge.golden import Golden
-from harness.core.judge.held_values import weights_after
+from harness.core.judge.held_values import whole_weights_after
 from harness.core.judge.tolerance import Bounds
-from harness.core.plan.grid import groups
+from harness.core.plan.grid import groups_along
 from harness.core.plan.plan import Plan
 from harness.core.plan.slices import Slice
 from harness.reference.record import ReferenceRun, ReferenceStep
@@ -61,31 +61,31 @@ class Trial:
     def provided(self) -> Provided:
         """Return the kinds of evidence that checks can use, with the reason for each that is missing."""
         provided = self.run.provided
-        if reason := unplaced({rank: evidence.own_groups for rank, evidence in self.ranks.items()}):
+        if reason := unplaced_groups_reason({rank: evidence.own_groups for rank, evidence in self.ranks.items()}):
             provided = provided.without(("members",), reason, unknown=True)
-        missing = self._missing
-        return provided.unseen(f"no evidence {missing}; see `completed`") if missing else provided
+        missing = self._missing_evidence
+        return provided.without_complete_evidence(f"no evidence {missing}; see `completed`") if missing else provided
 
     @property
-    def holds_told(self) -> bool:
+    def has_claims_or_contents(self) -> bool:
         """Return whether something other than traffic shows what ranks hold."""
         return any(word in self.provided for word in ("claims", "slices", "contents"))
 
-    def of_step(self, step: int) -> Trial:
+    def at_step(self, step: int) -> Trial:
         """Return the trial with the case as it is in that step."""
         case = self.case.at(step)
         return self if case is self.case else replace(self, case=case)
 
     @property
-    def due(self) -> list[int]:
+    def expected_ranks(self) -> list[int]:
         """Return the ranks that must have evidence: all that were started, without those that another rank represents."""
-        seen = self.run.seen
-        return [rank for rank in self.run.started if rank in self.ranks or rank not in seen]
+        seen = self.run.recorded_ranks
+        return [rank for rank in self.run.started_ranks if rank in self.ranks or rank not in seen]
 
     @functools.cached_property
-    def _missing(self) -> str:
+    def _missing_evidence(self) -> str:
         """Return a text of the evidence that is missing: ranks, or steps of a rank or of the reference. Empty if none is."""
-        missing_ranks = [rank for rank in self.due if rank not in self.ranks]
+        missing_ranks = [rank for rank in self.expected_ranks if rank not in self.ranks]
         if len(missing_ranks) > 1:
             return f"from {len(missing_ranks)} ranks ({', '.join(map(str, missing_ranks[:4]))}...)"
         if missing_ranks:
@@ -101,17 +101,17 @@ class Trial:
         return ""
 
     @functools.cached_property
-    def glances(self) -> list[Summary]:
+    def rank_summaries(self) -> list[Summary]:
         """Return the summary of each rank that was recorded, by rank.
 
         It has digests of contents, and digests of inputs if the tokens are not known.
         """
         return [summary for _, summary in sorted(self.run.summaries.items())]
 
-    def lines(self, axis: str) -> dict[int, tuple[int, ...]]:
+    def axis_groups_by_rank(self, axis: str) -> dict[int, tuple[int, ...]]:
         """Return, by rank, the ranks that differ from it in this axis alone, itself included."""
         line_of_rank: dict[int, tuple[int, ...]] = {}
-        for line in groups(self.plan.dims, axis):
+        for line in groups_along(self.plan.dims, axis):
             for rank in line:
                 line_of_rank[rank] = line
         return line_of_rank
@@ -126,7 +126,7 @@ class Trial:
         """Return how far numbers may be from the reference's, by step. Raises tolerance.NoBound."""
         noise = self.reference.noise or (self.golden.noise if self.golden else {})
         measured = noise.get(self.traits.noise_key(self.case))
-        return tolerance.bounds(self.case, self.reference, measured, before=self.steps_before)
+        return tolerance.bounds_of_recipe(self.case, self.reference, measured, before=self.steps_before)
 
     @property
     def steps_before(self) -> tuple[ReferenceStep, ...]:
@@ -160,29 +160,29 @@ class Trial:
         return self.run.ranks
 
     @functools.cached_property
-    def holdings(self) -> dict[int, dict[str, Slice | None]]:
+    def local_slices(self) -> dict[int, dict[str, Slice | None]]:
         """Return the slice of the seed weights that each rank really holds, by rank and fqn. None if its bytes were not found.
 
         Bytes are compared. Ranks without values are taken to hold what they claim.
         """
         if "values" in self.run.provided:
-            return {rank: self._holdings_of(rank, evidence) for rank, evidence in self.ranks.items()}
+            return {rank: self._locate_slices(rank, evidence) for rank, evidence in self.ranks.items()}
         claims: dict[int, dict[str, Slice | None]] = {}
         for rank, evidence in self.ranks.items():
             claims[rank] = {tensor.fqn: claimed_slice(rank, tensor) for tensor in evidence.parameters}
         return claims
 
-    def _holdings_of(self, rank: int, evidence: RankEvidence) -> dict[str, Slice | None]:
+    def _locate_slices(self, rank: int, evidence: RankEvidence) -> dict[str, Slice | None]:
         slices: dict[str, Slice | None] = {}
         for tensor in evidence.parameters:
             full = self.seed_weights.get(tensor.fqn)
             guess = self.plan.slices[rank].get(tensor.fqn)
-            slices[tensor.fqn] = None if full is None else locate(tensor.value, full, guess)
-            if slices[tensor.fqn] is None and self._began_resumed(evidence) and tensor.fqn in self.saved_weights:
-                slices[tensor.fqn] = locate(tensor.value, self.saved_weights[tensor.fqn], guess)
+            slices[tensor.fqn] = None if full is None else find_slice(tensor.value, full, guess)
+            if slices[tensor.fqn] is None and self._is_resumed_at_first(evidence) and tensor.fqn in self.saved_weights:
+                slices[tensor.fqn] = find_slice(tensor.value, self.saved_weights[tensor.fqn], guess)
         return slices
 
-    def _began_resumed(self, evidence: RankEvidence) -> bool:
+    def _is_resumed_at_first(self, evidence: RankEvidence) -> bool:
         """Return whether the trainer had read its checkpoint when it was first observed, as a script may do.
 
         Such a rank never showed the seed weights.
@@ -205,12 +205,12 @@ class Trial:
         if not self.saved:
             return {}
         launch = self.saved[-1]
-        weights = weights_after(launch, launch.case.saved_step or 0)
+        weights = whole_weights_after(launch, launch.case.saved_step or 0)
         return {fqn: full.reshape(self.plan.shapes[fqn]) for fqn, full in weights.items()}
 
     def slice_of(self, rank: int, fqn: str) -> Slice | None:
         """Return the slice that a rank holds of a parameter: where its bytes were found, else by the plan. None if no slice."""
-        located = self.holdings[rank].get(fqn)
+        located = self.local_slices[rank].get(fqn)
         return located if located is not None else self.plan.slices[rank].get(fqn)
 
     def gradient_slice_of(self, rank: int, fqn: str) -> Slice | None:
@@ -218,16 +218,16 @@ class Trial:
         gradient_slices = self.plan.gradient_slices
         return gradient_slices[rank].get(fqn) if gradient_slices else self.slice_of(rank, fqn)
 
-    def start_of(self, rank: int) -> dict[str, np.ndarray]:
+    def initial_parameters(self, rank: int) -> dict[str, np.ndarray]:
         """Return the local parameters that a rank begins with: those of the checkpoint if it resumed, else the seed's."""
         evidence = self.ranks[rank]
         if evidence.resumed is not None:
             return evidence.resumed.parameters
         return {tensor.fqn: tensor.value for tensor in evidence.parameters}
 
-    def assuming(self, optimizer: AssumedOptimizer = AssumedOptimizer(), **fields: Any) -> Trial:  # noqa: B008 - frozen
-        """Return the trial with this assumption added. fields: see Assumption.and_besides."""
-        return replace(self, assumption=self.assumption.and_besides(optimizer, **fields))
+    def with_assumption(self, optimizer: AssumedOptimizer = AssumedOptimizer(), **fields: Any) -> Trial:  # noqa: B008 - frozen
+        """Return the trial with this assumption added. fields: see Assumption.extended_with."""
+        return replace(self, assumption=self.assumption.extended_with(optimizer, **fields))
 
     @property
     def first_step(self) -> int:
@@ -237,14 +237,14 @@ class Trial:
         """Return the reference's record of a step. Raises StopIteration if there is none."""
         return next(step for step in self.reference.steps if step.step == number)
 
-    def reference_of(self, rank: int) -> ReferenceRun:
+    def reference_of_rank(self, rank: int) -> ReferenceRun:
         """Return the reference of a rank: its own, where an assumption gives it one."""
         return self.assumption.references.get(rank, self.reference)
 
     def steps(self) -> Iterator[tuple[int, StepEvidence, ReferenceStep]]:
         """Yield (rank, its record, the reference's record) of every step that both have."""
         for rank, evidence in sorted(self.ranks.items()):
-            by_number = {step.step: step for step in self.reference_of(rank).steps}
+            by_number = {step.step: step for step in self.reference_of_rank(rank).steps}
             for step in evidence.steps:
                 if step.step in by_number:
                     yield rank, step, by_number[step.step]

@@ -21,22 +21,30 @@ class FirstDifference:
     step: int
     """Number of the step."""
     quantity: str
-    """Kind of number: one of ORDER."""
+    """Kind of number: one of QUANTITIES_IN_ORDER."""
     names: tuple[str, ...]
     """Names of the tensors, in the order of the model; of a collective what it is, and in which phase."""
     ranks: tuple[int, ...]
     """Ranks on which they differ."""
 
 
-PASSED_EARLY = "what is passed in forward"
-PASSED = "what is passed in backward"
-AFTER = ("parameters after the step", "optimizer state", "reported loss")
-ORDER = ("samples", PASSED_EARLY, "losses", PASSED, "gradients", "gradient norm", *AFTER)
+PASSED_IN_FORWARD = "what is passed in forward"
+PASSED_IN_BACKWARD = "what is passed in backward"
+QUANTITIES_AFTER_STEP = ("parameters after the step", "optimizer state", "reported loss")
+QUANTITIES_IN_ORDER = (
+    "samples",
+    PASSED_IN_FORWARD,
+    "losses",
+    PASSED_IN_BACKWARD,
+    "gradients",
+    "gradient norm",
+    *QUANTITIES_AFTER_STEP,
+)
 """Kinds of numbers, in the order in which a step computes them."""
-EARLY = ("forward", "pipeline")
+EARLY_PHASES = ("forward", "pipeline")
 
 
-class _Found(NamedTuple):
+class _Difference(NamedTuple):
     """A number that differs between two runs on one rank."""
 
     step: int
@@ -45,35 +53,37 @@ class _Found(NamedTuple):
     place: int = 0  # of a collective, among those of its step
 
 
-def first_difference(first_run: Run, second_run: Run) -> FirstDifference | None:
+def find_first_difference(first_run: Run, second_run: Run) -> FirstDifference | None:
     """Return the first difference between two runs. None if all numbers of the steps that both have are equal.
 
     Where a number changed on one rank, that rank alone passes something else first. What it passed then changes the numbers of
     other ranks.
     """
-    differences: list[tuple[int, _Found]] = []
+    differences: list[tuple[int, _Difference]] = []
     for rank in sorted(first_run.ranks.keys() & second_run.ranks.keys()):
-        differences += [(rank, difference) for difference in _of_rank(first_run.ranks[rank], second_run.ranks[rank])]
+        differences += [
+            (rank, difference) for difference in _differences_on_rank(first_run.ranks[rank], second_run.ranks[rank])
+        ]
     if not differences:
         return None
 
-    def time_of(difference: _Found) -> tuple[int, int, int]:
-        return (difference.step, ORDER.index(difference.quantity), difference.place)
+    def time_of(difference: _Difference) -> tuple[int, int, int]:
+        return (difference.step, QUANTITIES_IN_ORDER.index(difference.quantity), difference.place)
 
     first = min(time_of(difference) for _, difference in differences)
     earliest = [(rank, difference) for rank, difference in differences if time_of(difference) == first]
     names = dict.fromkeys(difference.name for _, difference in earliest)
     ranks = dict.fromkeys(rank for rank, _ in earliest)
     step, quantity_index, _ = first
-    return FirstDifference(step, ORDER[quantity_index], tuple(names), tuple(ranks))
+    return FirstDifference(step, QUANTITIES_IN_ORDER[quantity_index], tuple(names), tuple(ranks))
 
 
-def _of_rank(first_evidence: RankEvidence, second_evidence: RankEvidence) -> Iterator[_Found]:
+def _differences_on_rank(first_evidence: RankEvidence, second_evidence: RankEvidence) -> Iterator[_Difference]:
     """Yield each number that differs between two runs of a rank; of collectives the first one of a step."""
     steps = {step.step: step for step in second_evidence.steps}
     for step in first_evidence.steps:
         if step.step in steps:
-            yield from (_Found(step.step, *named) for named in differing(step, steps[step.step]))
+            yield from (_Difference(step.step, *named) for named in step_differences(step, steps[step.step]))
     if (
         first_evidence.passed is None
         or second_evidence.passed is None
@@ -88,43 +98,45 @@ def _of_rank(first_evidence: RankEvidence, second_evidence: RankEvidence) -> Ite
         places[call.step] += 1
         if first_digest != second_digest and call.step not in differing_steps:
             differing_steps.add(call.step)
-            quantity = PASSED_EARLY if call.phase in EARLY else PASSED
-            yield _Found(call.step, quantity, f"{call.op} of {call.dtype} in {call.phase}", places[call.step])
+            quantity = PASSED_IN_FORWARD if call.phase in EARLY_PHASES else PASSED_IN_BACKWARD
+            yield _Difference(call.step, quantity, f"{call.op} of {call.dtype} in {call.phase}", places[call.step])
 
 
-def differing(first_step: StepEvidence, second_step: StepEvidence) -> Iterator[tuple[str, str]]:
+def step_differences(first_step: StepEvidence, second_step: StepEvidence) -> Iterator[tuple[str, str]]:
     """Yield (kind of number, name) of each difference between two runs' evidence of one step on one rank."""
     if len(first_step.microbatches) != len(second_step.microbatches):
         yield "samples", "microbatches, whose number differs"
     for number, (first, second) in enumerate(zip(first_step.microbatches, second_step.microbatches, strict=False)):
-        if not (_equal(first.tokens, second.tokens) and _equal(first.labels, second.labels)):
+        if not (_has_equal_bytes(first.tokens, second.tokens) and _has_equal_bytes(first.labels, second.labels)):
             yield "samples", f"microbatch {number}"
-        if not _same(first.loss_sum, second.loss_sum):
+        if not _is_same_number(first.loss_sum, second.loss_sum):
             yield "losses", f"microbatch {number}"
-    yield from (("gradients", fqn) for fqn in _unequal(first_step.gradients, second_step.gradients))
-    if not _same(first_step.grad_norm, second_step.grad_norm):
+    yield from (("gradients", fqn) for fqn in _unequal_names(first_step.gradients, second_step.gradients))
+    if not _is_same_number(first_step.grad_norm, second_step.grad_norm):
         yield "gradient norm", "as reported"
-    yield from (("parameters after the step", fqn) for fqn in _unequal(first_step.parameters, second_step.parameters))
+    yield from (
+        ("parameters after the step", fqn) for fqn in _unequal_names(first_step.parameters, second_step.parameters)
+    )
     for fqn in first_step.optimizer_state.keys() & second_step.optimizer_state.keys():
-        for key in _unequal(first_step.optimizer_state[fqn], second_step.optimizer_state[fqn]):
+        for key in _unequal_names(first_step.optimizer_state[fqn], second_step.optimizer_state[fqn]):
             yield "optimizer state", f"{fqn}, {key}"
-    if not _same(first_step.reported_loss, second_step.reported_loss):
+    if not _is_same_number(first_step.reported_loss, second_step.reported_loss):
         yield "reported loss", "of the step"
 
 
-def _same(first: float | None, second: float | None) -> bool:
+def _is_same_number(first: float | None, second: float | None) -> bool:
     """Return whether two numbers are equal: two NaN are, and two None."""
     if first is None or second is None:
         return first is second
     return first == second or (math.isnan(first) and math.isnan(second))
 
 
-def _unequal(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]) -> Iterator[str]:
+def _unequal_names(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]) -> Iterator[str]:
     """Return the names whose arrays differ, or that only the first has."""
-    return (name for name, value in first.items() if not _equal(value, second.get(name)))
+    return (name for name, value in first.items() if not _has_equal_bytes(value, second.get(name)))
 
 
-def _equal(first: np.ndarray | None, second: np.ndarray | None) -> bool:
+def _has_equal_bytes(first: np.ndarray | None, second: np.ndarray | None) -> bool:
     """Return whether shape and bytes of two arrays are equal, so that two NaN are, and two None."""
     if first is None or second is None:
         return first is second

@@ -5,32 +5,32 @@ from __future__ import annotations
 from collections import Counter
 
 from harness.core.evidence.step import StepEvidence
-from harness.core.evidence.unsettled import partial_ranks
-from harness.core.judge.traffic import Key
+from harness.core.evidence.unsettled import ranks_of_partial_sum
+from harness.core.judge.traffic import TrafficKey
 from harness.core.judge.trial import Trial
 from harness.core.plan.traffic.flow import OUTSIDE
 
-READS = {"adamw": 3, "sgd": 1, "muon": 3}
+GRADIENT_READS = {"adamw": 3, "sgd": 1, "muon": 3}
 """Operators of an optimizer's step that read a gradient: DTensor sums a partial one for each. AdamW reads it once for the first
 moment, and as both factors of its square for the second."""
-NORM = 1
+CLIPPING_READS = 1
 """Operators of clipping that read a gradient and need its sum."""
 
 
-def unsettled_bytes(step: StepEvidence) -> int:
+def partial_gradient_bytes(step: StepEvidence) -> int:
     """Return the bytes that a rank's partial gradients take in addition to its slices."""
     return sum(max(gradient.bytes - gradient.settled_bytes, 0) for gradient in step.unsettled.values())
 
 
-def settling_bytes(trial: Trial, rank: int, number: int) -> dict[Key, int]:
+def partial_sum_bytes(trial: Trial, rank: int, number: int) -> dict[TrafficKey, int]:
     """Return, by collective, the most bytes that the sums of a step's partial gradients move."""
-    largest_bytes = Counter[Key]()
-    reads = NORM + READS[trial.case.training.optimizer]
+    largest_bytes = Counter[TrafficKey]()
+    reads = CLIPPING_READS + GRADIENT_READS[trial.case.training.optimizer]
     for step in trial.ranks[rank].steps:
         if step.step != number:
             continue
         for gradient in step.unsettled.values():
-            ranks = tuple(partial_ranks(gradient, rank))
+            ranks = tuple(ranks_of_partial_sum(gradient, rank))
             # A group of one rank sums nothing: its entry is 0.
             largest_bytes[ranks, "all_reduce", OUTSIDE] += reads * gradient.bytes if len(ranks) > 1 else 0
     return dict(largest_bytes)

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from harness.core.evidence.records import Exit
-from harness.core.launch.blame import judge
-from harness.core.launch.inflight import Inflight, Issued, current, read_inflight
-from harness.core.launch.job import Job, LaunchError, prepare
+from harness.core.launch.blame import assign_blame
+from harness.core.launch.inflight import Inflight, Issued, current_inflight, read_inflight
+from harness.core.launch.job import Job, LaunchError, prepare_folder
 from harness.core.launch.leftovers import end_leftovers
-from harness.core.launch.local import LocalRanks, RankServer, default_server, importable
-from harness.core.launch.rank_exit import Fate
-from harness.core.launch.slots import Pool, Taken, pool_of, pool_of_references, wanted_by
-from harness.core.launch.standing import standing, under_way
+from harness.core.launch.local import LocalRanks, RankServer, default_server, preloadable_modules
+from harness.core.launch.rank_exit import RankExit
+from harness.core.launch.slots import Pool, TakenSlots, reference_slot_pool, slot_pool, slots_wanted_by
+from harness.core.launch.standing import describe_running_jobs, registered_job
 from harness.core.launch.supervise import supervise
 from harness.core.launch.torchrun import TorchrunRanks
 
@@ -31,13 +31,13 @@ __all__ = [
     "LaunchError",
     "Pool",
     "RankServer",
-    "current",
+    "current_inflight",
     "default_server",
     "launch",
-    "pool_of",
-    "pool_of_references",
+    "slot_pool",
+    "reference_slot_pool",
     "read_inflight",
-    "standing",
+    "describe_running_jobs",
 ]
 
 
@@ -56,29 +56,29 @@ def launch(
     """
     if launcher not in ("local", "torchrun"):
         raise ValueError(f'launcher: expected "local" or "torchrun", found {launcher!r}')
-    with (pool or pool_of(job.device)).taken(wanted_by(job)) as taken:
+    with (pool or slot_pool(job.device)).take_slots(slots_wanted_by(job)) as taken:
         began()
-        return run(job, launcher, server, taken)
+        return run_on_slots(job, launcher, server, taken)
 
 
-def ended_or_interrupted(job: Job, ranks: LocalRanks | TorchrunRanks) -> tuple[Fate, ...]:
+def supervise_until_end(job: Job, ranks: LocalRanks | TorchrunRanks) -> tuple[RankExit, ...]:
     """Return how every rank ended. A KeyboardInterrupt carries lines on where the ranks are, while they still are there."""
     try:
         return supervise(job, ranks)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(*standing()) from None
+        raise KeyboardInterrupt(*describe_running_jobs()) from None
 
 
-def run(job: Job, launcher: str, server: RankServer | None, taken: Taken) -> list[Exit]:
+def run_on_slots(job: Job, launcher: str, server: RankServer | None, taken: TakenSlots) -> list[Exit]:
     if launcher == "torchrun":
-        ranks: LocalRanks | TorchrunRanks = TorchrunRanks(job, prepare(job), taken.environment)
+        ranks: LocalRanks | TorchrunRanks = TorchrunRanks(job, prepare_folder(job), taken.environment)
     else:
         job = replace(job, env={**job.env, **taken.environment})
-        modules = importable(job.preload, job.device)
-        ranks = LocalRanks(server or default_server(modules), prepare(job), job.world_size, modules)
+        modules = preloadable_modules(job.preload, job.device)
+        ranks = LocalRanks(server or default_server(modules), prepare_folder(job), job.world_size, modules)
     try:
-        with ranks, under_way(job, ranks):
+        with ranks, registered_job(job, ranks):
             ranks.start()
-            return judge(ended_or_interrupted(job, ranks))
+            return assign_blame(supervise_until_end(job, ranks))
     finally:
         end_leftovers(job.directory, range(job.world_size))

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from harness import ROOT
-from harness.core.launch.python_path import environment
+from harness.core.launch.python_path import child_environment
 
-HARMLESS = (
+HARMLESS_PREFIXES = (
     *("COLORTERM", "COLUMNS", "HARNESS_", "LINES", "LS_COLORS", "OLDPWD", "PS1", "PWD", "PYTEST_", "SHLVL", "SSH_"),
     *("STY", "TERM", "TMUX", "VSCODE_", "WINDOWID", "XDG_SESSION_", "_="),
 )
@@ -30,28 +30,28 @@ HARMLESS = (
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
 
-Stamp = tuple[int, int, int, int]
+FileStamp = tuple[int, int, int, int]
 
 
-class Unsafe(OSError):
+class UnsafeFolder(OSError):
     """The folder of the sockets may be somebody else's."""
 
 
-def folder() -> Path:
+def socket_folder() -> Path:
     """Return the folder of this user's sockets; no other user may look into it. Raises Unsafe."""
     runtime_folder = os.environ.get("XDG_RUNTIME_DIR", "")
     path = (
         Path(runtime_folder, "harness")
-        if runtime_folder and owned(Path(runtime_folder))
+        if runtime_folder and is_own_folder(Path(runtime_folder))
         else Path(f"/tmp/harness-{os.geteuid()}")
     )
     path.mkdir(mode=0o700, exist_ok=True)
-    if not owned(path) or path.lstat().st_mode & 0o077:
-        raise Unsafe(f"{path} is open to others: remove it")
+    if not is_own_folder(path) or path.lstat().st_mode & 0o077:
+        raise UnsafeFolder(f"{path} is open to others: remove it")
     return path
 
 
-def owned(path: Path) -> bool:
+def is_own_folder(path: Path) -> bool:
     """Return whether a path is a folder, no link to one, and ours."""
     try:
         status = path.lstat()
@@ -60,14 +60,16 @@ def owned(path: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
-def identity(modules: Iterable[str]) -> str:
+def server_identity(modules: Iterable[str]) -> str:
     """Return sixteen digits that name the server for a command like this one, which has `modules` imported."""
     circumstances_of_server = {
         "interpreter": [sys.executable, sys.version, sys.prefix, list(sys.flags)],
         "harness": str(ROOT),
-        "packages": [[folder, installed(folder)] for folder in (*site.getsitepackages(), site.getusersitepackages())],
+        "packages": [
+            [folder, modification_time(folder)] for folder in (*site.getsitepackages(), site.getusersitepackages())
+        ],
         "modules": list(modules),
-        "environment": {name: value for name, value in sorted(environment().items()) if not harmless(name)},
+        "environment": {name: value for name, value in sorted(child_environment().items()) if not is_harmless(name)},
         "user": [os.getresuid(), os.getresgid(), sorted(os.getgroups()), os.getpriority(os.PRIO_PROCESS, 0)],
         "limits": {name: resource.getrlimit(number)[1] for name, number in LIMITS.items()},
         "namespaces": [os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES] + [os.readlink("/proc/self/root")],
@@ -76,11 +78,11 @@ def identity(modules: Iterable[str]) -> str:
     return hashlib.sha256(json.dumps(circumstances_of_server).encode()).hexdigest()[:16]
 
 
-def harmless(name: str) -> bool:
-    return f"{name}=".startswith(HARMLESS)
+def is_harmless(name: str) -> bool:
+    return f"{name}=".startswith(HARMLESS_PREFIXES)
 
 
-def installed(folder: str) -> int:
+def modification_time(folder: str) -> int:
     """Return when the folder was last changed (nanoseconds), which it is whenever a package comes or goes; 0 without it."""
     try:
         return os.stat(folder).st_mtime_ns
@@ -91,13 +93,13 @@ def installed(folder: str) -> int:
 # ---- sources
 
 
-def imported() -> dict[str, Stamp]:
+def imported_files() -> dict[str, FileStamp]:
     """Return the stamps, as they are now, of the files of all modules that are imported here."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    return {file: file_stamp for file in files if file and (file_stamp := stamp(file))}
+    return {file: file_stamp for file in files if file and (file_stamp := stamp_of(file))}
 
 
-def stamp(file: str) -> Stamp | None:
+def stamp_of(file: str) -> FileStamp | None:
     try:
         status = os.stat(file)
     except OSError:
@@ -105,25 +107,27 @@ def stamp(file: str) -> Stamp | None:
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def changed(files: Mapping[str, Stamp], began: int) -> str | None:
+def find_changed_file(files: Mapping[str, FileStamp], began: int) -> str | None:
     """Return a file that is not what it was, or was written after we `began` (nanoseconds) to import; None if there is none."""
-    return next((file for file, old_stamp in files.items() if old_stamp[-1] > began or stamp(file) != old_stamp), None)
+    return next(
+        (file for file, old_stamp in files.items() if old_stamp[-1] > began or stamp_of(file) != old_stamp), None
+    )
 
 
 # ---- what is the command's
 
 
-def circumstances() -> dict[str, Any]:
-    """Return this process's circumstances, for adopt()."""
+def process_circumstances() -> dict[str, Any]:
+    """Return this process's circumstances, for adopt_circumstances()."""
     return {
-        "environment": environment(),
-        "umask": umask(),
+        "environment": child_environment(),
+        "umask": read_umask(),
         "limits": {name: resource.getrlimit(number)[0] for name, number in LIMITS.items()},
         "processors": sorted(os.sched_getaffinity(0)),
     }
 
 
-def adopt(other: Mapping[str, Any], *, working_directory: int, output: int) -> None:
+def adopt_circumstances(other: Mapping[str, Any], *, working_directory: int, output: int) -> None:
     """Take on the circumstances of another process; two of its file descriptors."""
     os.environ.clear()
     os.environ.update(other["environment"])
@@ -138,7 +142,7 @@ def adopt(other: Mapping[str, Any], *, working_directory: int, output: int) -> N
         os.close(descriptor)
 
 
-def umask() -> int:
+def read_umask() -> int:
     """Return this process's umask. It is read, not set and set back: a thread may be making a file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)

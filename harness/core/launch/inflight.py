@@ -20,11 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CELL = struct.Struct("<QIqqqiid24s12s16sQ")  # stamp, group, seq, bytes, step, peer, root, time, op, phase, dtype, stamp
-LANES = 1024  # with more sequences than this the oldest cells are overwritten; the reader then knows fewer
-SIZE = LANES * 2 * CELL.size
+CELL_FORMAT = struct.Struct(
+    "<QIqqqiid24s12s16sQ"
+)  # stamp, group, seq, bytes, step, peer, root, time, op, phase, dtype, stamp
+MAX_LANES = 1024  # with more sequences than this the oldest cells are overwritten; the reader then knows fewer
+FILE_BYTES = MAX_LANES * 2 * CELL_FORMAT.size
 NO_PEER = -1
-MAKING = ("init_process_group", "new_group")
+GROUP_CREATION = ("init_process_group", "new_group")
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,13 @@ class Inflight:
     """The writer. One per process; about two microseconds per collective."""
 
     def __init__(self, path: Path) -> None:
-        self.names = os.open(path.with_suffix(".groups"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        self.groups_file = os.open(
+            path.with_suffix(".groups"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644
+        )
         with open(path, "w+b") as file:
-            file.write(bytes(SIZE))  # a sparse file would end in SIGBUS when the disk is full
+            file.write(bytes(FILE_BYTES))  # a sparse file would end in SIGBUS when the disk is full
             file.flush()
-            self.memory = mmap.mmap(file.fileno(), SIZE)
+            self.memory = mmap.mmap(file.fileno(), FILE_BYTES)
         self.groups: dict[tuple[str, tuple[int, ...]], int] = {}
         self.lanes: dict[tuple[int, str, int], int] = {}  # (group, "send" or "recv" or "", peer) -> its place
         self.order = 0
@@ -70,27 +74,29 @@ class Inflight:
             index = self.add_group(key)
         self.order = stamp = self.order + 1
         peer, root = (NO_PEER if rank is None else rank for rank in (peer, root))
-        key_of_lane = (index, op, peer) if op in ("send", "recv") else (NO_PEER if op in MAKING else index, "", NO_PEER)
+        key_of_lane = (
+            (index, op, peer) if op in ("send", "recv") else (NO_PEER if op in GROUP_CREATION else index, "", NO_PEER)
+        )
         lane = self.lanes.setdefault(key_of_lane, len(self.lanes))
-        cell = 2 * (lane % LANES) + (seq & 1)
+        cell = 2 * (lane % MAX_LANES) + (seq & 1)
         texts = (op.encode(), phase.encode(), dtype.encode())
         fields = (stamp, index, seq, bytes, step, peer, root, time.time(), *texts, stamp)
-        CELL.pack_into(self.memory, cell * CELL.size, *fields)
+        CELL_FORMAT.pack_into(self.memory, cell * CELL_FORMAT.size, *fields)
 
     def add_group(self, key: tuple[str, tuple[int, ...]]) -> int:
-        os.write(self.names, json.dumps(key).encode() + b"\n")
+        os.write(self.groups_file, json.dumps(key).encode() + b"\n")
         return self.groups.setdefault(key, len(self.groups))
 
 
 _current: Inflight | None = None
 
 
-def current() -> Inflight | None:
+def current_inflight() -> Inflight | None:
     """Return this rank's record; None in a process that was not launched."""
     return _current
 
 
-def open_current(path: Path) -> Inflight:
+def open_current_inflight(path: Path) -> Inflight:
     """Make the record of this process. Called once, by rank.py."""
     global _current
     _current = Inflight(path)
@@ -103,8 +109,10 @@ def read_inflight(path: Path) -> list[Issued]:
         return []
     groups = read_groups(path.with_suffix(".groups"))
     data = path.read_bytes()
-    cells = CELL.iter_unpack(data[: len(data) - len(data) % CELL.size])
-    return sorted((issued(cell, groups) for cell in cells if whole(cell, groups)), key=lambda each: each.order)
+    cells = CELL_FORMAT.iter_unpack(data[: len(data) - len(data) % CELL_FORMAT.size])
+    return sorted(
+        (parse_cell(cell, groups) for cell in cells if is_whole_cell(cell, groups)), key=lambda each: each.order
+    )
 
 
 def read_groups(path: Path) -> list[tuple[str, tuple[int, ...]]]:
@@ -113,11 +121,11 @@ def read_groups(path: Path) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, tuple(ranks)) for name, ranks in map(json.loads, lines)]
 
 
-def whole(cell: tuple, groups: list) -> bool:
+def is_whole_cell(cell: tuple, groups: list) -> bool:
     return cell[0] == cell[-1] != 0 and cell[1] < len(groups)
 
 
-def issued(cell: tuple, groups: list[tuple[str, tuple[int, ...]]]) -> Issued:
+def parse_cell(cell: tuple, groups: list[tuple[str, tuple[int, ...]]]) -> Issued:
     stamp, index, seq, size, step, *others, when, op, phase, dtype, _ = cell
     name, ranks = groups[index]
     op, phase, dtype = (field.rstrip(b"\0").decode(errors="replace") for field in (op, phase, dtype))

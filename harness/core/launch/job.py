@@ -20,14 +20,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.core.case.launching import LONGEST
-from harness.core.evidence.reading import json_of, read_bytes
-from harness.core.evidence.whole_file import whole_file
+from harness.core.case.launching import LONGEST_SECONDS
+from harness.core.evidence.reading import parse_json, read_bytes
+from harness.core.evidence.whole_file import open_whole_file
 
 SUFFIXES = {"logs": "log", "failures": "json", "stacks": "txt", "inflight": "bin", "exits": "json"}
 BYTES_PER_RANK = 1_000_000  # log, stacks and in-flight record of a short job; evidence is not counted
 
-GROUPS = 2**31 / 1000
+MAX_GROUP_TIMEOUT = 2**31 / 1000
 """Seconds that groups may take: torch counts them in milliseconds, in 32 bits."""
 
 
@@ -61,7 +61,7 @@ def rank_file(directory: Path, kind: str, rank: int) -> Path:
     return Path(directory) / kind / f"rank_{rank:02d}.{SUFFIXES[kind]}"
 
 
-def prepare(job: Job) -> Path:
+def prepare_folder(job: Job) -> Path:
     """Make the job's folders and job.json, whose path is returned. LaunchError if the directory cannot take them."""
     directory = Path(job.directory).absolute()
     refuse_unusable(job, directory)
@@ -85,7 +85,10 @@ def refuse_unusable(job: Job, directory: Path) -> None:
         raise LaunchError(f"{directory}: holds the records of an earlier launch: choose a fresh directory")
     if set("?#;") & set(str(directory)):
         raise LaunchError(f"{directory}: torch cuts a file:// store's path at '?', '#' and ';': choose another name")
-    for name, seconds, largest in (("timeout", job.timeout, 5 * LONGEST), ("group_timeout", job.group_timeout, GROUPS)):
+    for name, seconds, largest in (
+        ("timeout", job.timeout, 5 * LONGEST_SECONDS),
+        ("group_timeout", job.group_timeout, MAX_GROUP_TIMEOUT),
+    ):
         if not 0 < seconds <= largest:  # nan is not above 0
             raise LaunchError(f"{name}: expected seconds above 0 and at most {largest:g}, got {seconds:g}")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -101,10 +104,10 @@ def absolute_sys_path() -> list[str]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a file that is complete or absent, whenever this process ends."""
-    with whole_file(path) as file:
+    with open_whole_file(path) as file:
         file.write(json.dumps(value).encode())
 
 
 def read_json(path: Path) -> Any:
     """Return the value, or None where the file was never finished."""
-    return json_of(read_bytes(path)) if path.exists() else None
+    return parse_json(read_bytes(path)) if path.exists() else None

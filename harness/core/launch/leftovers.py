@@ -16,7 +16,7 @@ from pathlib import Path
 
 from harness.core.launch.job import rank_file
 
-MARK = "HARNESS_RANK"  # in the environment of a rank: FOLDER OF THE LAUNCH:RANK
+MARK_VARIABLE = "HARNESS_RANK"  # in the environment of a rank: FOLDER OF THE LAUNCH:RANK
 HELPER_PATIENCE = 10.0  # seconds for helpers that see that their rank has ended (a pool's workers, a resource tracker)
 
 
@@ -27,20 +27,20 @@ class Leftover:
     command: str
 
 
-def mark(directory: Path, rank: int) -> None:
+def mark_children(directory: Path, rank: int) -> None:
     """Have all that this process starts from now on be known as its own."""
-    os.environ[MARK] = f"{directory}:{rank}"
+    os.environ[MARK_VARIABLE] = f"{directory}:{rank}"
 
 
-def leftovers(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
+def find_leftovers(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
     """Return what is left of a launch's ranks, once these ranks have ended."""
-    marks = {f"{MARK}={directory.absolute()}:{rank}\0".encode(): rank for rank in ranks}
+    marks = {f"{MARK_VARIABLE}={directory.absolute()}:{rank}\0".encode(): rank for rank in ranks}
     records = {str(rank_file(directory.resolve(), "inflight", rank)).encode(): rank for rank in marks.values()}
     survivors = []
     for process in Path("/proc").glob("[0-9]*"):
         rank = rank_of(process, marks, records)
         if rank is not None:
-            survivors.append(Leftover(rank, int(process.name), command(process)))
+            survivors.append(Leftover(rank, int(process.name), command_of(process)))
     return sorted(survivors, key=lambda survivor: (survivor.rank, survivor.pid))
 
 
@@ -57,14 +57,14 @@ def rank_of(process: Path, marks: dict[bytes, int], records: dict[bytes, int]) -
     return None
 
 
-def command(process: Path) -> str:
+def command_of(process: Path) -> str:
     with contextlib.suppress(OSError):
         words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         return "forked from the rank" if "harness.core.launch." in words else words
     return "ended as we looked"
 
 
-def outliving(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
+def find_outliving(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
     """Return what does not end by itself soon after its rank.
 
     It looks at least twice: a look misses a process whose parent forks it after the listing and ends before its turn.
@@ -72,7 +72,7 @@ def outliving(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
     ranks = list(ranks)
     deadline = time.monotonic() + HELPER_PATIENCE
     looks = 0
-    while (survivors := leftovers(directory, ranks)) and (looks < 1 or time.monotonic() < deadline):
+    while (survivors := find_leftovers(directory, ranks)) and (looks < 1 or time.monotonic() < deadline):
         looks += 1
         time.sleep(0.1)
     return survivors
@@ -82,7 +82,7 @@ def end_leftovers(directory: Path, ranks: Iterable[int]) -> None:
     """Kill what is left of these ranks, and what that starts meanwhile."""
     ranks = list(ranks)
     deadline = time.monotonic() + HELPER_PATIENCE
-    while (survivors := leftovers(directory, ranks)) and time.monotonic() < deadline:
+    while (survivors := find_leftovers(directory, ranks)) and time.monotonic() < deadline:
         for survivor in survivors:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(survivor.pid, signal.SIGKILL)

@@ -17,7 +17,7 @@ from typing import IO, Any
 from harness.core.launch.job import LaunchError
 from harness.core.launch.own_server import Link, OwnServer
 from harness.core.launch.process import kill_group
-from harness.core.launch.resident_client import any_server
+from harness.core.launch.resident_client import connect_or_start
 
 READY_PATIENCE = 120.0  # importing torch takes 3 s, on a cold disk a minute
 MEETING_PATIENCE = 300.0  # for one that outlives commands: others may wait for it, or it is replaced
@@ -33,8 +33,8 @@ class LocalRanks:
         self.job_file = job_file
         self.world_size = world_size
         self.modules = tuple(modules)
-        self.job = next(server.numbers)
-        self.started = 0
+        self.job_number = next(server.job_numbers)
+        self.started_ranks = 0
         self.pids: dict[int, int] = {}
         self.statuses: dict[int, int] = {}
         self.ended: dict[int, float] = {}
@@ -43,17 +43,17 @@ class LocalRanks:
         self.trouble = ""
 
     def wait(self, is_done: Callable[[], bool], seconds: float) -> bool:
-        with self.server.news:
-            return self.server.news.wait_for(is_done, seconds)
+        with self.server.changes:
+            return self.server.changes.wait_for(is_done, seconds)
 
     def signal(self, number: int) -> None:
-        self.server.ask(signal=number, job=self.job)
+        self.server.send_request(signal=number, job=self.job_number)
 
     def give_up(self) -> None:
         self.server.kill("it did not answer (stopped?) and was killed")
         self.wait(lambda: self.gone, CLOSE_PATIENCE)
 
-    def hear(self, report: dict[str, Any]) -> None:
+    def handle_report(self, report: dict[str, Any]) -> None:
         if "pid" in report:
             self.pids[report["rank"]] = report["pid"]
         elif "status" in report:
@@ -65,18 +65,20 @@ class LocalRanks:
 
     def start(self) -> None:
         """Ask the server for the ranks. Call it inside the context, so that an interrupt meets something that will clean up."""
-        self.server.ready()
-        self.server.jobs[self.job] = self
-        self.started = self.world_size
-        self.server.ask(start=self.job, path=str(self.job_file), world_size=self.world_size, modules=self.modules)
+        self.server.wait_until_ready()
+        self.server.jobs[self.job_number] = self
+        self.started_ranks = self.world_size
+        self.server.send_request(
+            start=self.job_number, path=str(self.job_file), world_size=self.world_size, modules=self.modules
+        )
 
     def __enter__(self) -> LocalRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.signal(signal.SIGKILL)
-        self.wait(lambda: self.gone or len(self.statuses) == self.started, CLOSE_PATIENCE)
-        self.server.jobs.pop(self.job, None)
+        self.wait(lambda: self.gone or len(self.statuses) == self.started_ranks, CLOSE_PATIENCE)
+        self.server.jobs.pop(self.job_number, None)
 
 
 class RankServer:
@@ -91,18 +93,20 @@ class RankServer:
     ) -> None:
         """modules: a trainer's own dependencies, imported in addition if they are there."""
         self.modules = tuple(modules)
-        self.news = threading.Condition()
+        self.changes = threading.Condition()
         self.jobs: dict[int, LocalRanks] = {}
-        self.numbers = itertools.count(1)
-        self.seconds: float | None = None  # what starting took; None until it is ready
+        self.job_numbers = itertools.count(1)
+        self.start_seconds: float | None = None  # what starting took; None until it is ready
         self.gone = False
         self.closed = False
-        self.ill = ""
+        self.failure_text = ""
         self.status = ""
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - the server holds it too
         self.link: Link | None = None
-        self.owner = os.getpid()
-        self.listener = threading.Thread(target=self.listen, args=(link,), name="rank server reports", daemon=True)
+        self.owner_pid = os.getpid()
+        self.listener = threading.Thread(
+            target=self.listen_to_reports, args=(link,), name="rank server reports", daemon=True
+        )
         self.listener.start()
 
     @property
@@ -111,79 +115,81 @@ class RankServer:
         assert self.link is not None
         return self.link.pid
 
-    def listen(self, make_link: Callable[[Iterable[str], IO[bytes]], Link]) -> None:
+    def listen_to_reports(self, make_link: Callable[[Iterable[str], IO[bytes]], Link]) -> None:
         try:
             connected = make_link(self.modules, self.errors)
         except OSError as error:
-            self.ill = str(error)
-            return self.end(f"the rank server did not start: {error}")
-        with self.news:
+            self.failure_text = str(error)
+            return self.note_end(f"the rank server did not start: {error}")
+        with self.changes:
             self.link = connected
-            self.news.notify_all()
+            self.changes.notify_all()
             if self.closed:
                 connected.hang_up()
         reports = open(connected.reports, encoding="utf-8", closefd=False)  # noqa: SIM115 - the link closes it
         with contextlib.suppress(ConnectionResetError):
             for line in reports:
-                self.hear(json.loads(line))
+                self.handle_report(json.loads(line))
         self.status = connected.end()
-        self.end(f"the rank server (pid {connected.pid}) ended: {self.last_words()}")
+        self.note_end(f"the rank server (pid {connected.pid}) ended: {self.last_message()}")
 
-    def end(self, reason: str) -> None:
+    def note_end(self, reason: str) -> None:
         """Note that the server is gone, and so are all ranks."""
-        with self.news:
+        with self.changes:
             self.gone = True
             for ranks in list(self.jobs.values()):
                 for rank in set(ranks.pids) - set(ranks.statuses):
                     kill_group(ranks.pids[rank])  # the rank died with the server, what it started did not
                 ranks.gone = True
                 ranks.trouble = reason
-            self.news.notify_all()
+            self.changes.notify_all()
 
-    def hear(self, report: dict[str, Any]) -> None:
-        with self.news:
+    def handle_report(self, report: dict[str, Any]) -> None:
+        with self.changes:
             if "ready" in report:
-                self.seconds = report["ready"]
+                self.start_seconds = report["ready"]
             elif report["job"] in self.jobs:
-                self.jobs[report["job"]].hear(report)
-            self.news.notify_all()
+                self.jobs[report["job"]].handle_report(report)
+            self.changes.notify_all()
 
     def kill(self, reason: str) -> None:
-        self.ill = reason
+        self.failure_text = reason
         if self.link:
             self.link.kill()
 
-    def last_words(self) -> str:
-        if self.ill:
-            return self.ill
+    def last_message(self) -> str:
+        if self.failure_text:
+            return self.failure_text
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else self.status
 
-    def ready(self) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until the server has imported torch; LaunchError if it never will."""
-        with self.news:
-            self.news.wait_for(lambda: self.gone or self.link, MEETING_PATIENCE)
-            if not self.news.wait_for(lambda: self.gone or self.seconds is not None, READY_PATIENCE):
+        with self.changes:
+            self.changes.wait_for(lambda: self.gone or self.link, MEETING_PATIENCE)
+            if not self.changes.wait_for(lambda: self.gone or self.start_seconds is not None, READY_PATIENCE):
                 self.kill(f"it was not ready in {READY_PATIENCE:g} s and was killed")
-        if self.gone or self.seconds is None:
-            raise LaunchError(f"the rank server did not start: {self.last_words()}")
+        if self.gone or self.start_seconds is None:
+            raise LaunchError(f"the rank server did not start: {self.last_message()}")
 
-    def ask(self, **request: Any) -> None:
-        with self.news:
+    def send_request(self, **request: Any) -> None:
+        with self.changes:
             if self.link and not self.gone:
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it just died; listen() will say so
+                with contextlib.suppress(
+                    BrokenPipeError, ConnectionResetError
+                ):  # it just died; listen_to_reports() will say so
                     os.write(self.link.requests, json.dumps(request).encode() + b"\n")
 
     def close(self) -> None:
         """End the server and every rank it has. launch() calls under way return, their ranks "lost"."""
-        if self.owner != os.getpid() or self.closed:
+        if self.owner_pid != os.getpid() or self.closed:
             return
-        with self.news:
+        with self.changes:
             was_gone = self.gone
             self.gone = True
             self.closed = True
-            if self.link is None or was_gone:  # listen() hangs up as soon as there is one
+            if self.link is None or was_gone:  # listen_to_reports() hangs up as soon as there is one
                 return
             self.link.hang_up()
         self.listener.join(CLOSE_PATIENCE)
@@ -202,7 +208,7 @@ _default: RankServer | None = None
 _default_lock = threading.Lock()
 
 
-def importable(modules: Iterable[str], device: str) -> tuple[str, ...]:
+def preloadable_modules(modules: Iterable[str], device: str) -> tuple[str, ...]:
     """Return the modules that a server may import for the ranks of a job; for GPUs none of a trainer.
 
     torchao (0.18) asks for a GPU when it is imported, which starts CUDA, and no process forked after that can use it."""
@@ -215,7 +221,7 @@ def default_server(modules: Iterable[str] = (), *, device: str = "cpu") -> RankS
     Call it early: to start one takes 3 s."""
     global _default
     with _default_lock:
-        if _default is None or _default.gone or _default.owner != os.getpid():
-            _default = RankServer(importable(modules, device), any_server)
+        if _default is None or _default.gone or _default.owner_pid != os.getpid():
+            _default = RankServer(preloadable_modules(modules, device), connect_or_start)
             atexit.register(_default.close)
         return _default

@@ -12,63 +12,65 @@ from pathlib import Path
 
 RANKS_PER_CORE = 4
 """Ranks of a case wait for each other much of the time, and other cases' ranks work meanwhile; 50 MB each."""
-COUNT = "HARNESS_SLOTS"
+SLOTS_VARIABLE = "HARNESS_SLOTS"
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 MEMORY_USED = Path("/sys/fs/cgroup/memory.stat")
-MEMORY = Path("/proc/meminfo")
+MEMORY_TABLE = Path("/proc/meminfo")
 LIST_GPUS = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
 NAME_GPUS = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 
 
-def cores() -> list[int]:
+def usable_cores() -> list[int]:
     """Return the cores of this process's affinity, no more than a container's limit of CPU time comes to."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return sorted(allowed)[: limit_of_cores()]
+    return sorted(allowed)[: core_limit()]
 
 
-def limit_of_cores() -> int | None:
+def core_limit() -> int | None:
     """Return the container's limit, at least one; None without a limit."""
     words = CPU_LIMIT.read_text().split() if CPU_LIMIT.exists() else ["max"]
     return None if words[0] == "max" else max(1, int(words[0]) // int(words[1]))
 
 
-def memory() -> int:
+def total_memory() -> int:
     """Return the bytes that processes of this machine can have, swap included, and no more than a container's limit."""
-    meminfo = in_bytes(MEMORY)
+    meminfo = read_byte_table(MEMORY_TABLE)
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(meminfo.get("MemTotal", pages) + meminfo.get("SwapTotal", 0), limit_of_memory())
+    return min(meminfo.get("MemTotal", pages) + meminfo.get("SwapTotal", 0), memory_limit())
 
 
 def free_memory() -> int:
     """Return what is free of these, caches of files included. All of them if the system does not report it."""
-    meminfo = in_bytes(MEMORY)
-    used = in_bytes(MEMORY_USED).get("anon", 0)
-    free = meminfo["MemAvailable"] + meminfo.get("SwapFree", 0) if "MemAvailable" in meminfo else memory()
-    return min(free, limit_of_memory() - used)
+    meminfo = read_byte_table(MEMORY_TABLE)
+    used = read_byte_table(MEMORY_USED).get("anon", 0)
+    free = meminfo["MemAvailable"] + meminfo.get("SwapFree", 0) if "MemAvailable" in meminfo else total_memory()
+    return min(free, memory_limit() - used)
 
 
-def limit_of_memory() -> int:
+def memory_limit() -> int:
     """Return the container's limit; without one, more than there is."""
     word = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.exists() else "max"
     return sys.maxsize if word == "max" else int(word)
 
 
-def in_bytes(table: Path) -> dict[str, int]:
+def read_byte_table(table: Path) -> dict[str, int]:
     """Return the bytes in a file of the kernel's, by name: `MemTotal: 16 kB`, `anon 16384`; none without such a file."""
     lines = table.read_text().splitlines() if table.exists() else []
     fields = [line.split() for line in lines]
     return {name.rstrip(":"): int(number) * (1024 if unit else 1) for name, number, *unit in fields}
 
 
-def core_slots() -> tuple[str, ...]:
+def core_slot_names() -> tuple[str, ...]:
     """Return the names of slots: RANKS_PER_CORE for each core, or as many as HARNESS_SLOTS says.
 
     Processes that count differently name them alike."""
-    usable = cores()
-    typed_count = os.environ.get(COUNT, "")
+    usable = usable_cores()
+    typed_count = os.environ.get(SLOTS_VARIABLE, "")
     if typed_count and (not typed_count.isdecimal() or int(typed_count) < 1):
-        raise ValueError(f"{COUNT}: expected how many ranks this machine carries at a time, found {typed_count!r}")
+        raise ValueError(
+            f"{SLOTS_VARIABLE}: expected how many ranks this machine carries at a time, found {typed_count!r}"
+        )
     count = int(typed_count) if typed_count else RANKS_PER_CORE * len(usable)
     names = []
     for number in range(count):
@@ -77,16 +79,16 @@ def core_slots() -> tuple[str, ...]:
     return tuple(names)
 
 
-def gpus() -> tuple[str, ...]:
+def visible_gpu_uuids() -> tuple[str, ...]:
     """Return UUIDs, as CUDA_VISIBLE_DEVICES may name GPUs: processes that see others of them name them alike."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    all_uuids = uuids()
+    all_uuids = all_gpu_uuids()
     if not all_uuids:
-        return counted_by_torch(visible)
-    return all_uuids if visible is None else named(visible, all_uuids)
+        return gpus_counted_by_torch(visible)
+    return all_uuids if visible is None else select_gpus(visible, all_uuids)
 
 
-def named(visible: str, all_uuids: tuple[str, ...]) -> tuple[str, ...]:
+def select_gpus(visible: str, all_uuids: tuple[str, ...]) -> tuple[str, ...]:
     """Return what CUDA_VISIBLE_DEVICES names, by number or by the beginning of a UUID, up to the first that is not there."""
     selected: list[str] = []
     for word in filter(None, (part.strip() for part in visible.split(","))):
@@ -102,18 +104,18 @@ def named(visible: str, all_uuids: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @functools.cache
-def uuids() -> tuple[str, ...]:
+def all_gpu_uuids() -> tuple[str, ...]:
     """Return all GPUs of the machine, as its driver lists them; none if there is no such tool."""
-    return tuple(line for line in answered(LIST_GPUS) if line.startswith("GPU-"))
+    return tuple(line for line in run_driver_tool(LIST_GPUS) if line.startswith("GPU-"))
 
 
 @functools.cache
-def kind_of_gpu() -> str:
+def gpu_model() -> str:
     """Return the kind of the machine's first GPU: NVIDIA-H200. Each kind has another noise."""
-    return next((re.sub(r"[^\w.]+", "-", line) for line in answered(NAME_GPUS)), "unknown")
+    return next((re.sub(r"[^\w.]+", "-", line) for line in run_driver_tool(NAME_GPUS)), "unknown")
 
 
-def answered(question: tuple[str, ...]) -> list[str]:
+def run_driver_tool(question: tuple[str, ...]) -> list[str]:
     """Return the lines that the driver's own tool prints; none where there is no such tool."""
     try:
         listed = subprocess.run(question, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -122,7 +124,7 @@ def answered(question: tuple[str, ...]) -> list[str]:
     return [line.strip() for line in listed.splitlines() if line.strip()]
 
 
-def counted_by_torch(visible: str | None) -> tuple[str, ...]:
+def gpus_counted_by_torch(visible: str | None) -> tuple[str, ...]:
     """Return the GPUs by number, without the driver's tool and on other makes. torch counts them without touching one."""
     import torch
 

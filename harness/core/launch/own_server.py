@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterable
 from typing import IO, Protocol
 
-from harness.core.launch.python_path import environment, module_command
+from harness.core.launch.python_path import child_environment, module_command
 
 
 class Link(Protocol):
@@ -41,7 +41,7 @@ class OwnServer:
         self.process = subprocess.Popen(
             module_command("harness.core.launch.server", str(theirs_in), str(theirs_out), *modules),
             pass_fds=(theirs_in, theirs_out),
-            env=environment(),
+            env=child_environment(),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

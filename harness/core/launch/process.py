@@ -26,15 +26,15 @@ def die_with_parent(parent: int, *, signal_number: int = signal.SIGKILL) -> None
         os._exit(1)
 
 
-def detach(log: Path) -> None:
+def detach_session(log: Path) -> None:
     """Begin a session (killpg reaches all it starts; Ctrl-C does not), with empty stdin, stdout and stderr in `log`."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    redirect(os.open(os.devnull, os.O_RDONLY), 0)
+    redirect_descriptor(os.open(os.devnull, os.O_RDONLY), 0)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
-    redirect(output, 2)
+    redirect_descriptor(output, 2)
 
 
 def kill_group(leader: int) -> None:
@@ -52,7 +52,7 @@ def is_stopped(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
 
-def bury(pid: int) -> int:
+def wait_and_kill_group(pid: int) -> int:
     """Wait for our child and return its status: exit code, or minus the signal.
 
     What it left running is killed while the pid is still its own, a zombie's, and so cannot be somebody else's.
@@ -62,18 +62,18 @@ def bury(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def redirect(source: int, target: int) -> None:
+def redirect_descriptor(source: int, target: int) -> None:
     os.dup2(source, target)
     os.close(source)
 
 
-def loopback() -> dict[str, str]:
+def loopback_environment() -> dict[str, str]:
     """Return the variables that keep gloo on this machine and away from its name server: else it looks its host name up."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
 
 
-def peer(connection: socket.socket) -> tuple[int, int]:
+def peer_process(connection: socket.socket) -> tuple[int, int]:
     """Return the process and user at the other end, as the kernel knows them."""
     pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, user

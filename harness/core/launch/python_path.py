@@ -29,6 +29,6 @@ def module_command(module: str, *arguments: str, python: str = sys.executable) -
     return [python, "-P", "-m", module, *arguments]
 
 
-def environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Return our environment, with one thread per library, and the harness importable from wherever we run."""
     return {**os.environ, **ONE_THREAD, "PYTHONPATH": python_path()}

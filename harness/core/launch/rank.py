@@ -27,9 +27,15 @@ from typing import Any, NoReturn
 
 from harness.core.launch import inflight
 from harness.core.launch.job import rank_file, read_json, write_json
-from harness.core.launch.leftovers import end_leftovers, mark
-from harness.core.launch.process import bury, detach, die_with_parent, kill_group, loopback
-from harness.core.launch.slots import hold_mine
+from harness.core.launch.leftovers import end_leftovers, mark_children
+from harness.core.launch.process import (
+    detach_session,
+    die_with_parent,
+    kill_group,
+    loopback_environment,
+    wait_and_kill_group,
+)
+from harness.core.launch.slots import hold_own_slots
 
 _stacks: Any = None  # the file faulthandler writes to: it must never be collected
 
@@ -40,10 +46,10 @@ def run_forked(job_file: Path, rank: int, parent: int) -> NoReturn:
     if "numpy" in sys.modules:  # forked with one generator, all ranks of all launches would draw the same from it
         sys.modules["numpy"].random.seed()
     job = json.loads(job_file.read_text(encoding="utf-8"))
-    run(job, rank, environment=local_environment(job, rank))
+    run_rank(job, rank, environment=environment_of_rank(job, rank))
 
 
-def local_environment(job: dict[str, Any], rank: int) -> dict[str, str]:
+def environment_of_rank(job: dict[str, Any], rank: int) -> dict[str, str]:
     """Return the variables that torchrun would set, and a meeting place that needs neither a port nor a name server."""
     variables = {
         "RANK": rank,
@@ -52,14 +58,14 @@ def local_environment(job: dict[str, Any], rank: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": job["world_size"],
     }
     return {
-        **loopback(),
+        **loopback_environment(),
         **job["env"],
         **{name: str(value) for name, value in variables.items()},
         "INIT_METHOD": f"file://{job['directory']}/store",
     }
 
 
-def run(job: dict[str, Any], rank: int, *, environment: dict[str, str]) -> NoReturn:
+def run_rank(job: dict[str, Any], rank: int, *, environment: dict[str, str]) -> NoReturn:
     """Set up, call the entry, write down what it raised, exit.
 
     One that raised exits at once, so that the others hear of it. os._exit: no destructor holds us.
@@ -67,17 +73,17 @@ def run(job: dict[str, Any], rank: int, *, environment: dict[str, str]) -> NoRet
     directory = Path(job["directory"])
     code = 1
     try:
-        detach(rank_file(directory, "logs", rank))
+        detach_session(rank_file(directory, "logs", rank))
         os.environ.update(environment)
         share_gpus(job)
-        hold_mine()
-        mark(directory, rank)
+        hold_own_slots()
+        mark_children(directory, rank)
         sys.path[:] = list(dict.fromkeys([*job["sys_path"], *sys.path, os.getcwd()]))  # a trainer may lie here
         dump_stacks_to(rank_file(directory, "stacks", rank))
-        inflight.open_current(rank_file(directory, "inflight", rank))
+        inflight.open_current_inflight(rank_file(directory, "inflight", rank))
         set_up_torch(job)
-        note_groups(job["world_size"])
-        _held = resolve(job["entry"])(job["options"])  # until the end: freeing process groups may hang
+        record_group_creation(job["world_size"])
+        _held = load_entry(job["entry"])(job["options"])  # until the end: freeing process groups may hang
         code = 0
     except BaseException as error:
         code = note_failure(error, rank_file(directory, "failures", rank))
@@ -85,7 +91,7 @@ def run(job: dict[str, Any], rank: int, *, environment: dict[str, str]) -> NoRet
         try:
             if code == 0:
                 wind_up()
-            flush()
+            flush_output()
         finally:
             os._exit(code)
 
@@ -112,14 +118,14 @@ def dump_stacks_to(path: Path) -> None:
     faulthandler.register(signal.SIGUSR1, file=_stacks, all_threads=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # threads and processes to come inherit it
     os.register_at_fork(after_in_child=take_dump_signal)
-    _thread.start_new_thread(wait_to_be_asked, ())
+    _thread.start_new_thread(wait_for_dump_signal, ())
 
 
 def take_dump_signal() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
 
-def wait_to_be_asked() -> None:
+def wait_for_dump_signal() -> None:
     """Wait until the process ends, with SIGUSR1 let in. `threading` does not list this thread, and waits for it nowhere."""
     take_dump_signal()
     never = _thread.allocate_lock()
@@ -131,9 +137,9 @@ def set_up_torch(job: dict[str, Any]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    limit_groups(job["group_timeout"])
+    limit_group_timeouts(job["group_timeout"])
     if job["device"] == "cuda":
-        refuse_touched_cuda(torch.cuda._is_in_bad_fork())
+        refuse_started_cuda(torch.cuda._is_in_bad_fork())
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
 
@@ -143,13 +149,13 @@ def share_gpus(job: dict[str, Any]) -> None:
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) // job["ranks_per_gpu"])
 
 
-def refuse_touched_cuda(touched: bool) -> None:
+def refuse_started_cuda(touched: bool) -> None:
     if touched:
         why = "a module that it imported asked for a GPU, and CUDA cannot be used in a process forked after that"
         raise RuntimeError(f"the rank server has touched CUDA: {why}; --launcher torchrun forks from no server")
 
 
-def limit_groups(seconds: float) -> None:
+def limit_group_timeouts(seconds: float) -> None:
     """Give every group made without a timeout this one, DeviceMesh's too, which ignore init_process_group(timeout=).
 
     torch 2.11 to 2.14 look the default up in these module globals when a group is made.
@@ -162,7 +168,7 @@ def limit_groups(seconds: float) -> None:
                 setattr(module, name, timedelta(seconds=seconds))
 
 
-def note_groups(world_size: int) -> None:
+def record_group_creation(world_size: int) -> None:
     """Put on record that this rank begins to make a group, in which it waits for others: some of them may never come.
 
     torch 2.11 to 2.14 ask for a name first, before any rank waits for another. The making of a group that only its
@@ -171,20 +177,20 @@ def note_groups(world_size: int) -> None:
     from torch.distributed import distributed_c10d
 
     name_of = distributed_c10d._process_group_name
-    record = inflight.current()
+    record = inflight.current_inflight()
     issue_numbers = itertools.count()
 
     def name_and_record(ranks: Any, use_hashed_name: bool) -> Any:
         name = name_of(ranks, use_hashed_name)
         if record is not None and not use_hashed_name:
-            op = inflight.MAKING[bool(ranks)]
+            op = inflight.GROUP_CREATION[bool(ranks)]
             record.issue(str(name), tuple(ranks) or tuple(range(world_size)), next(issue_numbers), op, 0, 0, "")
         return name
 
     distributed_c10d._process_group_name = name_and_record
 
 
-def resolve(entry: str) -> Callable[[dict[str, Any]], Any]:
+def load_entry(entry: str) -> Callable[[dict[str, Any]], Any]:
     module, colon, name = entry.partition(":")
     if not colon:
         raise ValueError(f"entry {entry!r}: expected package.module:function")
@@ -195,19 +201,19 @@ def note_failure(error: BaseException, path: Path) -> int:
     """Write the exception to `path` and to the log; return the exit code. sys.exit(0) is not a failure."""
     code = exit_code(error)
     if code:
-        record = {"type": type(error).__name__, "message": text_of(error), "time": time.time()}
+        record = {"type": type(error).__name__, "message": exception_text(error), "time": time.time()}
         record |= {"inside": [], "traceback": "", "module": "", "cause": None, "chain": []}
-        for name, read in DETAILS.items():
+        for name, read in FAILURE_DETAILS.items():
             try:
                 record[name] = read(error)
             except Exception as another:  # of the trainer's own classes, which a detail asks
                 record["traceback"] = f"{name} cannot be read: {type(another).__name__}"
         print(record["traceback"], file=sys.stderr)
-        write_json(path, printable(record))
+        write_json(path, encodable_json(record))
     return code
 
 
-def text_of(error: BaseException) -> str:
+def exception_text(error: BaseException) -> str:
     """Return str(error), or what that raised."""
     try:
         return str(error)
@@ -215,16 +221,16 @@ def text_of(error: BaseException) -> str:
         return f"no text: its __str__ raised {type(another).__name__}"
 
 
-def printable(value: Any) -> Any:
+def encodable_json(value: Any) -> Any:
     """Return JSON in which every text can be encoded: a lone surrogate is written as \\udc80."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, list | tuple):
-        return [printable(each) for each in value]
-    return {name: printable(each) for name, each in value.items()} if isinstance(value, dict) else value
+        return [encodable_json(each) for each in value]
+    return {name: encodable_json(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
-def links(error: BaseException) -> list[BaseException]:
+def linked_exceptions(error: BaseException) -> list[BaseException]:
     """Return the exceptions from which one was raised, or while handling which; nearest first. A circle is followed once."""
     linked: list[BaseException] = []
     link = error.__cause__ or error.__context__
@@ -234,7 +240,7 @@ def links(error: BaseException) -> list[BaseException]:
     return linked
 
 
-def causes(error: BaseException) -> list[BaseException]:
+def follow_causes(error: BaseException) -> list[BaseException]:
     """Return an exception, what it was said to be raised from, and so on: `raise ... from`."""
     chain_of_causes = [error]
     while (link := chain_of_causes[-1].__cause__) is not None and all(
@@ -244,41 +250,43 @@ def causes(error: BaseException) -> list[BaseException]:
     return chain_of_causes
 
 
-def first_cause(error: BaseException) -> list[str] | None:
-    first = causes(error)[-1]
-    return None if first is error else [type(first).__name__, text_of(first)]
+def first_cause_text(error: BaseException) -> list[str] | None:
+    first = follow_causes(error)[-1]
+    return None if first is error else [type(first).__name__, exception_text(first)]
 
 
-def chain(error: BaseException) -> list[list[str]]:
-    return [[type(link).__name__, text_of(link)] for link in links(error)]
+def exception_chain(error: BaseException) -> list[list[str]]:
+    return [[type(link).__name__, exception_text(link)] for link in linked_exceptions(error)]
 
 
-def inside(error: BaseException) -> list[list[Any]]:
+def frames_of_causes(error: BaseException) -> list[list[Any]]:
     """Return the frames of the first cause, innermost first, then of what it was raised again as: file, line, function."""
     frames: list[list[Any]] = []
-    for cause in reversed(causes(error)):
+    for cause in reversed(follow_causes(error)):
         stack = traceback.extract_tb(cause.__traceback__)
         frames += [[frame.filename, frame.lineno, frame.name] for frame in reversed(stack)]
     return frames
 
 
-def module_of(error: BaseException) -> str:
+def module_of_exception(error: BaseException) -> str:
     """Return the module in whose forward the first cause was raised, by its name in the outermost module.
 
     Empty if that is the outermost one itself, or no module was entered."""
     kind = getattr(sys.modules.get("torch.nn"), "Module", ())
-    owners: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(causes(error)[-1].__traceback__)]
+    owners: list[Any] = [
+        frame.f_locals.get("self") for frame, _ in traceback.walk_tb(follow_causes(error)[-1].__traceback__)
+    ]
     entered = [owner for owner in owners if isinstance(owner, kind)]
     names = {id(module): name for name, module in entered[0].named_modules()} if entered else {}
     return next((names[id(module)] for module in reversed(entered) if id(module) in names), "")
 
 
-DETAILS: dict[str, Callable[[BaseException], Any]] = {
-    "inside": inside,
+FAILURE_DETAILS: dict[str, Callable[[BaseException], Any]] = {
+    "inside": frames_of_causes,
     "traceback": lambda error: "".join(traceback.format_exception(error)),
-    "module": module_of,
-    "cause": first_cause,
-    "chain": chain,
+    "module": module_of_exception,
+    "cause": first_cause_text,
+    "chain": exception_chain,
 }
 
 
@@ -289,7 +297,7 @@ def exit_code(error: BaseException) -> int:
     return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
 
 
-def flush() -> None:
+def flush_output() -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -310,11 +318,11 @@ def main(job_file: Path) -> int:
     pid = os.fork()
     if pid == 0:
         die_with_parent(guard_pid)
-        run(job, rank, environment=job["env"])
+        run_rank(job, rank, environment=job["env"])
     signal.signal(signal.SIGUSR2, lambda *_: kill_group(pid))
     record_head = {"pid": pid, "host": socket.gethostname()}
     write_json(exit_file, {**record_head, "status": None})
-    status = bury(pid)
+    status = wait_and_kill_group(pid)
     if status == -signal.SIGKILL:
         end_leftovers(Path(job["directory"]), [rank])
     write_json(exit_file, {**record_head, "status": status, "ended": time.time()})

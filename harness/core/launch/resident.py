@@ -35,10 +35,10 @@ from typing import Any, NoReturn
 
 from harness import ROOT
 from harness.core.launch import server
-from harness.core.launch.identity import adopt, changed, imported
-from harness.core.launch.process import peer
+from harness.core.launch.identity import adopt_circumstances, find_changed_file, imported_files
+from harness.core.launch.process import peer_process
 
-RETIRE = 75  # exit status of a child that should, or saw that a source has changed
+RETIRE_STATUS = 75  # exit status of a child that should, or saw that a source has changed
 GREETING_PATIENCE = 10.0
 LARGEST_GREETING = 10_000_000  # bytes; an environment has at most a few
 
@@ -46,37 +46,37 @@ LARGEST_GREETING = 10_000_000  # bytes; an environment has at most a few
 class Resident:
     def __init__(self, path: Path, idle: float, began: int) -> None:
         self.path = path
-        self.idle = idle
-        self.listener: socket.socket | None = listening(path)
+        self.idle_limit = idle
+        self.listener: socket.socket | None = listening_socket(path)
         self.inode = path.stat().st_ino
         self.commands: set[int] = set()  # pids of their servers
-        self.latest = time.monotonic()
-        self.began = began
+        self.last_used = time.monotonic()
+        self.start_time_ns = began
 
-    def prepare(self, modules: Iterable[str]) -> None:
-        server.preload(modules)
-        self.files = imported()
+    def preload_modules(self, modules: Iterable[str]) -> None:
+        server.import_preloaded(modules)
+        self.imported_stamps = imported_files()
         self.path.with_suffix(".ready").write_text(str(os.getpid()))
-        self.latest = time.monotonic()
-        self.deaths, wake = os.pipe()
+        self.last_used = time.monotonic()
+        self.death_pipe, wake = os.pipe()
         os.set_blocking(wake, False)
-        self.private = [self.deaths, wake]
+        self.private_descriptors = [self.death_pipe, wake]
         signal.set_wakeup_fd(wake)
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> None:
         while self.listener or self.commands:
             listening = [self.listener.fileno()] if self.listener else []
-            ready, _, _ = select.select([self.deaths, *listening], [], [], 1.0)
-            if self.deaths in ready:
-                os.read(self.deaths, 4096)
-                self.reap()
+            ready, _, _ = select.select([self.death_pipe, *listening], [], [], 1.0)
+            if self.death_pipe in ready:
+                os.read(self.death_pipe, 4096)
+                self.reap_servers()
             if self.listener and self.listener.fileno() in ready:
-                self.receive(self.listener)
-            if not self.commands and time.monotonic() - self.latest > self.idle:
-                self.retire()
+                self.accept_command(self.listener)
+            if not self.commands and time.monotonic() - self.last_used > self.idle_limit:
+                self.stop_listening()
 
-    def receive(self, listener: socket.socket) -> None:
+    def accept_command(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
         with connection:
             pid = os.fork()
@@ -84,14 +84,14 @@ class Resident:
                 self.become_server(connection)
             self.commands.add(pid)
 
-    def reap(self) -> None:
+    def reap_servers(self) -> None:
         while self.commands and (pid_and_status := os.waitpid(-1, os.WNOHANG))[0]:
             self.commands.discard(pid_and_status[0])
-            self.latest = time.monotonic()
-            if os.waitstatus_to_exitcode(pid_and_status[1]) == RETIRE:
-                self.retire()
+            self.last_used = time.monotonic()
+            if os.waitstatus_to_exitcode(pid_and_status[1]) == RETIRE_STATUS:
+                self.stop_listening()
 
-    def retire(self) -> None:
+    def stop_listening(self) -> None:
         """Take no further command. The socket's name goes first: a later command may have given it to another server."""
         if self.listener and self.path.exists() and self.path.stat().st_ino == self.inode:
             self.path.unlink()
@@ -110,9 +110,9 @@ class Resident:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             if self.listener:
                 self.listener.close()
-            for descriptor in self.private:
+            for descriptor in self.private_descriptors:
                 os.close(descriptor)
-            status = self.answer(connection)
+            status = self.answer_command(connection)
         except OSError:  # the command went away
             pass
         except BaseException:
@@ -121,42 +121,42 @@ class Resident:
             sys.stderr.flush()
             os._exit(status)
 
-    def answer(self, connection: socket.socket) -> int:
-        pid, user = peer(connection)
+    def answer_command(self, connection: socket.socket) -> int:
+        pid, user = peer_process(connection)
         if user != os.geteuid():
             return 1
         command = os.pidfd_open(pid)
-        request, descriptors = greeting(connection)
+        request, descriptors = read_greeting(connection)
         if "status" in request or "stop" in request:
             retires = "stop" in request or request.get("stop_if") == [sys.prefix, str(ROOT)]
-            say(connection, self.status() | {"stays": not retires})
-            return RETIRE if retires else 0
-        if file := changed(self.files, self.began):
-            say(connection, {"changed": file})
-            return RETIRE
-        adopt(request, working_directory=descriptors[0], output=descriptors[1])
-        serve(connection, command, request["modules"])
+            send_json(connection, self.status_record() | {"stays": not retires})
+            return RETIRE_STATUS if retires else 0
+        if file := find_changed_file(self.imported_stamps, self.start_time_ns):
+            send_json(connection, {"changed": file})
+            return RETIRE_STATUS
+        adopt_circumstances(request, working_directory=descriptors[0], output=descriptors[1])
+        serve_command(connection, command, request["modules"])
         return 0
 
-    def status(self) -> dict[str, Any]:
+    def status_record(self) -> dict[str, Any]:
         """Return what this process reports of itself. The command that asks is not counted: its server was forked before."""
         return {
             "pid": os.getppid(),
             "root": str(ROOT),
             "torch": importlib.metadata.version("torch"),
             "commands": len(self.commands),
-            "idle": time.monotonic() - self.latest,
-            "ends": self.idle,
+            "idle": time.monotonic() - self.last_used,
+            "ends": self.idle_limit,
         }
 
 
-def serve(connection: socket.socket, command: int, modules: Iterable[str]) -> None:
+def serve_command(connection: socket.socket, command: int, modules: Iterable[str]) -> None:
     """Serve a command that did not start this process, as server.py serves the one that did."""
 
     def is_alive() -> bool:
         return not select.select([command], [], [], 0)[0]
 
-    say(connection, {"server": os.getpid()})
+    send_json(connection, {"server": os.getpid()})
     began = time.monotonic()
     stream = connection.fileno()
     server._import.cache_clear()
@@ -165,14 +165,14 @@ def serve(connection: socket.socket, command: int, modules: Iterable[str]) -> No
     ranks.serve(time.monotonic() - began)
 
 
-def listening(path: Path) -> socket.socket:
+def listening_socket(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen(128)
     return listener
 
 
-def greeting(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def read_greeting(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Return a command's request and its file descriptors. Raises OSError if the request is not whole in time."""
     connection.settimeout(GREETING_PATIENCE)
     data, descriptors, _, _ = socket.recv_fds(connection, 65536, 2)
@@ -185,7 +185,7 @@ def greeting(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return json.loads(data), descriptors
 
 
-def say(connection: socket.socket, value: dict[str, Any]) -> None:
+def send_json(connection: socket.socket, value: dict[str, Any]) -> None:
     connection.sendall(json.dumps(value).encode() + b"\n")
 
 
@@ -203,11 +203,11 @@ def main(path: Path, idle: float, began: int, modules: Iterable[str]) -> None:
     os.write(write_end, b"1")
     os.close(write_end)
     os.close(read_end)
-    resident.prepare(modules)
+    resident.preload_modules(modules)
     try:
         resident.serve()
     finally:
-        resident.retire()
+        resident.stop_listening()
 
 
 if __name__ == "__main__":

@@ -19,52 +19,52 @@ from pathlib import Path
 from typing import IO, Any
 
 from harness import ROOT
-from harness.core.evidence.text import visible
-from harness.core.launch.identity import circumstances, folder, identity
+from harness.core.evidence.text import escape_control_characters
+from harness.core.launch.identity import process_circumstances, server_identity, socket_folder
 from harness.core.launch.own_server import Link, OwnServer
-from harness.core.launch.process import peer
-from harness.core.launch.python_path import environment, module_command
+from harness.core.launch.process import peer_process
+from harness.core.launch.python_path import child_environment, module_command
 
-KIND = "HARNESS_SERVER"
+SERVER_VARIABLE = "HARNESS_SERVER"
 """One of SERVERS (spec/launching.py): whether ranks come from a server that outlives the command."""
 
-IDLE = 300.0  # seconds without a command, after which a server ends
+IDLE_LIMIT = 300.0  # seconds without a command, after which a server ends
 START_PATIENCE = 100.0  # importing torch takes 3 s, on a cold disk a minute
 LARGEST_ANSWER = 10_000  # bytes; what writes more is no server of ours
 ANSWER_PATIENCE = 10.0  # of a server that has imported all: it only forks
-GLANCE = 0.5
+POLL_TIMEOUT = 0.5
 
 
-def wanted(environment: Mapping[str, str] = os.environ) -> bool:
+def is_resident_wanted(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether a server that stays is wanted: not in CI, where no second command follows, unless it is requested.
 
     The kernel must be one that reports when a command has died."""
     in_ci = environment.get("CI", "").lower() not in ("", "0", "false")
-    return environment.get(KIND, "" if not in_ci else "own") != "own" and hasattr(os, "pidfd_open")
+    return environment.get(SERVER_VARIABLE, "" if not in_ci else "own") != "own" and hasattr(os, "pidfd_open")
 
 
-def any_server(modules: Iterable[str], output: IO[bytes]) -> Link:
+def connect_or_start(modules: Iterable[str], output: IO[bytes]) -> Link:
     """Return a server that outlives the command, where that is wanted and can be had; else this command's own."""
-    if not wanted():
+    if not is_resident_wanted():
         return OwnServer(modules, output)
     try:
-        return connect(modules, output)
+        return connect_resident(modules, output)
     except OSError as error:
-        note(f"no resident rank server, this command starts its own: {error}")
+        print_note(f"no resident rank server, this command starts its own: {error}")
         return OwnServer(modules, output)
 
 
-def choose(kind: str | None) -> None:
+def choose_server_kind(kind: str | None) -> None:
     """Choose the kind of server for this process and those that it starts; None leaves it as it is."""
     if kind:
-        os.environ[KIND] = kind
+        os.environ[SERVER_VARIABLE] = kind
 
 
 class SilentServer(Exception):
     """A server does not answer in time, or without end."""
 
 
-class NoResident(OSError):
+class ResidentUnavailable(OSError):
     """None can be had; the message says why."""
 
 
@@ -94,33 +94,36 @@ class ResidentServer:
         return "the connection was closed"
 
 
-def connect(modules: Iterable[str], output: IO[bytes]) -> ResidentServer:
-    """Return a server that writes to `output`; start one where there is none. Raises OSError, NoResident among them."""
+def connect_resident(modules: Iterable[str], output: IO[bytes]) -> ResidentServer:
+    """Return a server that writes to `output`; start one where there is none.
+
+    Raises OSError, ResidentUnavailable among them.
+    """
     modules = tuple(modules)
-    path = folder() / f"{identity(modules)}.sock"
+    path = socket_folder() / f"{server_identity(modules)}.sock"
     answer: dict[str, Any] = {}
-    with one_at_a_time(path):
-        for open_connection in (reached, functools.partial(started, modules=modules)):
+    with exclusive_lock(path):
+        for open_connection in (try_connect, functools.partial(start_resident, modules=modules)):
             if connection := open_connection(path):
-                answer = greeted(connection, path, modules, output)
+                answer = greet_server(connection, path, modules, output)
                 if "server" in answer:
                     return ResidentServer(connection, answer["server"])
                 connection.close()
                 path.unlink(missing_ok=True)
     if "changed" in answer:
-        raise NoResident(f"{answer['changed']} changes while it is imported, or its disk has another clock")
-    raise NoResident(f"it ended as it started, see {path.with_suffix('.log')}")
+        raise ResidentUnavailable(f"{answer['changed']} changes while it is imported, or its disk has another clock")
+    raise ResidentUnavailable(f"it ended as it started, see {path.with_suffix('.log')}")
 
 
 @contextmanager
-def one_at_a_time(path: Path) -> Iterator[None]:
+def exclusive_lock(path: Path) -> Iterator[None]:
     """Hold the lock beside this path. The kernel releases it when the process dies."""
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def reached(path: Path) -> socket.socket | None:
+def try_connect(path: Path) -> socket.socket | None:
     """Connect; None if the socket's server was killed."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(START_PATIENCE)
@@ -129,49 +132,51 @@ def reached(path: Path) -> socket.socket | None:
     except (FileNotFoundError, ConnectionRefusedError):
         connection.close()
         return None
-    if peer(connection)[1] != os.geteuid():
-        raise NoResident(f"{path} is another user's")
+    if peer_process(connection)[1] != os.geteuid():
+        raise ResidentUnavailable(f"{path} is another user's")
     return connection
 
 
-def started(path: Path, modules: Iterable[str]) -> socket.socket:
+def start_resident(path: Path, modules: Iterable[str]) -> socket.socket:
     """Start it in the background, with no terminal, no folder and a separate log."""
     if path.exists():
-        note("the resident rank server had died; another one is started")
+        print_note("the resident rank server had died; another one is started")
     for stale_file in (path, path.with_suffix(".ready")):
         stale_file.unlink(missing_ok=True)
     with open(path.with_suffix(".log"), "wb") as log:
         finished = subprocess.run(
-            module_command("harness.core.launch.resident", str(path), str(IDLE), str(time.time_ns()), *modules),
+            module_command("harness.core.launch.resident", str(path), str(IDLE_LIMIT), str(time.time_ns()), *modules),
             cwd="/",
-            env=environment(),
+            env=child_environment(),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
         )
-    connection = reached(path)
+    connection = try_connect(path)
     if finished.returncode or connection is None:
-        raise NoResident(f"it did not start, see {path.with_suffix('.log')}")
+        raise ResidentUnavailable(f"it did not start, see {path.with_suffix('.log')}")
     return connection
 
 
-def greeted(connection: socket.socket, path: Path, modules: Iterable[str], output: IO[bytes]) -> dict[str, Any]:
+def greet_server(connection: socket.socket, path: Path, modules: Iterable[str], output: IO[bytes]) -> dict[str, Any]:
     """Return a server's answer to the greeting of a command.
 
     {} if it ended, or was silent and therefore killed, on which a line is printed."""
     working_directory = os.open(".", os.O_PATH)
     try:
-        return asked(connection, path, {"modules": modules, **circumstances()}, [working_directory, output.fileno()])
+        return ask_server(
+            connection, path, {"modules": modules, **process_circumstances()}, [working_directory, output.fileno()]
+        )
     except SilentServer:
-        server, _ = peer(connection)
-        note(f"the resident rank server (pid {server}) did not answer and was killed; another one is started")
-        kill(server)
+        server, _ = peer_process(connection)
+        print_note(f"the resident rank server (pid {server}) did not answer and was killed; another one is started")
+        kill_process(server)
         return {}
     finally:
         os.close(working_directory)
 
 
-def asked(
+def ask_server(
     connection: socket.socket, path: Path, request: dict[str, Any], descriptors: Iterable[int] = ()
 ) -> dict[str, Any]:
     """Return a server's answer; {} if it ended. It may still be importing, which takes a while. Raises SilentServer."""
@@ -179,17 +184,17 @@ def asked(
         data = json.dumps(request).encode() + b"\n"
         sent = socket.send_fds(connection, [data[:4096]], list(descriptors))
         connection.sendall(data[sent:])
-        return heard(connection, path)
+        return read_answer(connection, path)
     except (BrokenPipeError, ConnectionResetError):
         return {}
 
 
-def heard(connection: socket.socket, path: Path) -> dict[str, Any]:
+def read_answer(connection: socket.socket, path: Path) -> dict[str, Any]:
     """Return the answer that comes; {} if the server ended. Raises SilentServer if none comes in time."""
     data = b""
     began = time.monotonic()
     ready_since = 0.0
-    connection.settimeout(GLANCE)
+    connection.settimeout(POLL_TIMEOUT)
     while not data.endswith(b"\n"):
         try:
             chunk = connection.recv(1)  # what comes after the answer is another's
@@ -206,16 +211,16 @@ def heard(connection: socket.socket, path: Path) -> dict[str, Any]:
         if len(data) > LARGEST_ANSWER:
             raise SilentServer
     connection.settimeout(None)
-    return json.loads(data)
+    return json.loads(data) or {}
 
 
-def kill(pid: int) -> None:
+def kill_process(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
-def note(text: str) -> None:
-    print(visible(f"harness: {text}"), file=sys.stderr, flush=True)
+def print_note(text: str) -> None:
+    print(escape_control_characters(f"harness: {text}"), file=sys.stderr, flush=True)
 
 
 # ---- all of this user's
@@ -223,36 +228,38 @@ def note(text: str) -> None:
 
 def status_of_all() -> list[dict[str, Any]]:
     """Return what each server reports of itself (resident.py); the pid alone of one that is silent."""
-    return [status for _, status in ask_all({"status": True})]
+    return [status for _, status in ask_all_servers({"status": True})]
 
 
 def stop(*, every: bool = False) -> list[dict[str, Any]]:
     """End the servers of this environment, or every one of this user, and return what each says of itself; one of another
     environment "stays". One that serves commands ends with them; one that is silent is killed."""
     statuses = []
-    request = {"stop": True} if every else {"status": True, "stop_if": environment_of_ours()}  # others' may be older
-    for path, status in ask_all(request):
+    request = {"stop": True} if every else {"status": True, "stop_if": own_environment()}  # others' may be older
+    for path, status in ask_all_servers(request):
         is_silent = "commands" not in status
         is_ours = (
-            interpreter_of(status["pid"]) == Path(sys.executable).parent if is_silent else not status.get("stays", True)
+            interpreter_folder(status["pid"]) == Path(sys.executable).parent
+            if is_silent
+            else not status.get("stays", True)
         )
         if not (every or is_ours):
             statuses.append(status | {"stays": True})
             continue
         statuses.append(status)
         if is_silent:
-            kill(status["pid"])
+            kill_process(status["pid"])
         else:
-            wait_for_the_end(path)
+            wait_until_gone(path)
     return statuses
 
 
-def environment_of_ours() -> list[str]:
+def own_environment() -> list[str]:
     """Return what servers of one environment have in common."""
     return [sys.prefix, str(ROOT)]
 
 
-def interpreter_of(pid: int) -> Path | None:
+def interpreter_folder(pid: int) -> Path | None:
     """Return the folder of the interpreter of a server that is silent; None if it has ended."""
     try:
         return Path(os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0])).parent
@@ -260,19 +267,19 @@ def interpreter_of(pid: int) -> Path | None:
         return None
 
 
-def wait_for_the_end(path: Path) -> None:
+def wait_until_gone(path: Path) -> None:
     deadline = time.monotonic() + ANSWER_PATIENCE
     while path.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-def ask_all(request: dict[str, Any]) -> list[tuple[Path, dict[str, Any]]]:
+def ask_all_servers(request: dict[str, Any]) -> list[tuple[Path, dict[str, Any]]]:
     answers = []
-    for path in sorted(folder().glob("*.sock")):
-        if connection := reached(path):
+    for path in sorted(socket_folder().glob("*.sock")):
+        if connection := try_connect(path):
             with connection:
                 status: dict[str, Any] = {}
                 with contextlib.suppress(SilentServer):
-                    status = asked(connection, path, request)
-                answers.append((path, status or {"pid": peer(connection)[0]}))
+                    status = ask_server(connection, path, request)
+                answers.append((path, status or {"pid": peer_process(connection)[0]}))
     return answers

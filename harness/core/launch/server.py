@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.core.launch.leftovers import end_leftovers
-from harness.core.launch.process import bury, kill_group
+from harness.core.launch.process import kill_group, wait_and_kill_group
 
 PRELOAD = (
     "torch.distributed.fsdp",
@@ -61,13 +61,13 @@ class Server:
     def __init__(self, requests: int, reports: int, alive: Callable[[], bool], private: Iterable[int] = ()) -> None:
         self.requests = requests
         self.reports = reports
-        self.alive = alive
+        self.is_harness_alive = alive
         self.children: dict[int, tuple[int, int]] = {}  # pid -> (job, rank)
-        self.folders: dict[int, Path] = {}  # of jobs
-        self.unread = b""
-        self.deaths, wake = os.pipe()
+        self.job_folders: dict[int, Path] = {}  # of jobs
+        self.unread_bytes = b""
+        self.death_pipe, wake = os.pipe()
         os.set_blocking(wake, False)
-        self.private = {requests, reports, self.deaths, wake, *private}
+        self.private_descriptors = {requests, reports, self.death_pipe, wake, *private}
         signal.set_wakeup_fd(wake)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler the wake-up is not written
         for number in (signal.SIGINT, signal.SIGUSR1):  # a rank too young to dump its stack must not die of being asked
@@ -76,69 +76,69 @@ class Server:
     def serve(self, ready: float) -> None:
         """Fork and report until the harness is gone. ready: seconds that importing took."""
         try:
-            self.report(ready=ready)
-            while self.alive():
-                readable, _, _ = select.select([self.requests, self.deaths], [], [], 1.0)
-                if self.deaths in readable:
-                    os.read(self.deaths, 4096)
-                    self.reap()
-                if self.requests in readable and not self.read():
+            self.write_report(ready=ready)
+            while self.is_harness_alive():
+                readable, _, _ = select.select([self.requests, self.death_pipe], [], [], 1.0)
+                if self.death_pipe in readable:
+                    os.read(self.death_pipe, 4096)
+                    self.reap_ranks()
+                if self.requests in readable and not self.read_requests():
                     break
         except (BrokenPipeError, ConnectionResetError):  # it died while we spoke with it
             pass
-        self.end()
+        self.kill_everything()
 
-    def end(self) -> None:
+    def kill_everything(self) -> None:
         """Kill the ranks, and end what they leave: the harness is gone, so no other process does."""
         ranks_alive = list(self.children.values())
-        self.send(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         for job, rank in ranks_alive:
-            end_leftovers(self.folders[job], [rank])
+            end_leftovers(self.job_folders[job], [rank])
 
-    def read(self) -> bool:
+    def read_requests(self) -> bool:
         data = os.read(self.requests, 65536)
-        *lines, self.unread = (self.unread + data).split(b"\n")
+        *lines, self.unread_bytes = (self.unread_bytes + data).split(b"\n")
         for line in lines:
-            self.obey(json.loads(line))
+            self.handle_request(json.loads(line))
         return bool(data)
 
-    def obey(self, request: dict[str, Any]) -> None:
+    def handle_request(self, request: dict[str, Any]) -> None:
         if "signal" in request:
-            return self.send(request["signal"], job=request["job"])
-        self.folders[request["start"]] = Path(request["path"]).parent
+            return self.send_signal(request["signal"], job=request["job"])
+        self.job_folders[request["start"]] = Path(request["path"]).parent
         import_once(request["modules"])
         try:
             for rank in range(request["world_size"]):
-                self.fork(request["start"], rank, Path(request["path"]))
+                self.fork_rank(request["start"], rank, Path(request["path"]))
         except OSError as error:
-            self.report(job=request["start"], error=f"cannot start rank {rank}: {error.strerror}")
+            self.write_report(job=request["start"], error=f"cannot start rank {rank}: {error.strerror}")
 
-    def fork(self, job: int, rank: int, path: Path) -> None:
+    def fork_rank(self, job: int, rank: int, path: Path) -> None:
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self.become(path, rank, server)
+            self.become_rank(path, rank, server)
         self.children[pid] = (job, rank)
-        self.report(job=job, rank=rank, pid=pid)
+        self.write_report(job=job, rank=rank, pid=pid)
 
-    def become(self, path: Path, rank: int, server: int) -> NoReturn:
+    def become_rank(self, path: Path, rank: int, server: int) -> NoReturn:
         try:
             from harness.core.launch.rank import run_forked
 
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for fd in self.private:
+            for fd in self.private_descriptors:
                 os.close(fd)
             run_forked(path, rank, server)
         finally:
             os._exit(1)
 
-    def reap(self) -> None:
+    def reap_ranks(self) -> None:
         while self.children and (ended_child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
             job, rank = self.children.pop(ended_child.si_pid)
-            self.report(job=job, rank=rank, status=bury(ended_child.si_pid), ended=time.time())
+            self.write_report(job=job, rank=rank, status=wait_and_kill_group(ended_child.si_pid), ended=time.time())
 
-    def send(self, number: int, job: int | None = None) -> None:
+    def send_signal(self, number: int, job: int | None = None) -> None:
         """Send it to the living ranks of `job`, or of all jobs. SIGKILL takes what the rank started with it."""
         for pid, (owner, _) in self.children.items():
             if owner == job or job is None:
@@ -146,11 +146,11 @@ class Server:
                 if number == signal.SIGKILL:
                     kill_group(pid)
 
-    def report(self, **values: Any) -> None:
+    def write_report(self, **values: Any) -> None:
         os.write(self.reports, json.dumps(values).encode() + b"\n")
 
 
-def preload(modules: Iterable[str]) -> None:
+def import_preloaded(modules: Iterable[str]) -> None:
     """Import these and what every trainer will."""
     import_once((*PRELOAD, *modules))
 
@@ -181,7 +181,7 @@ def main(requests: int, reports: int, modules: Iterable[str]) -> None:
     began = time.monotonic()
     harness = os.getppid()
     server = Server(requests, reports, alive=lambda: os.getppid() == harness)
-    preload(modules)
+    import_preloaded(modules)
     server.serve(time.monotonic() - began)
 
 

@@ -22,31 +22,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from harness.core.evidence.text import visible
+from harness.core.evidence.text import escape_control_characters
 from harness.core.launch.job import Job, LaunchError
-from harness.core.launch.machine import core_slots, cores, gpus
+from harness.core.launch.machine import core_slot_names, usable_cores, visible_gpu_uuids
 from harness.core.launch.process import is_stopped
-from harness.core.launch.waiting import may_start, ticket
+from harness.core.launch.waiting import hold_ticket, may_start
 
-HELD = "HARNESS_HELD_SLOTS"  # in the environment of a rank: the files of the slots it runs on
-FOLDER = "HARNESS_SLOTS_FOLDER"
+HELD_VARIABLE = "HARNESS_HELD_SLOTS"  # in the environment of a rank: the files of the slots it runs on
+FOLDER_VARIABLE = "HARNESS_SLOTS_FOLDER"
 POLL = 0.02  # seconds
-PATIENCE = 30.0  # seconds after which one that waits for others says so
+NOTICE_AFTER = 30.0  # seconds after which one that waits for others says so
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenSlots:
     """Slots by name, and their files."""
 
     names: tuple[str, ...]
     files: tuple[Path, ...]
-    gpus: bool
+    has_gpus: bool
 
     @property
     def environment(self) -> dict[str, str]:
         """Return the variables of ranks on these slots: rank i of this machine finds its GPU as device i."""
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(self.names)} if self.gpus and self.names else {}
-        return {HELD: os.pathsep.join(map(str, self.files)), **visible}
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(self.names)} if self.has_gpus and self.names else {}
+        return {HELD_VARIABLE: os.pathsep.join(map(str, self.files)), **visible}
 
 
 @dataclass(frozen=True)
@@ -55,47 +55,49 @@ class Pool:
 
     folder: Path
     slots: tuple[str, ...]
-    gpus: bool = False
+    has_gpus: bool = False
 
     @contextmanager
-    def taken(self, wanted: int) -> Iterator[Taken]:
+    def take_slots(self, wanted: int) -> Iterator[TakenSlots]:
         """Wait for that many slots; all of them where more are wanted, but no GPU carries two ranks (LaunchError)."""
-        if self.gpus and wanted > len(self.slots):
+        if self.has_gpus and wanted > len(self.slots):
             raise LaunchError(f"{wanted} GPUs are wanted on this machine, {len(self.slots)} are visible")
         with ExitStack() as locks:
             try:
-                own_folder(self.folder)
-                taken = self._take(min(wanted, len(self.slots)), locks)
+                make_own_folder(self.folder)
+                taken = self._wait_for_slots(min(wanted, len(self.slots)), locks)
             except OSError as error:
-                why = f"cannot keep slots ({error.strerror}): name another folder in {FOLDER}"
+                why = f"cannot keep slots ({error.strerror}): name another folder in {FOLDER_VARIABLE}"
                 raise LaunchError(f"{self.folder}: {why}") from error
             yield taken
 
-    def _take(self, wanted: int, locks: ExitStack) -> Taken:
+    def _wait_for_slots(self, wanted: int, locks: ExitStack) -> TakenSlots:
         """All at once or none: who waits holds no slot, so that one that is stopped meanwhile keeps none from others."""
         since = time.monotonic()
         with ExitStack() as waiting:
-            with self._gate():
-                own = waiting.enter_context(ticket(self.folder / ("waiting_gpus" if self.gpus else "waiting"), wanted))
+            with self._enter_gate():
+                own = waiting.enter_context(
+                    hold_ticket(self.folder / ("waiting_gpus" if self.has_gpus else "waiting"), wanted)
+                )
             while True:
-                with self._gate(), ExitStack() as trial_locks:
-                    free = self._free(trial_locks)
+                with self._enter_gate(), ExitStack() as trial_locks:
+                    free = self._lock_free_slots(trial_locks)
                     if may_start(own, len(free)):
                         taken = dict(list(free.items())[:wanted])
-                        if all(map(_keeps, taken.values())):
+                        if all(map(_claim_slot, taken.values())):
                             for file in taken.values():
                                 locks.enter_context(os.fdopen(os.dup(file.fileno())))
-                            return Taken(tuple(taken), tuple(self.folder / name for name in taken), self.gpus)
+                            return TakenSlots(tuple(taken), tuple(self.folder / name for name in taken), self.has_gpus)
                 time.sleep(POLL)
-                since = self._say_who(wanted, list(free), since)
+                since = self._report_holders(wanted, list(free), since)
 
     @contextmanager
-    def _gate(self) -> Iterator[None]:
+    def _enter_gate(self) -> Iterator[None]:
         """Stand in the gate, in which there is one thread of one process at a time."""
-        with _of_this_process, standing_in(self.folder / "gate"):
+        with _gate_lock, hold_gate(self.folder / "gate"):
             yield
 
-    def _free(self, trial_locks: ExitStack) -> dict[str, IO[str]]:
+    def _lock_free_slots(self, trial_locks: ExitStack) -> dict[str, IO[str]]:
         """Return the slots that nobody holds, each with its file, which is locked until `trial_locks` ends."""
         free: dict[str, IO[str]] = {}
         for name in self.slots:
@@ -105,29 +107,31 @@ class Pool:
                 free[name] = file
         return free
 
-    def _say_who(self, wanted: int, free: Sequence[str], since: float) -> float:
-        """Print who holds the slots, once in PATIENCE, if others than this process do. Return when that was last due."""
-        if time.monotonic() - since < PATIENCE:
+    def _report_holders(self, wanted: int, free: Sequence[str], since: float) -> float:
+        """Print who holds the slots, once in NOTICE_AFTER, if others than this process do. Return when that was last due."""
+        if time.monotonic() - since < NOTICE_AFTER:
             return since
         holders = {(self.folder / name).read_text(encoding="utf-8") for name in self.slots if name not in free}
         holders = {text for text in holders if text.partition(" ")[0] != str(os.getpid())}
         if holders:
             holders_text = "; ".join(f"pid {text}" for text in sorted(holders))
             print(
-                visible(f"harness: waits for {wanted - len(free)} of {wanted} slots, held by {holders_text}"),
+                escape_control_characters(
+                    f"harness: waits for {wanted - len(free)} of {wanted} slots, held by {holders_text}"
+                ),
                 file=sys.stderr,
             )
         return time.monotonic()
 
 
-_of_this_process = threading.Lock()
+_gate_lock = threading.Lock()
 """Held by the thread that stands in the gate, or tries to."""
 
 
-def _keeps(file: IO[str]) -> bool:
+def _claim_slot(file: IO[str]) -> bool:
     """Write in a slot's file who holds it, and share its lock with ranks. Return whether nobody else came between."""
     file.truncate(0)
-    file.write(own_words())
+    file.write(holder_text())
     file.flush()
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -136,40 +140,40 @@ def _keeps(file: IO[str]) -> bool:
     return True
 
 
-def own_words() -> str:
+def holder_text() -> str:
     """Return what a lock's file says of its holder: pid and command."""
     return f"{os.getpid()} {shlex.join(sys.argv)[:200]}"
 
 
 @contextmanager
-def standing_in(gate: Path) -> Iterator[None]:
+def hold_gate(gate: Path) -> Iterator[None]:
     """Stand in the gate, in which there is one process at a time.
 
     A process that is stopped there (Ctrl-Z, SIGSTOP) loses its place to the next."""
-    while (file := entered(gate)) is None:
+    while (file := try_enter_gate(gate)) is None:
         time.sleep(POLL)
     with file:
         yield
 
 
-def entered(gate: Path) -> IO[str] | None:
+def try_enter_gate(gate: Path) -> IO[str] | None:
     """Return the locked file, or None while another process that is not stopped stands in the gate."""
     file = open(gate, "a+", encoding="utf-8")  # noqa: SIM115 - held while the caller stands there
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = holder_of(file)
-        if holder is not None and is_stopped(holder) and is_at(gate, file):
+        holder = lock_holder(file)
+        if holder is not None and is_stopped(holder) and is_same_file(gate, file):
             gate.unlink(missing_ok=True)
         file.close()
         return None
-    if not is_at(gate, file):
+    if not is_same_file(gate, file):
         file.close()
         return None
     return file
 
 
-def holder_of(file: IO[str]) -> int | None:
+def lock_holder(file: IO[str]) -> int | None:
     """Return the process that holds a file's lock, as the kernel says; None where it does not say.
 
     What the holder writes into the file may not be there yet: it may be stopped before it writes.
@@ -186,7 +190,7 @@ def holder_of(file: IO[str]) -> int | None:
     return None
 
 
-def is_at(path: Path, file: IO[str]) -> bool:
+def is_same_file(path: Path, file: IO[str]) -> bool:
     """Return whether the name still is this file's."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
@@ -194,40 +198,42 @@ def is_at(path: Path, file: IO[str]) -> bool:
         return False
 
 
-def own_folder(folder: Path) -> None:
+def make_own_folder(folder: Path) -> None:
     """Make the folder; refuse one in which somebody else could put files."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     stat = folder.lstat()
     if folder.is_symlink() or stat.st_uid != os.getuid() or stat.st_mode & 0o022:
-        raise LaunchError(f"{folder}: not a folder that is yours alone: remove it, or name another in {FOLDER}")
+        raise LaunchError(
+            f"{folder}: not a folder that is yours alone: remove it, or name another in {FOLDER_VARIABLE}"
+        )
 
 
-def pool_of(device: str) -> Pool:
+def slot_pool(device: str) -> Pool:
     """Return the slots of this machine for ranks on `device`. LaunchError if the variable for their count is no number."""
-    folder = Path(os.environ.get(FOLDER) or f"/tmp/harness-slots-{os.getuid()}")
+    folder = Path(os.environ.get(FOLDER_VARIABLE) or f"/tmp/harness-slots-{os.getuid()}")
     try:
-        return Pool(folder, gpus(), gpus=True) if device == "cuda" else Pool(folder, core_slots())
+        return Pool(folder, visible_gpu_uuids(), has_gpus=True) if device == "cuda" else Pool(folder, core_slot_names())
     except ValueError as error:
         raise LaunchError(str(error)) from error
 
 
-def pool_of_references() -> Pool:
+def reference_slot_pool() -> Pool:
     """Return the slots of this machine for references on CPU, one for each core.
 
     They lie beside those of ranks: a launch that waits for all slots of ranks does not wait for a reference that takes minutes.
     """
-    ranks = pool_of("cpu")
-    return Pool(ranks.folder / "references", tuple(f"reference_{core:03d}" for core in cores()))
+    ranks = slot_pool("cpu")
+    return Pool(ranks.folder / "references", tuple(f"reference_{core:03d}" for core in usable_cores()))
 
 
-def wanted_by(job: Job) -> int:
+def slots_wanted_by(job: Job) -> int:
     """Return as many as the job has ranks on this machine."""
     if job.slots is not None:
         return job.slots
-    return ranks_here(job.torchrun_args) if job.torchrun_args else job.world_size
+    return ranks_per_node(job.torchrun_args) if job.torchrun_args else job.world_size
 
 
-def ranks_here(torchrun_args: tuple[str, ...]) -> int:
+def ranks_per_node(torchrun_args: tuple[str, ...]) -> int:
     """Return how many ranks torchrun starts on each node: `--nproc-per-node 8`, in any of its spellings; else 1."""
     words: list[str] = []
     for argument in torchrun_args:
@@ -236,17 +242,17 @@ def ranks_here(torchrun_args: tuple[str, ...]) -> int:
     per_node = words[indices[-1] + 1] if indices and indices[-1] + 1 < len(words) else "1"
     if per_node.isdecimal():
         return int(per_node)
-    return len(gpus()) if per_node in ("gpu", "auto") and gpus() else len(core_slots())
+    return len(visible_gpu_uuids()) if per_node in ("gpu", "auto") and visible_gpu_uuids() else len(core_slot_names())
 
 
-def hold_mine() -> None:
+def hold_own_slots() -> None:
     """Take this rank's slots as long as it lives; called by the rank.
 
     The harness holds them too, so one whose file is gone or closed to us is taken as long as the harness lives."""
-    for path in filter(None, os.environ.get(HELD, "").split(os.pathsep)):
+    for path in filter(None, os.environ.get(HELD_VARIABLE, "").split(os.pathsep)):
         with contextlib.suppress(OSError):
-            kept_open.append(open(path, encoding="utf-8"))  # noqa: SIM115 - held until the end
-            fcntl.flock(kept_open[-1], fcntl.LOCK_SH)
+            open_slot_files.append(open(path, encoding="utf-8"))  # noqa: SIM115 - held until the end
+            fcntl.flock(open_slot_files[-1], fcntl.LOCK_SH)
 
 
-kept_open: list = []
+open_slot_files: list = []

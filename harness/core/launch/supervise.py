@@ -12,17 +12,17 @@ from typing import Protocol
 from harness.core.evidence.records import AT_LIMIT, AT_WORK, BACKGROUND
 from harness.core.launch.inflight import Issued, read_inflight
 from harness.core.launch.job import Job, rank_file, read_json
-from harness.core.launch.leftovers import outliving
+from harness.core.launch.leftovers import find_outliving
 from harness.core.launch.process import is_stopped
-from harness.core.launch.rank_exit import Fate
+from harness.core.launch.rank_exit import RankExit
 
 GRACE = 3.0  # seconds; when a rank dies the others raise within 20 ms
 STACK_PATIENCE = 2.0  # a dump takes milliseconds; a stopped rank never answers
 KILL_PATIENCE = 10.0
-GLANCE = 1.0
+WATCH_INTERVAL = 1.0
 LOG_TAIL = 4000
-END_OF_LOG = 1_000_000  # bytes that are read at all
-LOG_CAP = 100_000_000  # bytes of one rank
+LOG_BYTES_READ = 1_000_000  # bytes that are read at all
+MAX_LOG_BYTES = 100_000_000  # bytes of one rank
 
 
 class Ranks(Protocol):
@@ -47,7 +47,7 @@ class Ranks(Protocol):
     def give_up(self) -> None: ...
 
 
-def supervise(job: Job, ranks: Ranks) -> tuple[Fate, ...]:
+def supervise(job: Job, ranks: Ranks) -> tuple[RankExit, ...]:
     """Return how every rank ended, once none is left."""
 
     def over() -> bool:
@@ -57,84 +57,87 @@ def supervise(job: Job, ranks: Ranks) -> tuple[Fate, ...]:
         return any(ranks.statuses.values())
 
     deadline = time.monotonic() + job.timeout
-    while not (over() or failed() or flooding(job) is not None) and (seconds_left := deadline - time.monotonic()) > 0:
-        ranks.wait(lambda: over() or failed(), min(GLANCE, seconds_left))
+    while (
+        not (over() or failed() or rank_flooding_log(job) is not None)
+        and (seconds_left := deadline - time.monotonic()) > 0
+    ):
+        ranks.wait(lambda: over() or failed(), min(WATCH_INTERVAL, seconds_left))
     if failed():
         ranks.wait(over, GRACE)
     killed: dict[int, str] = {}
     stopped: list[int] = []
     issued: dict[int, tuple[Issued, ...]] = {}
     if not over():
-        reason = why_kill(job, ranks)
+        reason = kill_reason(job, ranks)
         killed = dict.fromkeys(set(range(job.world_size)) - set(ranks.statuses), reason)
         stopped = [rank for rank in killed if rank in ranks.pids and is_stopped(ranks.pids[rank])]
-        issued = {rank: issued_by(job, rank) for rank in killed}  # before they are disturbed
+        issued = {rank: read_issued(job, rank) for rank in killed}  # before they are disturbed
         collect_stacks(job, ranks, [rank for rank in killed if rank not in stopped])
         ranks.signal(signal.SIGKILL)
         if not ranks.wait(over, KILL_PATIENCE):
             ranks.give_up()
-    outlived = left_by(job, ranks)
+    outlived = surviving_commands(job, ranks)
     return tuple(
         replace(
-            fate(job, ranks, rank),
-            killed=killed.get(rank, "")
+            read_rank_exit(job, ranks, rank),
+            kill_reason=killed.get(rank, "")
             if ranks.statuses.get(rank) == -signal.SIGKILL
             else "",  # it may have come too late
-            issued=issued[rank] if rank in issued else issued_by(job, rank),
-            stopped=rank in stopped,
-            left=outlived.get(rank, ()),
+            issued=issued[rank] if rank in issued else read_issued(job, rank),
+            is_stopped=rank in stopped,
+            surviving_processes=outlived.get(rank, ()),
         )
         for rank in range(job.world_size)
     )
 
 
-def issued_by(job: Job, rank: int) -> tuple[Issued, ...]:
+def read_issued(job: Job, rank: int) -> tuple[Issued, ...]:
     return tuple(read_inflight(rank_file(job.directory, "inflight", rank)))
 
 
-def left_by(job: Job, ranks: Ranks) -> dict[int, tuple[str, ...]]:
+def surviving_commands(job: Job, ranks: Ranks) -> dict[int, tuple[str, ...]]:
     """Return the commands of the processes that outlived ranks, by rank. Only if all ranks exited by themselves: a rank that
     was killed could not end what it had."""
     ended_ranks = [rank for rank, status in ranks.statuses.items() if status == 0]
-    survivors = outliving(job.directory, ended_ranks) if len(ended_ranks) == job.world_size else []
+    survivors = find_outliving(job.directory, ended_ranks) if len(ended_ranks) == job.world_size else []
     commands: dict[int, tuple[str, ...]] = {}
     for rank in ended_ranks:
         commands[rank] = tuple(survivor.command for survivor in survivors if survivor.rank == rank)
     return commands
 
 
-def why_kill(job: Job, ranks: Ranks) -> str:
+def kill_reason(job: Job, ranks: Ranks) -> str:
     failed = sorted(rank for rank, status in ranks.statuses.items() if status)
-    if (rank := flooding(job)) is not None and not failed:
-        return f"killed by the harness after rank {rank} wrote more than {LOG_CAP / 1e6:g} MB into its log"
+    if (rank := rank_flooding_log(job)) is not None and not failed:
+        return f"killed by the harness after rank {rank} wrote more than {MAX_LOG_BYTES / 1e6:g} MB into its log"
     if not failed:
-        advice = f", {AT_WORK}: --timeout gives it more" if advances(job) else ""
+        advice = f", {AT_WORK}: --timeout gives it more" if is_advancing(job) else ""
         return f"killed by the harness {AT_LIMIT} of {job.timeout:g} s{advice}"
     first_failed = min(failed, key=lambda rank: ranks.ended[rank])
     return f"killed by the harness {GRACE:g} s after rank {first_failed} failed"
 
 
-def flooding(job: Job) -> int | None:
+def rank_flooding_log(job: Job) -> int | None:
     """Return the rank that writes without end, None if there is none.
 
     A rank that fills the disk takes everybody's evidence with it."""
     logs = ((rank, rank_file(job.directory, "logs", rank)) for rank in range(job.world_size))
-    return next((rank for rank, log in logs if log.exists() and log.stat().st_size > LOG_CAP), None)
+    return next((rank for rank, log in logs if log.exists() and log.stat().st_size > MAX_LOG_BYTES), None)
 
 
-def advances(job: Job) -> bool:
-    """Return whether any rank issues a collective with others within GLANCE seconds.
+def is_advancing(job: Job) -> bool:
+    """Return whether any rank issues a collective with others within WATCH_INTERVAL seconds.
 
     Those of threads in the background do not count."""
 
     def issued_with_others(rank: int) -> list[Issued]:
-        return [call for call in issued_by(job, rank) if call.phase != BACKGROUND and len(call.ranks) > 1]
+        return [call for call in read_issued(job, rank) if call.phase != BACKGROUND and len(call.ranks) > 1]
 
     def issued_so_far() -> list[list[Issued]]:
         return [issued_with_others(rank) for rank in range(job.world_size)]
 
     issued_before = issued_so_far()
-    time.sleep(GLANCE)
+    time.sleep(WATCH_INTERVAL)
     return issued_so_far() != issued_before
 
 
@@ -143,39 +146,39 @@ def collect_stacks(job: Job, ranks: Ranks, alive: list[int]) -> None:
     ranks.signal(signal.SIGUSR1)
     files = [rank_file(job.directory, "stacks", rank) for rank in alive]
     deadline = time.monotonic() + STACK_PATIENCE
-    while time.monotonic() < deadline and not all(dumped(file) for file in files):
+    while time.monotonic() < deadline and not all(has_dumped(file) for file in files):
         time.sleep(0.02)
     time.sleep(0.1)  # for the end of a dump that has begun
 
 
-def dumped(file: Path) -> bool:
+def has_dumped(file: Path) -> bool:
     return file.exists() and "most recent call first" in file.read_text(encoding="utf-8", errors="replace")
 
 
-def fate(job: Job, ranks: Ranks, rank: int) -> Fate:
+def read_rank_exit(job: Job, ranks: Ranks, rank: int) -> RankExit:
     """Return what a rank left in files and its launcher reported, as plain data."""
     status = ranks.statuses.get(rank)
     stack = rank_file(job.directory, "stacks", rank)
     log = rank_file(job.directory, "logs", rank)
-    return Fate(
+    return RankExit(
         rank=rank,
         status=status,
-        ended=ranks.ended.get(rank, 0.0),
+        end_time=ranks.ended.get(rank, 0.0),
         failure=read_json(rank_file(job.directory, "failures", rank)),
         stack=stack.read_text(encoding="utf-8", errors="replace") if stack.exists() else "",
         log=str(log),
-        log_tail=tail_of(end_of(log)) if log.exists() else "",
-        trouble=ranks.trouble,
+        log_tail=log_tail(read_log_end(log)) if log.exists() else "",
+        launcher_trouble=ranks.trouble,
         host=ranks.hosts.get(rank, ""),
     )
 
 
-def end_of(log: Path) -> str:
+def read_log_end(log: Path) -> str:
     with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - END_OF_LOG))
+        file.seek(max(0, log.stat().st_size - LOG_BYTES_READ))
         return file.read().decode(errors="replace")
 
 
-def tail_of(log: str) -> str:
+def log_tail(log: str) -> str:
     """Return what a rank wrote last, without the interpreter's list of threads and modules, which follows its last words."""
     return log.partition("\nFatal Python error: ")[0][-LOG_TAIL:]

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from harness.core.launch.job import Job, LaunchError, rank_file, read_json
-from harness.core.launch.process import kill_group, loopback
-from harness.core.launch.python_path import environment, module_command
-from harness.core.launch.slots import pool_of, wanted_by
+from harness.core.launch.process import kill_group, loopback_environment
+from harness.core.launch.python_path import child_environment, module_command
+from harness.core.launch.slots import slot_pool, slots_wanted_by
 
 POLL = 0.05
-FAREWELL = 10.0  # seconds torchrun gets to end after its ranks did: other nodes may still be talking to it
-NEWS_PATIENCE = {
+EXIT_PATIENCE = 10.0  # seconds torchrun gets to end after its ranks did: other nodes may still be talking to it
+RECORD_PATIENCE = {
     True: 60.0,
     False: 10.0,
 }  # seconds for what ranks of other nodes left to arrive, by whether all went well
@@ -34,7 +34,7 @@ class TorchrunRanks:
         """own_environment: variables of this node's ranks alone."""
         self.job = job
         self.job_file = job_file
-        self.here = own_environment
+        self.local_environment = own_environment
         self.log = job_file.parent / "logs" / "torchrun.log"
         self.process: subprocess.Popen | None = None
         self.statuses: dict[int, int] = {}
@@ -43,15 +43,20 @@ class TorchrunRanks:
         self.pids: dict[int, int] = {}
         self.gone = False
         self.trouble = ""
-        self.over: float | None = None  # when torchrun was first seen to have ended
+        self.end_seen_at: float | None = None  # when torchrun was first seen to have ended
 
     def start(self) -> None:
         job = self.job
         parent = str(os.getpid())
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                module_command("harness.core.launch.agent", parent, *arguments(job), str(self.job_file)),
-                env={**environment(), **({} if job.torchrun_args else loopback()), **job.env, **self.here},
+                module_command("harness.core.launch.agent", parent, *torchrun_arguments(job), str(self.job_file)),
+                env={
+                    **child_environment(),
+                    **({} if job.torchrun_args else loopback_environment()),
+                    **job.env,
+                    **self.local_environment,
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -60,42 +65,42 @@ class TorchrunRanks:
 
     def wait(self, is_done: Callable[[], bool], seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        self.look()
+        self.read_records()
         while not is_done() and time.monotonic() < deadline:
             time.sleep(POLL)
-            self.look()
+            self.read_records()
         return is_done()
 
-    def look(self) -> None:
+    def read_records(self) -> None:
         code = self.process.poll() if self.process else None  # before we read: afterwards nothing is written
-        for rank, record in self.records():
+        for rank, record in self.open_records():
             self.hosts[rank] = record["host"]
             if record["host"] == socket.gethostname():
                 self.pids[rank] = record["pid"]
             if record["status"] is not None:
                 self.statuses[rank] = record["status"]
                 self.ended[rank] = record["ended"]
-        if code is not None and not self.more_may_come(code):
+        if code is not None and not self.may_report_more(code):
             self.gone = True
             self.trouble = f"torchrun exited with code {code}, see {self.log}"
 
-    def more_may_come(self, code: int) -> bool:
+    def may_report_more(self, code: int) -> bool:
         """torchrun ends here when it ends on the other nodes; what their ranks left takes its time through a shared disk."""
         if not self.job.torchrun_args or not self.hosts or len(self.statuses) == self.job.world_size:
             return False  # no other node, no rank that began, or all are known
-        self.over = self.over or time.monotonic()
-        return time.monotonic() - self.over < NEWS_PATIENCE[code == 0]
+        self.end_seen_at = self.end_seen_at or time.monotonic()
+        return time.monotonic() - self.end_seen_at < RECORD_PATIENCE[code == 0]
 
-    def records(self) -> list[tuple[int, dict]]:
+    def open_records(self) -> list[tuple[int, dict]]:
         unknown = [rank for rank in range(self.job.world_size) if rank not in self.statuses]
         records_by_rank = ((rank, read_json(rank_file(self.job.directory, "exits", rank))) for rank in unknown)
         return [(rank, record) for rank, record in records_by_rank if record]
 
     def signal(self, number: int) -> None:
         """Send it to the living ranks of this machine."""
-        for _, record in self.records():
+        for _, record in self.open_records():
             if record["status"] is None and record["host"] == socket.gethostname():
-                send(record["pid"], number)
+                signal_rank(record["pid"], number)
 
     def give_up(self) -> None:
         """Leaving the context ends all that is left."""
@@ -108,13 +113,13 @@ class TorchrunRanks:
         if self.process is None:
             return
         if failure[0] is None and not any(self.statuses.values()):
-            self.wait(lambda: self.gone, FAREWELL)
+            self.wait(lambda: self.gone, EXIT_PATIENCE)
         self.signal(signal.SIGKILL)
         self.process.kill()
         self.process.wait()
 
 
-def send(pid: int, number: int) -> None:
+def signal_rank(pid: int, number: int) -> None:
     """Send a signal to a rank, which leads its process group. It may have died since its record was read."""
     if number == signal.SIGKILL:
         return kill_group(pid)
@@ -135,19 +140,19 @@ def join(folder: Path, seconds: float) -> int:
             raise LaunchError(f"{job_file}: no launch began there in {seconds:g} s: is the folder shared by the nodes?")
         time.sleep(POLL)
     job = Job(**{name: value for name, value in read_json(job_file).items() if name != "sys_path"})
-    command = module_command("harness.core.launch.agent", str(os.getpid()), *arguments(job), str(job_file))
-    with pool_of(job.device).taken(wanted_by(job)) as taken:
-        environment_here = {**environment(), **job.env, **taken.environment}
-        return ended(subprocess.Popen(command, env=environment_here, stdin=subprocess.DEVNULL), folder)
+    command = module_command("harness.core.launch.agent", str(os.getpid()), *torchrun_arguments(job), str(job_file))
+    with slot_pool(job.device).take_slots(slots_wanted_by(job)) as taken:
+        environment_here = {**child_environment(), **job.env, **taken.environment}
+        return wait_for_torchrun(subprocess.Popen(command, env=environment_here, stdin=subprocess.DEVNULL), folder)
 
 
-def ended(torchrun: subprocess.Popen, folder: Path) -> int:
+def wait_for_torchrun(torchrun: subprocess.Popen, folder: Path) -> int:
     """Wait for torchrun and return its exit status. It is killed if the first node has ended the launch: it may look for that
     node for ever."""
     try:
         while torchrun.poll() is None and not (folder / "run.json").exists():
             time.sleep(POLL)
-        return torchrun.wait(FAREWELL)
+        return torchrun.wait(EXIT_PATIENCE)
     except subprocess.TimeoutExpired:
         return -signal.SIGKILL
     finally:
@@ -155,7 +160,7 @@ def ended(torchrun: subprocess.Popen, folder: Path) -> int:
         torchrun.wait()
 
 
-def arguments(job: Job) -> list[str]:
+def torchrun_arguments(job: Job) -> list[str]:
     standalone = ("--standalone", "--nproc-per-node", str(job.world_size))
     logs = str(Path(job.directory) / "logs" / "torchrun")  # else it litters the temporary directory
     ranks = module_command(

@@ -31,17 +31,17 @@ class Ticket:
     """Its file. Names sort in the order in which launches came."""
     pid: int
     """The process that waits."""
-    wanted: int
+    wanted_slots: int
     """How many slots it waits for."""
-    overtaken: int = 0
+    times_overtaken: int = 0
     """How many later launches have started before it."""
 
     def write(self) -> None:
-        self.path.write_text(f"{self.pid} {self.wanted} {self.overtaken}", encoding="utf-8")
+        self.path.write_text(f"{self.pid} {self.wanted_slots} {self.times_overtaken}", encoding="utf-8")
 
 
 @contextmanager
-def ticket(folder: Path, wanted: int) -> Iterator[Ticket]:
+def hold_ticket(folder: Path, wanted: int) -> Iterator[Ticket]:
     """Keep a ticket in the folder while the launch waits. Only who holds the gate may take one. Raises OSError."""
     folder.mkdir(mode=0o700, exist_ok=True)
     name = f"{time.monotonic_ns():020d}-{os.getpid()}-{next(_numbers)}"
@@ -55,18 +55,18 @@ def ticket(folder: Path, wanted: int) -> Iterator[Ticket]:
             own.path.unlink(missing_ok=True)
 
 
-def ahead_of(own: Ticket) -> list[Ticket]:
+def tickets_ahead_of(own: Ticket) -> list[Ticket]:
     """Return the tickets of launches that came before, and still wait. Only who holds the gate may ask."""
     earlier = sorted(path for path in own.path.parent.iterdir() if path.name < own.path.name)
-    tickets = [_read(path) for path in earlier]
+    tickets = [_read_ticket(path) for path in earlier]
     return [other for other in tickets if other is not None and not is_stopped(other.pid)]
 
 
-def _read(path: Path) -> Ticket | None:
+def _read_ticket(path: Path) -> Ticket | None:
     """Return a ticket, or None if its process is dead; then the file goes."""
     try:
         with open(path, encoding="utf-8") as file:
-            if _is_held(file.fileno()):
+            if _is_locked(file.fileno()):
                 pid, wanted, overtaken = map(int, file.read().split())
                 if Path(f"/proc/{pid}").exists():
                     return Ticket(path, pid, wanted, overtaken)
@@ -76,7 +76,7 @@ def _read(path: Path) -> Ticket | None:
     return None
 
 
-def _is_held(descriptor: int) -> bool:
+def _is_locked(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -89,11 +89,11 @@ def may_start(own: Ticket, free: int) -> bool:
 
     Only who holds the gate may ask. If so, it is noted in their tickets that they were overtaken.
     """
-    earlier = ahead_of(own)
-    if own.wanted > free:
+    earlier = tickets_ahead_of(own)
+    if own.wanted_slots > free:
         return False
-    if any(other.wanted <= free or other.overtaken >= OVERTAKEN_AT_MOST for other in earlier):
+    if any(other.wanted_slots <= free or other.times_overtaken >= OVERTAKEN_AT_MOST for other in earlier):
         return False
     for other in earlier:
-        Ticket(other.path, other.pid, other.wanted, other.overtaken + 1).write()
+        Ticket(other.path, other.pid, other.wanted_slots, other.times_overtaken + 1).write()
     return True

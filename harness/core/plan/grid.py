@@ -12,7 +12,7 @@ from harness.core.case.case import Case
 from harness.core.case.dims import AXES, ParallelDims
 from harness.core.case.measured import Unit
 from harness.core.case.schedule import V_SHAPED
-from harness.reference.config import trains
+from harness.reference.config import is_trainable
 
 
 def rank_grid(dims: ParallelDims) -> np.ndarray:
@@ -21,13 +21,13 @@ def rank_grid(dims: ParallelDims) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def coordinate(dims: ParallelDims, rank: int) -> Mapping[str, int]:
+def coordinate_of_rank(dims: ParallelDims, rank: int) -> Mapping[str, int]:
     """Return the rank's index on every axis, by the axis's name, degree 1 included."""
     indices = np.unravel_index(rank, dims.degrees)
     return {axis: int(index) for axis, index in zip(AXES, indices, strict=True)}
 
 
-def groups(dims: ParallelDims, *axes: str) -> tuple[tuple[int, ...], ...]:
+def groups_along(dims: ParallelDims, *axes: str) -> tuple[tuple[int, ...], ...]:
     """Return the groups of ranks that differ only along `axes`, each ascending; a partition of the world."""
     grid = rank_grid(dims)
     axes_last = np.moveaxis(grid, [AXES.index(axis) for axis in axes], range(-len(axes), 0))
@@ -41,24 +41,24 @@ def groups_by_axis(case: Case, units: Iterable[list[Unit]]) -> dict[str, tuple[t
     units: FSDP2's, of each kind of ranks.
     """
     dims = case.dims
-    groups_of = {axis: groups(dims, axis) for axis in AXES if getattr(dims, axis) > 1}
+    groups_of = {axis: groups_along(dims, axis) for axis in AXES if getattr(dims, axis) > 1}
     if dims.dp_shard > 1 and dims.cp > 1 and case.data_dims.over_cp:
-        groups_of["dp_shard_cp"] = groups(dims, "dp_shard", "cp")
+        groups_of["dp_shard_cp"] = groups_along(dims, "dp_shard", "cp")
     if case.replicate_axis == "dp_replicate_cp":
-        groups_of["dp_replicate_cp"] = groups(dims, "dp_replicate", "cp")
-    if tied_axis(case) == ENDS:
-        groups_of[ENDS] = tuple((line[0], line[-1]) for line in groups_of["pp"])
+        groups_of["dp_replicate_cp"] = groups_along(dims, "dp_replicate", "cp")
+    if tied_axis(case) == PIPELINE_ENDS:
+        groups_of[PIPELINE_ENDS] = tuple((line[0], line[-1]) for line in groups_of["pp"])
     degrees = set[int]()
     for units_of_kind in units:
         degrees.update(unit.degree for unit in units_of_kind)
     for degree in sorted(degrees):
-        axis = gathered_over(case, degree)
+        axis = gather_axis(case, degree)
         if axis not in (shard_axis(case.data_dims), ""):
             groups_of[axis] = _post_forward_groups(groups_of[shard_axis(case.data_dims)], degree)
     return groups_of
 
 
-ENDS = "pp_ends"
+PIPELINE_ENDS = "pp_ends"
 """Axis of the first and the last rank of each pipeline. Ranks between them are in none of its groups."""
 
 
@@ -67,13 +67,13 @@ def tied_axis(case: Case) -> str:
 
     Empty where a rank has both stages, or nothing is summed.
     """
-    sums = case.model.tied_embeddings and trains(case.training, "tok_embeddings.weight")
+    sums = case.model.tied_embeddings and is_trainable(case.training, "tok_embeddings.weight")
     if case.dims.pp == 1 or not sums or case.features.schedule in V_SHAPED:
         return ""
-    return ENDS if case.dims.pp > 2 else "pp"
+    return PIPELINE_ENDS if case.dims.pp > 2 else "pp"
 
 
-def gathered_over(case: Case, degree: int) -> str:
+def gather_axis(case: Case, degree: int) -> str:
     """Return the axis on which backward gathers what stayed cut over `degree` ranks; empty if it stayed whole."""
     if case.shards == 1 or degree == 1:
         return ""
@@ -104,15 +104,15 @@ def shard_axis(dims: ParallelDims) -> str:
     return "dp_shard_cp" if dims.dp_shard > 1 else "cp"
 
 
-def shard_place(dims: ParallelDims, rank: int) -> tuple[int, int]:
+def shard_degree_and_index(dims: ParallelDims, rank: int) -> tuple[int, int]:
     """Return (degree, index) of data-parallel sharding."""
-    index_by_axis = coordinate(dims, rank)
+    index_by_axis = coordinate_of_rank(dims, rank)
     index = index_by_axis["dp_shard"]
     if dims.over_cp:
         index = index * dims.cp + index_by_axis["cp"]
     return dims.shards, index
 
 
-def tp_place(dims: ParallelDims, rank: int) -> tuple[int, int]:
+def tp_degree_and_index(dims: ParallelDims, rank: int) -> tuple[int, int]:
     """Return (degree, index) of tensor parallel."""
-    return dims.tp, coordinate(dims, rank)["tp"]
+    return dims.tp, coordinate_of_rank(dims, rank)["tp"]

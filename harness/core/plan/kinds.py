@@ -43,19 +43,19 @@ class PerRank(Mapping[int, T]):
     def __repr__(self) -> str:
         return repr(dict(self))
 
-    def firsts(self) -> list[int]:
+    def first_ranks(self) -> list[int]:
         """Return the first rank of each kind."""
         first_ranks: dict[Hashable, int] = {}
         for rank, kind in self.kinds.items():
             first_ranks.setdefault(kind, rank)
         return list(first_ranks.values())
 
-    def of_each_kind(self) -> Iterator[T]:
+    def values_by_kind(self) -> Iterator[T]:
         """Yield the value of each kind, once, in the order of their first ranks."""
-        return (self[rank] for rank in self.firsts())
+        return (self[rank] for rank in self.first_ranks())
 
 
-class Place(NamedTuple):
+class ShardPlace(NamedTuple):
     """A rank's place among those that hold different slices. Replicas have the same place."""
 
     pp: int
@@ -66,19 +66,19 @@ class Place(NamedTuple):
     """Index along tp."""
 
 
-def places_of_ranks(dims: ParallelDims) -> dict[int, Place]:
-    """Return the place of each rank. Its shard is over dp_shard and cp folded, as in `shard_place`."""
+def places_of_ranks(dims: ParallelDims) -> dict[int, ShardPlace]:
+    """Return the place of each rank. Its shard is over dp_shard and cp folded, as in `shard_degree_and_index`."""
     indices = np.unravel_index(np.arange(dims.world_size), dims.degrees)
     pp, _, dp_shard, cp, tp = (index.tolist() for index in indices)
     shards = dp_shard
     if dims.over_cp:
         shards = [outer * dims.cp + inner for outer, inner in zip(dp_shard, cp, strict=True)]
-    return dict(enumerate(map(Place, pp, shards, tp)))
+    return dict(enumerate(map(ShardPlace, pp, shards, tp)))
 
 
 def kinds_of_ranks(
     dims: ParallelDims,
-    places: Mapping[int, Place],
+    places: Mapping[int, ShardPlace],
     shapes: PerRank[Shapes],
     units: PerRank[list[Unit]],
     traits: TrainerTraits,
@@ -94,12 +94,12 @@ def kinds_of_ranks(
     cuts = traits.measured.cut_dims
     known_sets: list[dict[Cut, str]] = []
     set_of_pp = {}
-    for rank in shapes.firsts():
-        set_of_pp[shapes.kinds[rank]] = _place_of(_one_of_each(shapes[rank], cuts), known_sets)
+    for rank in shapes.first_ranks():
+        set_of_pp[shapes.kinds[rank]] = _set_number(_fqn_by_cut(shapes[rank], cuts), known_sets)
     all_cuts: dict[Cut, str] = {}
     for fqn_by_cut in known_sets:
         all_cuts |= fqn_by_cut
-    full_set_number = _place_of(all_cuts, known_sets)
+    full_set_number = _set_number(all_cuts, known_sets)
 
     @functools.cache
     def sizes(set_number: int, tp_index: int, degree: int, index: int) -> tuple[int, ...]:
@@ -118,7 +118,7 @@ def kinds_of_ranks(
         sizes_of_slices = (sizes(set_number, tp_index, degree, shard % degree) for degree in (shards, *degrees))
         return sizes(full_set_number, tp_index, 1, 0), *sizes_of_slices
 
-    def kind(rank_place: Place, degrees: tuple[int, ...]) -> Hashable:
+    def kind(rank_place: ShardPlace, degrees: tuple[int, ...]) -> Hashable:
         set_number = set_of_pp[rank_place.pp]
         return rank_place.pp, parts(set_number, rank_place.tp, rank_place.shard, degrees)
 
@@ -126,16 +126,16 @@ def kinds_of_ranks(
     kinds = {}
     for rank, rank_place in places.items():
         kinds[rank] = (units.kinds[rank], kind(rank_place, degrees[rank]))
-    return numbered(kinds)
+    return number_kinds(kinds)
 
 
-def numbered(kinds: Mapping[int, Hashable]) -> dict[int, int]:
+def number_kinds(kinds: Mapping[int, Hashable]) -> dict[int, int]:
     """Return kinds by number, in the order of their first ranks."""
     numbers: dict[Hashable, int] = {}
     return {rank: numbers.setdefault(kind, len(numbers)) for rank, kind in kinds.items()}
 
 
-def _place_of(fqn_by_cut: dict[Cut, str], known_sets: list[dict[Cut, str]]) -> int:
+def _set_number(fqn_by_cut: dict[Cut, str], known_sets: list[dict[Cut, str]]) -> int:
     """Return the index of a set of cuts among the known ones, which it joins if it is new. Names of layers do not count."""
     for index, known_set in enumerate(known_sets):
         if known_set.keys() == fqn_by_cut.keys():
@@ -144,7 +144,7 @@ def _place_of(fqn_by_cut: dict[Cut, str], known_sets: list[dict[Cut, str]]) -> i
     return len(known_sets) - 1
 
 
-def _one_of_each(shapes: Shapes, cuts: Mapping[str, int]) -> dict[Cut, str]:
+def _fqn_by_cut(shapes: Shapes, cuts: Mapping[str, int]) -> dict[Cut, str]:
     """Return one name for each way of cutting a shape.
 
     Parameters of one shape that tp and FSDP cut along the same dims have equal slices.

@@ -19,12 +19,12 @@ from typing import TypeVar
 from harness.core.case.case import Case
 from harness.core.case.features import ZERO
 from harness.core.case.measured import Observed, Unit
-from harness.core.case.traits import USUAL, TrainerTraits
-from harness.core.plan.frozen import has_frozen, trained
-from harness.core.plan.grid import groups_by_axis, shard_axis, shard_place, tp_place
-from harness.core.plan.kinds import PerRank, Shapes, kinds_of_ranks, numbered, places_of_ranks
+from harness.core.case.traits import USUAL_TRAITS, TrainerTraits
+from harness.core.plan.frozen import has_frozen, trained_values
+from harness.core.plan.grid import groups_by_axis, shard_axis, shard_degree_and_index, tp_degree_and_index
+from harness.core.plan.kinds import PerRank, Shapes, kinds_of_ranks, number_kinds, places_of_ranks
 from harness.core.plan.memory import (
-    gradient_spare,
+    gradient_spare_bytes,
     kept_after_forward,
     padding_after_forward,
     parameter_bytes,
@@ -36,30 +36,30 @@ from harness.core.plan.plan import Plan
 from harness.core.plan.slices import FlatUnit, Slice, flat_slices, flat_units, slices_of_rank
 from harness.core.plan.stages import parameters_of_stage, stages_of_rank
 from harness.core.plan.traffic.flow import Flow
-from harness.core.plan.traffic.ranks import flows_of_rank, integer_bytes, outside_bytes, used_bytes
-from harness.core.plan.units import held_units, units_of_rank
+from harness.core.plan.traffic.ranks import flows_of_rank, integer_bytes, outside_bytes, unused_parameter_bytes
+from harness.core.plan.units import parameters_of_units, units_of_rank
 from harness.core.plan.zero import zero_units
 from harness.reference.config import quantized_modules
 
 T = TypeVar("T")
 
 
-def make_plan(case: Case, traits: TrainerTraits = USUAL) -> Plan:
+def make_plan(case: Case, traits: TrainerTraits = USUAL_TRAITS) -> Plan:
     """Return the plan of one launch. FSDP's units are those named, else those measured, else assumed ones."""
-    flat, shapes = _shapes(case, traits)
-    units = PerRank(_claims(case, traits.measured.units), lambda rank: units_of_rank(case, traits, rank))
-    stages, slices, kinds = _ranks(case, traits, shapes, flat, units)
+    flat, shapes = _vectors_and_shapes(case, traits)
+    units = PerRank(_kinds_by_claims(case, traits.measured.units), lambda rank: units_of_rank(case, traits, rank))
+    stages, slices, kinds = _stages_slices_kinds(case, traits, shapes, flat, units)
 
     def each(make: Callable[[int], T]) -> PerRank[T]:
         return PerRank(kinds, make)
 
-    moved = partial(_flows, case, traits, units, kinds)
+    moved = partial(_flows_of_step, case, traits, units, kinds)
     flows = moved(1)
     plan = Plan(
         dims=case.dims,
         steps=case.steps,
         shapes=shapes,
-        groups=groups_by_axis(case, units.of_each_kind()),
+        groups=groups_by_axis(case, units.values_by_kind()),
         shard_axis=shard_axis(case.data_dims),
         replicate_axis=case.replicate_axis,
         stages=stages,
@@ -69,13 +69,13 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL) -> Plan:
         last_flows=moved(case.steps[-1]),
         outside_bytes=each(lambda rank: outside_bytes(case, traits, rank, flows[rank])),
         integer_bytes=integer_bytes(case),
-        used_bytes=used_bytes(case),
+        used_bytes=unused_parameter_bytes(case),
         parameter_bytes=each(lambda rank: parameter_bytes(case, traits, rank, slices[rank], flat)),
-        units=each(lambda rank: held_units(case, slices[rank], units[rank])),
+        units=each(lambda rank: parameters_of_units(case, slices[rank], units[rank])),
         traits=traits,
         table_bytes=table_bytes(case),
         spare_bytes=each(lambda rank: spare_bytes(case, traits, rank, slices[rank], flat)),
-        gradient_spare=each(lambda rank: gradient_spare(case, traits, rank)),
+        gradient_spare=each(lambda rank: gradient_spare_bytes(case, traits, rank)),
         quantized=quantized_modules(case.model) if case.training.quantize else (),
         flat=flat,
         after_forward=each(lambda rank: kept_after_forward(case, traits, rank, slices[rank], units[rank])),
@@ -86,7 +86,7 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL) -> Plan:
     return _with_zero(case, _with_frozen(case, plan))
 
 
-def _flows(
+def _flows_of_step(
     case: Case, traits: TrainerTraits, units: PerRank[list[Unit]], kinds: Mapping[int, int], step: int
 ) -> PerRank[tuple[Flow, ...]]:
     """Return the traffic of a step."""
@@ -94,7 +94,7 @@ def _flows(
     return PerRank(kinds, lambda rank: flows_of_rank(case_at_step, traits, rank, case.seq_len(step), units[rank]))
 
 
-def _ranks(
+def _stages_slices_kinds(
     case: Case, traits: TrainerTraits, shapes: Shapes, flat: tuple[FlatUnit, ...], units: PerRank[list[Unit]]
 ) -> tuple[PerRank[tuple[int, ...]], PerRank[dict[str, Slice]], dict[int, int]]:
     """Return the stages that ranks run, the slices that they hold, and of which kind they are. Flattened, each place is a
@@ -103,15 +103,15 @@ def _ranks(
     pp_indices = {rank: rank_place.pp for rank, rank_place in places.items()}
     stages = PerRank(pp_indices, lambda rank: stages_of_rank(case, rank))
     shapes_of_ranks = PerRank(stages.kinds, lambda rank: _shapes_of_stages(case, stages[rank], shapes))
-    slices = PerRank(places, lambda rank: _slices(case, traits, rank, shapes_of_ranks[rank], flat))
+    slices = PerRank(places, lambda rank: _slices_of_rank(case, traits, rank, shapes_of_ranks[rank], flat))
     if flat:
-        kinds = numbered({rank: (rank_place, units.kinds[rank]) for rank, rank_place in places.items()})
+        kinds = number_kinds({rank: (rank_place, units.kinds[rank]) for rank, rank_place in places.items()})
     else:
         kinds = kinds_of_ranks(case.data_dims, places, shapes_of_ranks, units, traits)
     return stages, slices, kinds
 
 
-def _shapes(case: Case, traits: TrainerTraits) -> tuple[tuple[FlatUnit, ...], dict[str, tuple[int, ...]]]:
+def _vectors_and_shapes(case: Case, traits: TrainerTraits) -> tuple[tuple[FlatUnit, ...], dict[str, tuple[int, ...]]]:
     """Return the vectors that are cut in place of parameters, if any, and the shape of each parameter.
 
     A parameter that is part of a vector has one dim.
@@ -130,7 +130,7 @@ def _with_frozen(case: Case, plan: Plan) -> Plan:
         return plan
 
     def trained_bytes(rank: int) -> tuple[int, int]:
-        return parameter_bytes(case, plan.traits, rank, trained(case, plan.slices[rank]), plan.flat)
+        return parameter_bytes(case, plan.traits, rank, trained_values(case, plan.slices[rank]), plan.flat)
 
     ranks = {rank: rank for rank in range(case.dims.world_size)}
     return replace(plan, gradient_bytes=PerRank(ranks, trained_bytes), state_bytes=PerRank(ranks, trained_bytes))
@@ -144,17 +144,19 @@ def _with_zero(case: Case, plan: Plan) -> Plan:
     shapes = PerRank(ranks, lambda rank: {fqn: plan.shapes[fqn] for fqn in plan.slices[rank]})
     cut = PerRank(
         ranks,
-        lambda rank: flat_slices(plan.flat, shapes[rank], *shard_place(case.dims, rank), tp_place(case.dims, rank)),
+        lambda rank: flat_slices(
+            plan.flat, shapes[rank], *shard_degree_and_index(case.dims, rank), tp_degree_and_index(case.dims, rank)
+        ),
     )
     kept = PerRank(ranks, lambda rank: state_bytes(case, cut[rank], plan.flat))
     gradients = {} if case.wrapper == "zero1" else kept
     return replace(plan, gradient_slices=cut, state_slices=cut, gradient_bytes=gradients, state_bytes=kept)
 
 
-def _claims(case: Case, observed: Observed | None) -> dict[int, int]:
+def _kinds_by_claims(case: Case, observed: Observed | None) -> dict[int, int]:
     """Return kinds of ranks by what their wrappers claim: those that claim the same have the same units."""
     claimed_units = observed or {}
-    return numbered({rank: tuple(claimed_units.get(rank, ())) for rank in range(case.dims.world_size)})
+    return number_kinds({rank: tuple(claimed_units.get(rank, ())) for rank in range(case.dims.world_size)})
 
 
 def _shapes_of_stages(case: Case, stages: Sequence[int], shapes: Shapes) -> Shapes:
@@ -166,11 +168,11 @@ def _shapes_of_stages(case: Case, stages: Sequence[int], shapes: Shapes) -> Shap
     return shapes_of_stages
 
 
-def _slices(
+def _slices_of_rank(
     case: Case, traits: TrainerTraits, rank: int, shapes: Shapes, flat: tuple[FlatUnit, ...]
 ) -> dict[str, Slice]:
     """Return what a rank holds of each parameter of its stages, by fqn. shapes: of these parameters."""
-    shard = shard_place(case.data_dims, rank) if case.shards > 1 else (1, 0)
+    shard = shard_degree_and_index(case.data_dims, rank) if case.shards > 1 else (1, 0)
     if flat:
-        return flat_slices(flat, shapes, *shard, tp_place(case.dims, rank))
+        return flat_slices(flat, shapes, *shard, tp_degree_and_index(case.dims, rank))
     return slices_of_rank(case.data_dims, rank, shapes, traits)

@@ -6,13 +6,13 @@ from harness.core.case.case import Case
 from harness.core.case.features import ZERO
 from harness.core.case.measured import Unit
 from harness.core.case.traits import TrainerTraits
-from harness.core.plan.frozen import trained
-from harness.core.plan.grid import coordinate, shard_place
+from harness.core.plan.frozen import trained_values
+from harness.core.plan.grid import coordinate_of_rank, shard_degree_and_index
 from harness.core.plan.plan import Kept
 from harness.core.plan.slices import BYTES, FlatUnit, Slice, numel, padded_numel, parameter_shapes, slice_of
 from harness.core.plan.stages import stages_of_rank
 from harness.core.plan.units import fsdp2_units
-from harness.core.plan.zero import kept_dtype, units_held, zero_degree
+from harness.core.plan.zero import kept_parameter_dtype, vectors_with_any, zero_degree
 from harness.reference.config import rule_of
 
 
@@ -21,12 +21,12 @@ def parameter_bytes(
 ) -> tuple[int, int]:
     """Return (least, most) bytes of its parameters that a rank keeps between steps: its slices, and those with their
     padding."""
-    tp_index = coordinate(case.dims, rank)["tp"]
-    size = BYTES[kept_dtype(case)]
+    tp_index = coordinate_of_rank(case.dims, rank)["tp"]
+    size = BYTES[kept_parameter_dtype(case)]
     degree = case.data_dims.shards
     least_bytes = sum(numel(part) for part in slices.values()) * size
     if flat:
-        parts = sum(unit.part(degree) for unit in units_held(flat, slices))
+        parts = sum(unit.elements_per_rank(degree) for unit in vectors_with_any(flat, slices))
         return least_bytes, parts * (degree // case.shards) * size
     padded_bytes = sum(padded_numel(case, traits, fqn, tp_index) // degree for fqn in slices) * size
     return least_bytes, max(least_bytes, padded_bytes)
@@ -35,7 +35,7 @@ def parameter_bytes(
 def state_bytes(case: Case, slices: dict[str, Slice], flat: tuple[FlatUnit, ...]) -> tuple[int, int]:
     """Return the bytes of each number that ZeRO's optimizer keeps for each element: (least, most), the most with padding."""
     size = BYTES[case.training.dtype]
-    padded = sum(unit.part(zero_degree(case)) for unit in units_held(flat, slices))
+    padded = sum(unit.elements_per_rank(zero_degree(case)) for unit in vectors_with_any(flat, slices))
     return sum(map(numel, slices.values())) * size, padded * size
 
 
@@ -64,7 +64,7 @@ def spare_bytes(
     if case.wrapper in ZERO:
         return table + traits.master_weights * state_bytes(case, slices, flat)[1]
     if case.wrapper in ("ddp", "replicate"):
-        buckets = sum(map(numel, trained(case, slices).values())) * BYTES[case.training.dtype]
+        buckets = sum(map(numel, trained_values(case, slices).values())) * BYTES[case.training.dtype]
     else:
         buckets = 0
     unit = 0
@@ -73,7 +73,7 @@ def spare_bytes(
     return table + buckets + unit
 
 
-def gradient_spare(case: Case, traits: TrainerTraits, rank: int) -> int:
+def gradient_spare_bytes(case: Case, traits: TrainerTraits, rank: int) -> int:
     """Return the most bytes of gradients that a rank keeps beyond those of its parameters.
 
     In a pipeline a loss in chunks has FSDP2 reduce the output's gradient once for every microbatch, added to the one that is
@@ -86,20 +86,22 @@ def gradient_spare(case: Case, traits: TrainerTraits, rank: int) -> int:
 
 
 def _padded_last_unit(case: Case, traits: TrainerTraits, rank: int) -> int:
-    """Return the elements that FSDP2 moves for its last unit."""
-    return sum(padded_numel(case, traits, fqn, coordinate(case.dims, rank)["tp"]) for fqn in fsdp2_units(case)[-1])
+    """Return the elements that FSDP2 moves for its last unit, padded, as cut to this rank's tp slice."""
+    return sum(
+        padded_numel(case, traits, fqn, coordinate_of_rank(case.dims, rank)["tp"]) for fqn in fsdp2_units(case)[-1]
+    )
 
 
 def kept_after_forward(
     case: Case, traits: TrainerTraits, rank: int, slices: dict[str, Slice], units: list[Unit]
 ) -> dict[str, Kept]:
     """Return, by fqn, what is kept of each parameter between forward and backward; empty where nothing is sharded."""
-    shards, index = shard_place(case.data_dims, rank)
+    shards, index = shard_degree_and_index(case.data_dims, rank)
     if case.shards == 1:
         return {}
     stored_size = BYTES[case.training.dtype]
     computed_size = BYTES[case.training.compute_dtype or case.training.dtype]
-    tp = (case.dims.tp, coordinate(case.dims, rank)["tp"])
+    tp = (case.dims.tp, coordinate_of_rank(case.dims, rank)["tp"])
     kept = {}
     for unit in units:
         degree = unit.degree
@@ -124,7 +126,7 @@ def padding_after_forward(
     """Return the padding of the rank's own slices and of what is kept gathered, in bytes: by parameter, or by its flat
     unit."""
     shards = case.shards
-    tp_index = coordinate(case.dims, rank)["tp"]
+    tp_index = coordinate_of_rank(case.dims, rank)["tp"]
     least_bytes, most_bytes = parameter_bytes(case, traits, rank, slices, flat)
     computed_size = BYTES[case.training.compute_dtype or case.training.dtype]
     kept = kept_after_forward(case, traits, rank, slices, units)
@@ -135,6 +137,6 @@ def padding_after_forward(
         if unit.degree < shards:
             fqns = [fqn for fqn in unit.parameters if fqn in slices]
             padded = sum(padded_numel(case, traits, fqn, tp_index) for fqn in fqns) // unit.degree
-            padded = flat[number].part(shards) * shards if flat else padded
+            padded = flat[number].elements_per_rank(shards) * shards if flat else padded
             gathered_padding += padded * computed_size - sum(kept[fqn].bytes for fqn in fqns)
     return most_bytes - least_bytes + gathered_padding

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from harness.core.case.dims import ParallelDims
 from harness.core.case.measured import Observed
-from harness.core.case.traits import USUAL, TrainerTraits
+from harness.core.case.traits import USUAL_TRAITS, TrainerTraits
 from harness.core.plan.slices import FlatUnit, Slice, tp_dim
-from harness.core.plan.traffic.flow import TIED, Flow
+from harness.core.plan.traffic.flow import TIED_ROLE, Flow
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Plan:
     """Axis that whole gradients are reduced over: dp_replicate, or under DDP with context parallel cp or dp_replicate_cp."""
     table_bytes: int = 0
     """Bytes of tables of positions, which is also how far retained bytes may grow from step to step."""
-    traits: TrainerTraits = USUAL
+    traits: TrainerTraits = USUAL_TRAITS
     """Traits of the trainer that it is the plan for, declared and measured."""
     gradient_spare: Mapping[int, int] = field(default_factory=dict)
     """Rank -> the most bytes of gradients beyond those of its parameters."""
@@ -86,22 +86,22 @@ class Plan:
     """Rank -> (least, most) bytes of each number that the optimizer keeps; empty where they are those of parameters."""
 
     @property
-    def observed(self) -> Observed | None:
+    def measured_units(self) -> Observed | None:
         """Return FSDP2's units by rank, as measured; None if the case or the trainer's traits name them."""
         return self.traits.measured.units
 
     @property
-    def torch(self) -> str:
+    def torch_release(self) -> str:
         """Return the release of torch that ran."""
         return self.traits.measured.torch
 
     @property
-    def shards(self) -> int:
+    def shard_degree(self) -> int:
         """Return the number of ranks over which FSDP cuts a parameter."""
         return len(self.peers(0, self.shard_axis))
 
     @property
-    def columns(self) -> dict[str, int]:
+    def column_blocks(self) -> dict[str, int]:
         """Return the number of blocks of columns of each flattened matrix that tp cuts along dim 1, by fqn."""
         return {fqn: self.dims.tp for fqn in self.shapes if self.flat and self.dims.tp > 1 and tp_dim(fqn) == 1}
 
@@ -112,7 +112,7 @@ class Plan:
         due = (flow for flow in flows if not (flow.later if step == self.steps[0] else flow.first))
         due = (flow for flow in due if not flow.last or step == self.steps[-1])
         return tuple(
-            flow for flow in due if flow.role not in ("gradients", TIED) or (flow.axis, step) not in self.unreduced
+            flow for flow in due if flow.role not in ("gradients", TIED_ROLE) or (flow.axis, step) not in self.unreduced
         )
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
-from harness.core.case.traits import USUAL, TrainerTraits
-from harness.core.plan.grid import coordinate, shard_place
+from harness.core.case.traits import USUAL_TRAITS, TrainerTraits
+from harness.core.plan.grid import coordinate_of_rank, shard_degree_and_index
 from harness.reference.config import ModelConfig
 
 Interval = tuple[int, int]
@@ -52,12 +52,12 @@ class FlatUnit:
     whole: int = 1
     """Number of which the padded vector's elements are a multiple."""
 
-    def part(self, degree: int) -> int:
+    def elements_per_rank(self, degree: int) -> int:
         """Return the elements of each rank's part."""
         padded = math.lcm(degree * self.multiple, self.whole)
         return -(-self.numel // padded) * padded // degree
 
-    def held(self, fqn: str, size: int, first: int, last: int) -> Interval:
+    def elements_between(self, fqn: str, size: int, first: int, last: int) -> Interval:
         """Return which of a parameter's `size` elements lie from `first` to `last` of the vector.
 
         They are one interval, for its blocks follow each other in its own order.
@@ -79,11 +79,11 @@ def chunk(interval: Interval, parts: int, index: int) -> Interval:
 
 
 def slices_of_rank(
-    dims: ParallelDims, rank: int, shapes: Mapping[str, tuple[int, ...]], traits: TrainerTraits = USUAL
+    dims: ParallelDims, rank: int, shapes: Mapping[str, tuple[int, ...]], traits: TrainerTraits = USUAL_TRAITS
 ) -> dict[str, Slice]:
     """Return the rank's part of parameters of these shapes, by fqn: tp first, then data-parallel sharding."""
-    tp = (dims.tp, coordinate(dims, rank)["tp"])
-    shard = shard_place(dims, rank)
+    tp = (dims.tp, coordinate_of_rank(dims, rank)["tp"])
+    shard = shard_degree_and_index(dims, rank)
     cuts = traits.measured.cut_dims
     return {fqn: slice_of(fqn, shape, tp, shard, cuts.get(fqn, 0)) for fqn, shape in shapes.items()}
 
@@ -128,11 +128,11 @@ def flat_slices(
     """
     slices: dict[str, Slice] = {}
     for unit in units:
-        first = index * unit.part(degree)
+        first = index * unit.elements_per_rank(degree)
         for fqn in unit.starts.keys() & shapes.keys():
             size = local_numel(fqn, shapes[fqn], tp[0])
             before = size * tp[1] if tp_dim(fqn) is not None else 0
-            begin, end = unit.held(fqn, size, first, first + unit.part(degree))
+            begin, end = unit.elements_between(fqn, size, first, first + unit.elements_per_rank(degree))
             slices[fqn] = ((before + begin, before + end),)
     return {fqn: slices[fqn] for fqn in shapes}
 
@@ -145,11 +145,13 @@ def local_numel(fqn: str, shape: tuple[int, ...], degree: int) -> int:
 def slice_of(fqn: str, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple[int, int], cut_dim: int = 0) -> Slice:
     """Return the part of a parameter at place (degree, index) of tensor parallel and, inside it, of sharding along that
     dim."""
-    return _cut(tp_dim(fqn), shape, tp, shard, cut_dim)
+    return _cached_slice(tp_dim(fqn), shape, tp, shard, cut_dim)
 
 
 @functools.lru_cache(maxsize=2**15)
-def _cut(dim: int | None, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple[int, int], cut_dim: int) -> Slice:
+def _cached_slice(
+    dim: int | None, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple[int, int], cut_dim: int
+) -> Slice:
     """Return the slice of a parameter whose dim tp cuts; None: tp cuts none.
 
     Results are cached: all layers are cut alike, so that ranks by the thousand share these. A recorded parameter may have no

@@ -9,14 +9,14 @@ import numpy as np
 
 from harness.core.case import schedule
 from harness.core.case.case import Case
-from harness.core.plan.grid import coordinate
+from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.slices import parameter_shapes
 
 
 def stages_of_rank(case: Case, rank: int) -> tuple[int, ...]:
     """Return the stages of the pipeline that a rank holds, ascending; (0,) without a pipeline."""
     return schedule.stages_of(
-        case.features.schedule, case.dims.pp, case.stages_per_rank, coordinate(case.dims, rank)["pp"]
+        case.features.schedule, case.dims.pp, case.stages_per_rank, coordinate_of_rank(case.dims, rank)["pp"]
     )
 
 
@@ -25,7 +25,7 @@ def actions_of_rank(case: Case, rank: int) -> tuple[schedule.Action, ...]:
     if case.dims.pp == 1:
         return ()
     numbers = (case.features.schedule, case.dims.pp, case.stages_per_rank, case.microbatches)
-    return schedule.actions(*numbers, coordinate(case.dims, rank)["pp"])
+    return schedule.schedule_actions(*numbers, coordinate_of_rank(case.dims, rank)["pp"])
 
 
 def layers_of_stage(case: Case, stage: int) -> range:
@@ -61,12 +61,12 @@ def parameters_of_stage(case: Case, stage: int) -> list[str]:
 
 def positions(case: Case, rank: int, length: int) -> np.ndarray:
     """Return the token positions of a sample that a rank receives, in its order. int64 [length / cp]."""
-    index = coordinate(case.dims, rank)["cp"]
-    return positions_of_part(length, case.dims.cp, index, balanced=case.features.cp_load_balance)
+    index = coordinate_of_rank(case.dims, rank)["cp"]
+    return token_positions_of_part(length, case.dims.cp, index, balanced=case.features.cp_load_balance)
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def positions_of_part(length: int, cp: int, index: int, *, balanced: bool) -> np.ndarray:
+def token_positions_of_part(length: int, cp: int, index: int, *, balanced: bool) -> np.ndarray:
     """Return the positions that the rank at this index of cp receives, in its order. int64 [length / cp], not to be written.
 
     Load balancing gives each cp rank the i-th chunk from the front and the i-th from the back. Under a causal mask late

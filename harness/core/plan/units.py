@@ -12,13 +12,13 @@ def units_of_rank(case: Case, traits: TrainerTraits, rank: int) -> list[Unit]:
     """Return the units of a rank: what wrappers claim, where the case leaves units open and they claim any; else what the
     case requests."""
     claimed = (traits.measured.units or {}).get(rank, ())
-    units = [as_requested(case, unit) for unit in claimed] or fsdp_units(case, traits)
+    units = [with_requested_degree(case, unit) for unit in claimed] or fsdp_units(case, traits)
     if traits.holds_output and traits.loss_chunks > 1:  # torch frees all that there is at the end of a chunk's backward
         return [Unit(unit.parameters, case.shards) for unit in units]
     return units
 
 
-def as_requested(case: Case, unit: Unit) -> Unit:
+def with_requested_degree(case: Case, unit: Unit) -> Unit:
     """Return the unit with what the case requests to be kept after forward; by default what its wrapper claims to keep."""
     policy = case.features.reshard_after_forward
     if policy == "default":
@@ -28,7 +28,7 @@ def as_requested(case: Case, unit: Unit) -> Unit:
     return unit._replace(degree=case.shards if policy == "always" else 1)
 
 
-def output_alone(units: list[Unit]) -> Unit | None:
+def unit_of_output_alone(units: list[Unit]) -> Unit | None:
     """Return the output's unit, where nothing else is in it. None if it shares one."""
     return next((unit for unit in units if unit.parameters == ("output.weight",)), None)
 
@@ -104,7 +104,7 @@ def fsdp2_units(case: Case) -> list[tuple[str, ...]]:
     return [unit for unit in (first, *blocks, last) if unit]
 
 
-def held_units(case: Case, slices: dict[str, Slice], units: list[Unit]) -> tuple[tuple[str, ...], ...]:
+def parameters_of_units(case: Case, slices: dict[str, Slice], units: list[Unit]) -> tuple[tuple[str, ...], ...]:
     """Return what a rank holds of FSDP's units: the fqns of each unit. Empty with other wrappers."""
     if case.wrapper not in ("fsdp1", "fsdp2"):
         return ()

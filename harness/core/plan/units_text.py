@@ -9,12 +9,12 @@ from harness.core.case.measured import Unit
 
 def units_text(units: Iterable[Unit], shards: int, *, most_units: int = 12) -> str:
     """Return "tok_embeddings, norm, output (3 parameters) kept; layers.0 (9) freed", as reports show units."""
-    texts = [f"{modules_text(unit.parameters)} ({len(unit.parameters)}) {_kept_text(unit, shards)}" for unit in units]
+    texts = [f"{modules_text(unit.parameters)} ({len(unit.parameters)}) {_policy_text(unit, shards)}" for unit in units]
     ending = f"; and {len(texts) - most_units} more" if len(texts) > most_units else ""
     return "; ".join(texts[:most_units]) + ending
 
 
-def _kept_text(unit: Unit, shards: int) -> str:
+def _policy_text(unit: Unit, shards: int) -> str:
     """Return whether a unit is kept or freed after forward, or over how many ranks it then is."""
     return "whole" if shards == 1 else {1: "kept", shards: "freed"}.get(unit.degree, f"over {unit.degree} ranks")
 

@@ -42,7 +42,7 @@ def _vector(case: Case, layout: FlatLayout, tensors: Iterable[tuple[str, ...]]) 
             starts[fqn] = []
     end = 0
     for parts in tensors:
-        end = _up(end, layout.starts)
+        end = _round_up(end, layout.starts)
         for fqn in parts:
             starts[fqn].append(end)
             end += numel_of_rank(case, fqn) // parts.count(fqn)
@@ -54,13 +54,13 @@ def zero_degree(case: Case) -> int:
     return case.dims.dp_shard * case.dims.cp
 
 
-def kept_dtype(case: Case) -> str:
+def kept_parameter_dtype(case: Case) -> str:
     """Return the dtype of the parameters that a rank keeps. ZeRO's are in the compute dtype, beside its optimizer's copy."""
     computed = case.training.compute_dtype if case.wrapper in ZERO else None
     return computed or case.training.dtype
 
 
-def units_held(units: Iterable[FlatUnit], fqns: Iterable[str]) -> tuple[FlatUnit, ...]:
+def vectors_with_any(units: Iterable[FlatUnit], fqns: Iterable[str]) -> tuple[FlatUnit, ...]:
     """Return the units of which a rank holds any parameter. fqns: of the parameters that it holds."""
     held_fqns = {*fqns}
     return tuple(unit for unit in units if held_fqns & unit.starts.keys())
@@ -68,7 +68,7 @@ def units_held(units: Iterable[FlatUnit], fqns: Iterable[str]) -> tuple[FlatUnit
 
 def padded_elements(units: tuple[FlatUnit, ...], degree: int) -> int:
     """Return the elements of all vectors, padded to equal parts."""
-    return sum(unit.part(degree) * degree for unit in units)
+    return sum(unit.elements_per_rank(degree) * degree for unit in units)
 
 
 def numel_of_rank(case: Case, fqn: str) -> int:
@@ -76,6 +76,6 @@ def numel_of_rank(case: Case, fqn: str) -> int:
     return local_numel(fqn, parameter_shapes(case.model)[fqn], case.dims.tp)
 
 
-def _up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     """Return the least multiple that is not below a number."""
     return -(-number // multiple) * multiple

@@ -16,13 +16,13 @@ from _pytest.runner import runtestprotocol
 
 from harness.core import trainers
 from harness.core.case.case import TIERS
-from harness.core.case.launching import LONGEST
-from harness.core.case.usual_trainer import KEY, of_configuration, usual_trainer
+from harness.core.case.launching import LONGEST_SECONDS
+from harness.core.case.usual_trainer import CONFIGURATION_KEY, default_trainer, trainer_of_value
 from harness.core.launch import default_server, resident_client
 from harness.core.plugin.items import MARK, CaseFile, Check, tier_mark
 from harness.core.run.options import Options
 
-NOT_APPLICABLE = "harness_not_applicable"
+NOT_APPLICABLE_KEY = "harness_not_applicable"
 
 
 class Checks:
@@ -31,13 +31,13 @@ class Checks:
     def __init__(self, config: pytest.Config, folders: Sequence[Path]) -> None:
         self.config = config
         self.folders = folders
-        self.not_applicable: set[str] = set()  # of node ids, as are the next two
-        self.judged: set[str] = set()
-        self.skipped: set[str] = set()
+        self.not_applicable_ids: set[str] = set()  # of node ids, as are the next two
+        self.judged_ids: set[str] = set()
+        self.skipped_ids: set[str] = set()
         for folder in folders:
             if not folder.is_dir():
                 raise pytest.UsageError(f"harness_cases: no folder {folder}; name one that has YAML files of cases")
-        self.options = options_of(config)
+        self.options = options_of_config(config)
         add_to_testpaths(config, folders)
         config.addinivalue_line("markers", f"{MARK}: a check of a case, of whatever tier")
         for tier in TIERS:
@@ -64,7 +64,7 @@ class Checks:
         """The rank server needs 3 s to start; other tests may run meanwhile."""
         is_local_run = self.options.launcher == "local" and not self.config.getoption("collectonly")
         if is_local_run and not session.testsfailed and any(isinstance(item, Check) for item in session.items):
-            default_server(trainers.load(self.options.trainer).preload, device=self.options.device)
+            default_server(trainers.load_adapter(self.options.trainer).preload, device=self.options.device)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
@@ -89,7 +89,7 @@ class Checks:
             item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
         if item.not_applicable and not any(report.failed for report in reports):
-            self.not_applicable.add(item.nodeid)
+            self.not_applicable_ids.add(item.nodeid)
             return True
         if not runs_now:
             item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
@@ -102,27 +102,27 @@ class Checks:
         if MARK not in report.keywords:
             return
         if report.skipped and not hasattr(report, "wasxfail"):
-            self.skipped.add(report.nodeid)
+            self.skipped_ids.add(report.nodeid)
         elif report.when == "call" or report.failed:
-            self.judged.add(report.nodeid)
+            self.judged_ids.add(report.nodeid)
 
     # ---- the end: what was not judged is said, and is not green
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """Add what a worker of `pytest -n` counted."""
-        self.not_applicable |= set(getattr(node, "workeroutput", {}).get(NOT_APPLICABLE, ()))
+        self.not_applicable_ids |= set(getattr(node, "workeroutput", {}).get(NOT_APPLICABLE_KEY, ()))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(self.config, "workeroutput"):
-            self.config.workeroutput[NOT_APPLICABLE] = sorted(self.not_applicable)
+            self.config.workeroutput[NOT_APPLICABLE_KEY] = sorted(self.not_applicable_ids)
         elif session.exitstatus == pytest.ExitCode.OK and self._nothing_judged():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if self.not_applicable:
-            checks = len(self.not_applicable)
-            cases = len({name.rpartition("::")[0] for name in self.not_applicable})
+        if self.not_applicable_ids:
+            checks = len(self.not_applicable_ids)
+            cases = len({name.rpartition("::")[0] for name in self.not_applicable_ids})
             checks_text = "1 check" if checks == 1 else f"{checks} checks"
             cases_text = "1 case" if cases == 1 else f"{cases} cases"
             terminalreporter.write_line(
@@ -135,7 +135,7 @@ class Checks:
             )
 
     def _nothing_judged(self) -> bool:
-        return bool(self.skipped | self.not_applicable) and not self.judged
+        return bool(self.skipped_ids | self.not_applicable_ids) and not self.judged_ids
 
 
 def add_to_testpaths(config: pytest.Config, folders: Sequence[Path]) -> None:
@@ -145,18 +145,18 @@ def add_to_testpaths(config: pytest.Config, folders: Sequence[Path]) -> None:
         config.args += [str(folder) for folder in folders if not named_paths & {folder, *folder.parents}]
 
 
-def options_of(config: pytest.Config) -> Options:
+def options_of_config(config: pytest.Config) -> Options:
     """Return the options of a run, as pytest's options give them. Raises pytest.UsageError."""
     timeout = config.getoption("--harness-timeout")
     out = Path(config.getoption("--harness-out"))
-    if not 0 < timeout <= LONGEST:
-        raise pytest.UsageError(f"--harness-timeout must be above 0 and at most {LONGEST:g}, got {timeout:g}")
+    if not 0 < timeout <= LONGEST_SECONDS:
+        raise pytest.UsageError(f"--harness-timeout must be above 0 and at most {LONGEST_SECONDS:g}, got {timeout:g}")
     try:
-        trainer = trainers.spec(trainer_of(config), config.getoption("--harness-source"), out)
-        trainers.load(trainer)
+        trainer = trainers.absolute_spec(trainer_of_config(config), config.getoption("--harness-source"), out)
+        trainers.load_adapter(trainer)
     except ValueError as error:
         raise pytest.UsageError(f"--harness-trainer: {error}") from error
-    resident_client.choose(config.getoption("--harness-server"))
+    resident_client.choose_server_kind(config.getoption("--harness-server"))
     launcher = config.getoption("--harness-launcher")
     device = config.getoption("--harness-device")
     shared = config.getoption("--harness-ranks-per-gpu")
@@ -165,10 +165,10 @@ def options_of(config: pytest.Config) -> Options:
     return Options(out=out, trainer=trainer, launcher=launcher, device=device, timeout=timeout, ranks_per_gpu=shared)
 
 
-def trainer_of(config: pytest.Config) -> str:
+def trainer_of_config(config: pytest.Config) -> str:
     """Return the trainer that is typed, else the configuration's, whose path is relative to its file. Raises ValueError."""
     typed = config.getoption("--harness-trainer")
-    written = config.getini(KEY)
+    written = config.getini(CONFIGURATION_KEY)
     if typed or not written:
-        return typed or usual_trainer().name
-    return of_configuration(written, config.inipath or config.rootpath / "x").name
+        return typed or default_trainer().name
+    return trainer_of_value(written, config.inipath or config.rootpath / "x").name

@@ -16,18 +16,18 @@ from harness.core.case.case_files import path_of
 from harness.core.case.loading import load_all, load_cases
 from harness.core.checks import all_checks
 from harness.core.evidence.store import EvidenceError
-from harness.core.evidence.text import visible
+from harness.core.evidence.text import escape_control_characters
 from harness.core.judge import golden
 from harness.core.judge.golden import GoldenError
 from harness.core.judge.judgement import Judgement
 from harness.core.judge.result import Verdict
 from harness.core.launch import LaunchError
 from harness.core.report.text import check_text
-from harness.core.run.accepting import accept
+from harness.core.run.accepting import accept_golden_of
 from harness.core.run.options import Options, Unsupported
 from harness.core.run.run_case import run_case
 
-EXPECTED = (CaseError, EvidenceError, GoldenError, LaunchError)
+EXPECTED_ERRORS = (CaseError, EvidenceError, GoldenError, LaunchError)
 MARK = "harness"  # of every check; and with a tier behind it, of those of that tier
 
 
@@ -68,7 +68,7 @@ class CaseNode(pytest.Collector):
         if self.outcome is None:
             try:
                 self.outcome = run_case(self.case, self.options)
-            except (Unsupported, *EXPECTED) as error:
+            except (Unsupported, *EXPECTED_ERRORS) as error:
                 self.outcome = error
         if isinstance(self.outcome, Exception):
             raise self.outcome
@@ -83,26 +83,26 @@ class Check(pytest.Item):
     def runtest(self) -> None:
         if self.name == "golden" and self.config.getoption("--harness-accept-golden"):
             selected = {item.parent.case.name for item in self.session.items if isinstance(item, Check)}
-            raise Broken(accept_golden(self.parent.case, self.parent.options, selected))
+            raise Broken(accept_goldens(self.parent.case, self.parent.options, selected))
         try:
             judgement = self.parent.judgement()
         except Unsupported as reason:
-            pytest.skip(visible(f"not run: {reason}"))
+            pytest.skip(escape_control_characters(f"not run: {reason}"))
         result = next(result for result in judgement.results if result.check == self.name)
         expected = self.parent.case.expected_failure
         if judgement.verdict is Verdict.XFAIL and result.verdict in (Verdict.FAIL, Verdict.UNKNOWN) and expected:
-            pytest.xfail(visible(f"{expected.because}; see {expected.script}"))
+            pytest.xfail(escape_control_characters(f"{expected.because}; see {expected.script}"))
         if expected and judgement.verdict is Verdict.FAIL and self.name in expected.checks.split():
-            raise Broken(visible(check_text(judgement, result)))
+            raise Broken(escape_control_characters(check_text(judgement, result)))
         if result.verdict is Verdict.NOT_APPLICABLE:
             self.not_applicable = True
-            pytest.skip(visible(f"{self.name} not applicable: {result.note}"))
+            pytest.skip(escape_control_characters(f"{self.name} not applicable: {result.note}"))
         if result.verdict is not Verdict.PASS:
-            raise Broken(visible(check_text(judgement, result)))
+            raise Broken(escape_control_characters(check_text(judgement, result)))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        if isinstance(excinfo.value, (Broken, *EXPECTED)):
-            return visible(str(excinfo.value))
+        if isinstance(excinfo.value, (Broken, *EXPECTED_ERRORS)):
+            return escape_control_characters(str(excinfo.value))
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[os.PathLike[str], int | None, str]:
@@ -113,10 +113,10 @@ def tier_mark(tier: str) -> str:
     return f"{MARK}_{tier}"
 
 
-def accept_golden(case: Case, options: Options, selected: Collection[str]) -> str:
+def accept_goldens(case: Case, options: Options, selected: Collection[str]) -> str:
     """Rewrite the case's goldens and return what changed. selected: names of the cases that run. Raises GoldenError in CI."""
     all_cases = load_all(path_of(case.file).parent)
     lines: list[str] = []
-    for recipe_case in golden.references(case):
-        lines += accept(recipe_case, options, all_cases, selected)
+    for recipe_case in golden.launches_with_reference(case):
+        lines += accept_golden_of(recipe_case, options, all_cases, selected)
     return "\n".join([*lines, f"accepted, not a pass: review `{golden.review_command(case)}`"])

@@ -10,7 +10,7 @@
     evidence = probe.evidence(...)       afterwards.
     probe.remove()
 
-Where the trainer's tensors have no memory, `with probe.watching(fake_mode): ..` stands around all that it does.
+Where the trainer's tensors have no memory, `with probe.watching_without_memory(fake_mode): ..` stands around all that it does.
 
 To add an observation: one file here, one field in harness/core/evidence/step.py or records.py.
 """
@@ -35,7 +35,7 @@ from harness.core.probe import host_copies, live_tensors, structure
 from harness.core.probe.activity import ActivityRecorder
 from harness.core.probe.clock import Clock
 from harness.core.probe.collectives import CollectiveRecorder
-from harness.core.probe.compiler import CompilerRecorder, compiler
+from harness.core.probe.compiler import CompilerRecorder, compiler_counts
 from harness.core.probe.copies import CopyRecorder
 from harness.core.probe.device import DeviceRecorder
 from harness.core.probe.growth import GrowthRecorder
@@ -46,15 +46,15 @@ from harness.core.probe.retained_graphs import RetainedGraphs
 from harness.core.probe.samples import SampleRecorder
 from harness.core.probe.saved_tensors import SavedTensorsRecorder
 from harness.core.probe.settings import SettingsRecorder
-from harness.core.probe.shards import starts_of
+from harness.core.probe.shards import fused_starts_of
 from harness.core.probe.values import StepValues, ValueRecorder
-from harness.core.probe.without_memory import computing_with
+from harness.core.probe.without_memory import registered_mode
 from harness.core.probe.witness import Witness
 
-Reported = tuple[float | None, ...]
+ReportedNumbers = tuple[float | None, ...]
 """Loss, gradient norm, learning rate and largest loss; those at the end may be left out."""
 
-MANY = 10_000
+FREEZE_THRESHOLD = 10_000
 """Of Python's old objects that are worth freezing. A rank that was forked from a frozen server has fewer. Trap:
 gc.get_freeze_count() walks through all that is frozen, which takes 30 ms of CPU in each rank."""
 
@@ -73,31 +73,33 @@ class Probe:
         self.rank = rank
         self.world_size = world_size
         self.clock = Clock()
-        self.collectives = CollectiveRecorder(self.clock.where, on_issue, lambda: self.clock.account, reads_inputs=True)
+        self.collectives = CollectiveRecorder(
+            self.clock.step_and_phase, on_issue, lambda: self.clock.account, reads_inputs=True
+        )
         self.values = ValueRecorder(self.clock)
         self.samples = SampleRecorder(self.clock, row_length)
         self.activity = ActivityRecorder(self.clock)
         self.pipeline = PipelineRecorder(self.clock)
-        self.gathered = GatheredRecorder(self.clock)
-        self.quantized = QuantizedRecorder(self.clock)
+        self.gather_recorder = GatheredRecorder(self.clock)
+        self.quantized_recorder = QuantizedRecorder(self.clock)
         self.compiler = CompilerRecorder(self.clock)
-        self.saved = SavedTensorsRecorder(self.clock)
+        self.saved_tensors_recorder = SavedTensorsRecorder(self.clock)
         self.settings = SettingsRecorder(self.clock, settings)
-        self.activity.on_phase = self.settings.look
-        self.clock.between_steps = self._between_steps
+        self.activity.on_phase = self.settings.note_settings
+        self.clock.on_between_steps = self._between_steps
         self._parameters: tuple[TensorEvidence, ...] = ()
         self._parts: tuple[nn.Module, ...] = ()
-        self._held: tuple[HeldTensor, ...] | None = None
-        self.growth = GrowthRecorder(self.clock, self._beside)
+        self._unaccounted: tuple[HeldTensor, ...] | None = None
+        self.growth = GrowthRecorder(self.clock, self._unaccounted_tensors)
         self.copies = CopyRecorder(self.clock)
         self.device = DeviceRecorder(self.clock)
-        self.graphs = RetainedGraphs(self.clock)
-        self._froze = False  # Python's objects, at install
+        self.retained_graphs = RetainedGraphs(self.clock)
+        self._has_frozen = False  # Python's objects, at install
 
     def install(self) -> None:
         """Begin to watch. Objects that live already hold no tensor of the training, so they are not searched in each step."""
-        self._froze = len(gc.get_objects(generation=2)) > MANY
-        if self._froze:
+        self._has_frozen = len(gc.get_objects(generation=2)) > FREEZE_THRESHOLD
+        if self._has_frozen:
             gc.freeze()
         self.collectives.install()
         self.values.install()
@@ -105,125 +107,127 @@ class Probe:
         self.activity.install()
         self.pipeline.install()
         self.compiler.install()
-        self.saved.install()
+        self.saved_tensors_recorder.install()
         self.settings.install()
         self.copies.install()
         self.device.install()
-        self.graphs.install()
+        self.retained_graphs.install()
 
     @contextlib.contextmanager
-    def watching(self, mode: Any) -> Iterator[Witness]:
+    def watching_without_memory(self, mode: Any) -> Iterator[Witness]:
         """Watch a trainer whose tensors are of this FakeTensorMode, with a probe that is installed. Yield the witness.
 
         The witness stands above the mode and sees what is computed, in place of the recorders' own kernels. Only shapes of
         values are kept."""
         for recorder in (self.collectives, self.activity, self.copies):
             recorder.close()
-        self.values.shapes_only()
-        with mode, computing_with(mode), Witness(self) as witness, witness.storages.recording():
+        self.values.record_shapes_only()
+        with mode, registered_mode(mode), Witness(self) as witness, witness.storages.recording():
             yield witness
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
         self._parts = self.values.parts = tuple(parts)
         self.activity.attach(self._parts)
-        self.gathered.attach(self._parts)  # before samples: its hook ends the forward pass
-        self.quantized.attach(self._parts)
+        self.gather_recorder.attach(self._parts)  # before samples: its hook ends the forward pass
+        self.quantized_recorder.attach(self._parts)
         self.samples.attach(self._parts)
         self.copies.attach(self._parts)
         self.growth.attach()
-        self._parameters = structure.parameter_evidence(self._parts, host_copies.copied)
+        self._parameters = structure.parameter_evidence(self._parts, host_copies.copy_to_host)
 
     def _between_steps(self) -> None:
-        self.values.see_what_was_left()
-        self.gathered.see_what_was_left(self._parts)
+        self.values.note_changes_between_steps()
+        self.gather_recorder.note_leftovers(self._parts)
 
-    def resumed(self, step: int) -> None:
+    def note_resume(self, step: int) -> None:
         """Note that the trainer has read a checkpoint that was written after this step."""
-        self.clock.resume(step)
+        self.clock.resume_after(step)
         self.values.watch_resumed()
 
     @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving_checkpoint(self) -> Iterator[None]:
         """Surround the writing of a checkpoint after which the trainer goes on.
 
         What happens meanwhile belongs to no step. The parameters that it leaves are compared when the next step begins."""
         self.values.keep_final_state()
-        with self.clock.set_up():
+        with self.clock.outside_of_steps():
             yield
 
-    def trained(self) -> None:
+    def finish_training(self) -> None:
         """Note that training has ended: what follows belongs to no step. Look for the last time at what is retained."""
         last_step = self.clock.step
         self.clock.finish()
         self.values.keep_final_state()
-        self._held = self._beside(patient=True)  # the last look: growth is what is kept then, too
-        self.growth.note_last(last_step, self._held)
+        self._unaccounted = self._unaccounted_tensors(patient=True)  # the last look: growth is what is kept then, too
+        self.growth.note_last(last_step, self._unaccounted)
 
-    def _beside(self, *, patient: bool = False) -> tuple[HeldTensor, ...]:
+    def _unaccounted_tensors(self, *, patient: bool = False) -> tuple[HeldTensor, ...]:
         """Return the tensors that live beside parameters, gradients, optimizer state and the probe's own."""
-        probe_tensors = [*self.samples.tensors(), *host_copies.pending()]
-        return live_tensors.beside(
-            self._parts, self.values.optimizers, probe_tensors, evaluated=self.clock.evaluated, patient=patient
+        probe_tensors = [*self.samples.kept_tensors(), *host_copies.pending_copies()]
+        return live_tensors.find_unaccounted_tensors(
+            self._parts, self.values.optimizers, probe_tensors, evaluated=self.clock.has_evaluated, patient=patient
         )
 
     def remove(self) -> None:
-        if self._froze:
+        if self._has_frozen:
             gc.unfreeze()
-        self.graphs.remove()
+        self.retained_graphs.remove()
         self.device.remove()
         self.settings.remove()
-        self.saved.remove()
+        self.saved_tensors_recorder.remove()
         self.compiler.remove()
         self.copies.remove()
         self.pipeline.remove()
-        self.quantized.remove()
+        self.quantized_recorder.remove()
         self.activity.remove()
-        self.gathered.remove()
+        self.gather_recorder.remove()
         self.samples.remove()
         self.values.remove()
         self.collectives.remove()
 
     def evidence(
         self,
-        reported: Mapping[int, Reported],
+        reported: Mapping[int, ReportedNumbers],
         fault: bool | None = None,
         numbers: Mapping[int, Mapping[str, Number]] = MappingProxyType({}),
     ) -> RankEvidence:
         """Return all that was seen on this rank. `reported`, `numbers`: by step, what the trainer shows its user."""
-        host_copies.wait()
-        self.values.read()
-        steps = sorted(step for step in self.values.steps if step > self.clock.start)
+        host_copies.wait_for_copies()
+        self.values.read_copies()
+        steps = sorted(step for step in self.values.steps if step > self.clock.start_step)
         return RankEvidence(
             rank=self.rank,
             world_size=self.world_size,
             parameters=tuple(
-                replace(parameter, value=host_copies.read(parameter.value)) for parameter in self._parameters
+                replace(parameter, value=host_copies.read_copy(parameter.value)) for parameter in self._parameters
             ),
-            groups=structure.groups(),
-            collectives=self.collectives.settled(),
+            groups=structure.group_evidence(),
+            collectives=self.collectives.final_records(),
             steps=tuple(
-                replace(self._step(step, self.values.steps[step], reported), numbers=dict(numbers.get(step, {})))
+                replace(
+                    self._step_evidence(step, self.values.steps[step], reported), numbers=dict(numbers.get(step, {}))
+                )
                 for step in steps
             ),
-            structure=structure.wrappers(self._parts),
-            switches=structure.switches(self._parts),
-            environment=environment(),
-            compiler=compiler(),
+            structure=structure.wrapper_evidence(self._parts),
+            switches=structure.fsdp2_switches(self._parts),
+            environment=describe_environment(),
+            compiler=compiler_counts(),
             fault=fault,
             resumed=self.values.resumed,
-            held=self._held,
-            settings=self.settings.started,
-            after_evaluation=tuple(self.gathered.after_evaluation),
-            own_groups=self.collectives.own.settled(),
-            passed=self.collectives.passed,
+            held=self._unaccounted,
+            settings=self.settings.settings_at_start,
+            after_evaluation=tuple(self.gather_recorder.after_evaluation),
+            own_groups=self.collectives.own_groups.final_groups(),
+            passed=self.collectives.input_bit_sums,
         )
 
     @property
-    def starts(self) -> dict[str, int]:
+    def fused_starts(self) -> dict[str, int]:
         """Return at which element of a fused tensor this rank's interval begins, by the trainer's name of it."""
-        return starts_of(self._parts)
+        return fused_starts_of(self._parts)
 
-    def _step(self, step: int, values: StepValues, reported: Mapping[int, Reported]) -> StepEvidence:
+    def _step_evidence(self, step: int, values: StepValues, reported: Mapping[int, ReportedNumbers]) -> StepEvidence:
         loss, gradient_norm, learning_rate, largest_loss = (*reported.get(step, ()), *[None] * 4)[:4]
         return StepEvidence(
             step=step,
@@ -239,29 +243,33 @@ class Probe:
             parameters=values.parameters,
             optimizer_state=values.optimizer_state,
             memory=values.memory,
-            changed=values.changed,
-            scaled=values.scaled,
-            seconds=self.device.seconds(step),
-            allocator=self.device.memory(step),
+            changed=values.changed_since,
+            scaled=values.scale_factor,
+            seconds=self.device.step_seconds(step),
+            allocator=self.device.allocator_of(step),
             activity=self._activity(step),
-            graphs=self.compiler.of_step(step),
-            settings=self.settings.of_step(step),
+            graphs=self.compiler.graphs_after(step),
+            settings=self.settings.settings_of(step),
             positions=self.samples.positions(step),
-            after_forward=self.gathered.of_step(step),
-            kept=self.growth.of_step(step),
-            unwaited=self.growth.unwaited(step),
-            graphs_retained=self.graphs.of_step(step),
-            copied=self.copies.of_step(step),
-            gathered=self.gathered.after_backward(step),
-            evaluated=self.samples.evaluated(step),
+            after_forward=self.gather_recorder.after_forward_of(step),
+            kept=self.growth.retained_bytes(step),
+            unwaited=self.growth.unwaited_collectives_of(step),
+            graphs_retained=self.retained_graphs.retained_graphs_of(step),
+            copied=self.copies.peak_copies_of(step),
+            gathered=self.gather_recorder.gathered_after_backward(step),
+            evaluated=self.samples.evaluation_microbatches(step),
         )
 
     def _activity(self, step: int) -> Activity:
-        computed = self.activity.of_step(step)
-        return replace(computed, quantized=self.quantized.of_step(step), saved=self.saved.of_step(step))
+        computed = self.activity.activity_of(step)
+        return replace(
+            computed,
+            quantized=self.quantized_recorder.matmuls_of(step),
+            saved=self.saved_tensors_recorder.hooks_of(step),
+        )
 
 
-def environment() -> dict[str, str]:
+def describe_environment() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from harness.core.probe.clock import Clock
-from harness.core.probe.host_copies import Copy, all_cloned, all_read, copied
+from harness.core.probe.host_copies import HostCopy, clone_all, copy_to_host, read_all
 
-ENGINE = "_engine_run_backward"
+ENGINE_FUNCTION = "_engine_run_backward"
 """What Tensor.backward comes down to in torch.autograd, reductions by DDP and FSDP included."""
 
 
@@ -32,12 +32,12 @@ def observe_backward(
     on_begin: gets the roots and retain_graph. Return a function that ends this. None if this torch runs backward in another
     way, so that nothing is seen.
     """
-    original = getattr(torch.autograd, ENGINE, None)
+    original = getattr(torch.autograd, ENGINE_FUNCTION, None)
     if original is None:
         return None
 
     @functools.wraps(original)
-    def seen(roots: Any, gradients: Any, retain_graph: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def run_and_note_backward(roots: Any, gradients: Any, retain_graph: Any = None, *args: Any, **kwargs: Any) -> Any:
         is_outermost = torch._C._current_graph_task_id() == -1 and not clock.in_schedule
         is_observed = is_outermost and kwargs.get("accumulate_grad", True)
         if is_observed:
@@ -47,8 +47,8 @@ def observe_backward(
             on_end()
         return results
 
-    setattr(torch.autograd, ENGINE, seen)
-    return lambda: setattr(torch.autograd, ENGINE, original)
+    setattr(torch.autograd, ENGINE_FUNCTION, run_and_note_backward)
+    return lambda: setattr(torch.autograd, ENGINE_FUNCTION, original)
 
 
 class BackwardRecorder:
@@ -57,55 +57,55 @@ class BackwardRecorder:
     def __init__(self, clock: Clock, gradients: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._clock = clock
         self._gradients = gradients
-        self._copies: dict[str, Copy] = {}
+        self._copies: dict[str, HostCopy] = {}
         self._resolution: dict[str, float] = {}
         self._stop: Callable[[], None] | None = None
-        self.needed = True  # until torch's own clipping is seen
-        self.ended = 0  # how many backward passes have ended
+        self.is_needed = True  # until torch's own clipping is seen
+        self.ended_passes = 0  # how many backward passes have ended
 
     def install(self) -> None:
-        self._stop = observe_backward(self._clock, lambda roots, retain: None, self._end)
+        self._stop = observe_backward(self._clock, lambda roots, retain: None, self._note_end)
         if self._stop:
-            self._clock.schedule_ended = self._end
+            self._clock.on_schedule_end = self._note_end
 
     def remove(self) -> None:
         if self._stop:
             self._stop()
         self._stop = None
-        self.drop()
+        self.drop_copies()
 
-    def _end(self) -> None:
-        self.ended += 1
-        if self.needed:
+    def _note_end(self) -> None:
+        self.ended_passes += 1
+        if self.is_needed:
             gradients = self._gradients()
             self._resolution = {fqn: torch.finfo(gradient.dtype).eps for fqn, gradient in gradients.items()}
-            self._copies = all_cloned(gradients)
+            self._copies = clone_all(gradients)
 
-    def drop(self) -> None:
+    def drop_copies(self) -> None:
         self._copies = {}
 
-    def taken(self) -> Before:
+    def take_copies(self) -> GradientsBefore:
         """Return the gradients as they were when backward ended, and forget them; empty if nothing was copied."""
-        copies = {fqn: copied(copy) if torch.is_tensor(copy) else copy for fqn, copy in self._copies.items()}
-        before = Before(copies, self._resolution if copies else {})
-        self.drop()
+        copies = {fqn: copy_to_host(copy) if torch.is_tensor(copy) else copy for fqn, copy in self._copies.items()}
+        before = GradientsBefore(copies, self._resolution if copies else {})
+        self.drop_copies()
         return before
 
 
 @dataclass(frozen=True)
-class Before:
+class GradientsBefore:
     """Gradients at the end of backward. resolution: the epsilon of each one's dtype."""
 
-    gradients: dict[str, Copy]
+    gradients: dict[str, HostCopy]
     resolution: dict[str, float]
 
-    def against(self, later: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], float | None]:
+    def compare_with(self, later: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], float | None]:
         """Return the gradients before, and the number by which all were multiplied since.
 
         If that was not one number: `later` and NaN. If none were copied: `later` and None."""
         if not self.gradients:
             return dict(later), None
-        earlier = all_read(self.gradients)
+        earlier = read_all(self.gradients)
         factor = common_factor(earlier, later, self.resolution)
         return (dict(later) if math.isnan(factor) else earlier), factor
 

@@ -19,10 +19,10 @@ class CallTimes:
     """Measures while installed. Calls are known by their place among the records of one recorder."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, tuple[float, float]] = {}
+        self.times_by_call: dict[int, tuple[float, float]] = {}
         """Index of a call among the records -> when it began, and for how many seconds it blocked."""
         self._thread = threading.local()
-        self._wait: tuple[Any, Any] | None = None
+        self._patched_wait: tuple[Any, Any] | None = None
 
     def install(self) -> None:
         original_wait = dist.Work.wait
@@ -32,14 +32,14 @@ class CallTimes:
                 return original_wait(work, *args, **kwargs)
 
         dist.Work.wait = timed_wait
-        self._wait = (original_wait, timed_wait)
+        self._patched_wait = (original_wait, timed_wait)
 
     def close(self) -> None:
-        if self._wait is not None and dist.Work.wait is self._wait[1]:
-            dist.Work.wait = self._wait[0]
+        if self._patched_wait is not None and dist.Work.wait is self._patched_wait[1]:
+            dist.Work.wait = self._patched_wait[0]
 
     @contextlib.contextmanager
-    def calling(self) -> Iterator[None]:
+    def timing_call(self) -> Iterator[None]:
         """Surround a call from before it is put on record until it returns."""
         thread_state = self._thread
         thread_state.place = None
@@ -49,9 +49,12 @@ class CallTimes:
         finally:
             thread_state.calls = False
             if thread_state.place is not None:
-                self.seen[thread_state.place] = (thread_state.began, time.perf_counter() - thread_state.started)
+                self.times_by_call[thread_state.place] = (
+                    thread_state.began,
+                    time.perf_counter() - thread_state.started,
+                )
 
-    def begins(self, index: int) -> None:
+    def note_begin(self, index: int) -> None:
         """Take note that the call is on record at this place, and begins now."""
         if getattr(self._thread, "calls", False):
             self._thread.place = index
@@ -73,5 +76,5 @@ class CallTimes:
             yield
         finally:
             if index is not None:
-                began, blocked = self.seen[index]
-                self.seen[index] = (began, blocked + time.perf_counter() - started)
+                began, blocked = self.times_by_call[index]
+                self.times_by_call[index] = (began, blocked + time.perf_counter() - started)

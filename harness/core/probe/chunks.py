@@ -23,7 +23,7 @@ def forward(loss: Callable[..., Any]) -> Callable[..., Any]:
     def in_forward_pass(self: Any, hidden: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with _at_depth(1):
             value = loss(self, hidden, labels, *args, **kwargs)
-        resharding.forward_goes_on()
+        resharding.note_forward_continues()
         return value
 
     return in_forward_pass

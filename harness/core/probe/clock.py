@@ -26,9 +26,9 @@ import torch
 
 from harness.core.evidence.records import BACKGROUND
 
-WAITING = ("threading", "queue", "concurrent.futures._base")
+WAITING_MODULES = ("threading", "queue", "concurrent.futures._base")
 """Modules in which a thread waits for another one."""
-BACKWARD = "torch.autograd"
+BACKWARD_MODULE = "torch.autograd"
 """Module from which the thread that trains goes backward."""
 
 
@@ -40,11 +40,11 @@ class Account:
     step: int
     kind: str = "training"
 
-    def of(self, step: int) -> bool:
+    def trains_step(self, step: int) -> bool:
         return self.step == step and self.kind == "training"
 
 
-def _of_python(thread: int) -> bool:
+def _is_python_thread(thread: int) -> bool:
     """Return whether Python code started this thread, or it is the main one."""
     return any(
         python_thread.ident == thread
@@ -54,65 +54,67 @@ def _of_python(thread: int) -> bool:
 
 
 class Clock:
-    """`account` is where what is seen now belongs, `of_last_pass` where what is made of the last pass's output belongs.
+    """`account` is where what is seen now belongs, `account_of_last_pass` where what is made of the last pass's output belongs.
 
     `passes` counts forward passes so far. `evaluated` says whether one of evaluation came since the last step began."""
 
-    between_steps: Callable[[], None] = staticmethod(lambda: None)
+    on_between_steps: Callable[[], None] = staticmethod(lambda: None)
     """Called when a step begins, and at the end; once more if what began the step may not have trained."""
-    schedule_ended: Callable[[], None] = staticmethod(lambda: None)  # called after a schedule's pass that trains
-    step_begins: Callable[[], None] = staticmethod(lambda: None)  # called when a step has begun
-    pass_begins: Callable[[], None] = staticmethod(lambda: None)
+    on_schedule_end: Callable[[], None] = staticmethod(lambda: None)  # called after a schedule's pass that trains
+    on_step_begin: Callable[[], None] = staticmethod(lambda: None)  # called when a step has begun
+    on_pass_begin: Callable[[], None] = staticmethod(lambda: None)
     """Called when a forward pass that records gradients begins, outside of a schedule."""
 
     def __init__(self) -> None:
-        self.start = self.step = 0
+        self.start_step = self.step = 0
         self.passes = self.forward_depth = 0
-        self.in_optimizer = self.in_pipeline = self.in_schedule = self.reducing = False
-        self.evaluated = False
+        self.in_optimizer = self.in_pipeline = self.in_schedule = self.is_reducing = False
+        self.has_evaluated = False
         self._step_is_over = True
-        self._certain = False
-        self.account = self.of_last_pass = self.of_step = Account(0)
-        self._trains = threading.get_ident()
+        self._step_is_certain = False
+        self.account = self.account_of_last_pass = self.account_of_step = Account(0)
+        self._training_thread = threading.get_ident()
 
-    def resume(self, step: int) -> None:
+    def resume_after(self, step: int) -> None:
         """Go on after this step, so that the next one is step + 1.
 
         Trap: restoring an optimizer may have called its step() to make its state."""
-        self.start = self.step = step
-        self.account = self.of_last_pass = self.of_step = Account(step)
+        self.start_step = self.step = step
+        self.account = self.account_of_last_pass = self.account_of_step = Account(step)
 
     def finish(self) -> None:
-        self._look_between()
+        self._run_between_steps()
         self.step = 0
-        self.account = self.of_last_pass = self.of_step = Account(0)
+        self.account = self.account_of_last_pass = self.account_of_step = Account(0)
 
-    def where(self) -> tuple[int, str]:
-        return (0, BACKGROUND) if self._in_background() else (self.account.step, self.phase())
+    def step_and_phase(self) -> tuple[int, str]:
+        return (0, BACKGROUND) if self._is_in_background() else (self.account.step, self.phase())
 
-    def _in_background(self) -> bool:
+    def _is_in_background(self) -> bool:
         thread = threading.get_ident()
-        return thread != self._trains and torch._C._current_graph_task_id() == -1 and _of_python(thread)
+        return thread != self._training_thread and torch._C._current_graph_task_id() == -1 and _is_python_thread(thread)
 
-    def _in_callback(self) -> bool:
+    def _is_in_callback(self) -> bool:
         """Return whether this thread of C++ runs a future's callback, such as a communication hook's, between forward and
         optimizer: then it works for backward.
 
         The callback runs in backward's own thread where the future is done already."""
         is_in_pass_or_between = self.forward_depth or self.in_pipeline or self.in_optimizer or self._step_is_over
         thread = threading.get_ident()
-        return not is_in_pass_or_between and thread != self._trains and not _of_python(thread)
+        return not is_in_pass_or_between and thread != self._training_thread and not _is_python_thread(thread)
 
     def is_training_meanwhile(self) -> bool:
         """Return whether the thread that trains is in a pass, in backward or in an optimizer's step, and does not wait for
         another thread. Other threads call this."""
-        frame = sys._current_frames().get(self._trains)
-        if frame is None or frame.f_globals.get("__name__") in WAITING:
+        frame = sys._current_frames().get(self._training_thread)
+        if frame is None or frame.f_globals.get("__name__") in WAITING_MODULES:
             return False
-        return bool(self.forward_depth or self.in_optimizer or self.in_pipeline) or _within(frame, BACKWARD)
+        return bool(self.forward_depth or self.in_optimizer or self.in_pipeline) or _is_called_from(
+            frame, BACKWARD_MODULE
+        )
 
     def phase(self) -> str:
-        if torch._C._current_graph_task_id() != -1 or self.reducing or self._in_callback():
+        if torch._C._current_graph_task_id() != -1 or self.is_reducing or self._is_in_callback():
             return "backward"
         if self.account.kind == "evaluation":
             return "evaluation"
@@ -139,75 +141,75 @@ class Clock:
 
     def _begin_pass(self, records_gradients: bool, in_training_mode: bool) -> None:
         if not records_gradients:
-            self.evaluated = True
+            self.has_evaluated = True
             self.account = Account(self.step, "evaluation")
         else:
-            self.pass_begins()
-            self._trains = threading.get_ident()
+            self.on_pass_begin()
+            self._training_thread = threading.get_ident()
             self._begin_step()
-            self._certain = self._certain or in_training_mode
-            self.account = self.of_step if in_training_mode else Account(self.step, "undecided")
-        self.of_last_pass = self.account
+            self._step_is_certain = self._step_is_certain or in_training_mode
+            self.account = self.account_of_step if in_training_mode else Account(self.step, "undecided")
+        self.account_of_last_pass = self.account
 
-    def _look_between(self) -> None:
-        """Call `between_steps`. First settle that a pass which began a step, and is undecided still, did not train."""
-        self.evaluated = self.evaluated or not (self._step_is_over or self._certain)
-        self.between_steps()
+    def _run_between_steps(self) -> None:
+        """Call `on_between_steps`. First settle that a pass which began a step, and is undecided still, did not train."""
+        self.has_evaluated = self.has_evaluated or not (self._step_is_over or self._step_is_certain)
+        self.on_between_steps()
 
     @property
-    def finished(self) -> int:
+    def last_finished_step(self) -> int:
         """Return the last step that is over."""
         return self.step - (not self._step_is_over)
 
     def _begin_step(self) -> None:
-        if self._step_is_over or not self._certain:
-            self._look_between()
+        if self._step_is_over or not self._step_is_certain:
+            self._run_between_steps()
         if self._step_is_over:
             self.step += 1
-            self.of_step = Account(self.step)
-            self._step_is_over = self._certain = self.evaluated = False
-            self.step_begins()
+            self.account_of_step = Account(self.step)
+            self._step_is_over = self._step_is_certain = self.has_evaluated = False
+            self.on_step_begin()
 
-    def decide(self, account: Account) -> None:
+    def mark_as_training(self, account: Account) -> None:
         """Note that backward has come to what this pass returned, so that the pass trains."""
         if account.kind == "undecided":
             account.kind = "training"
-            self._certain = True
+            self._step_is_certain = True
 
     def leave_forward(self) -> None:
         self.forward_depth -= 1
         if not self.forward_depth and not self.in_schedule:
-            self.account = self.of_step
+            self.account = self.account_of_step
 
-    def skip(self) -> None:
+    def skip_step(self) -> None:
         """Begin the step anew: a loss scaler leaves the optimizer's step out, so what was computed since the last step trains
         nothing."""
         if not self._step_is_over:
-            self.of_step.kind = "skipped"
-            self.account = self.of_last_pass = self.of_step = Account(self.step)
+            self.account_of_step.kind = "skipped"
+            self.account = self.account_of_last_pass = self.account_of_step = Account(self.step)
 
     # ---- passes of a pipeline's schedule
 
     @contextlib.contextmanager
-    def schedule(self, *, training: bool) -> Iterator[None]:
+    def schedule_pass(self, *, training: bool) -> Iterator[None]:
         old_state = self.account, self.in_pipeline, self.in_schedule
         if training:
-            self._trains = threading.get_ident()
+            self._training_thread = threading.get_ident()
             self._begin_step()
-            self._certain = True
-            self.account = self.of_step
+            self._step_is_certain = True
+            self.account = self.account_of_step
         else:
-            self.evaluated = True
+            self.has_evaluated = True
             self.account = Account(self.step, "evaluation")
-        self.of_last_pass = self.account
+        self.account_of_last_pass = self.account
         self.in_pipeline = self.in_schedule = True
         try:
             yield
         finally:
             self.account, self.in_pipeline, self.in_schedule = old_state
-            self.account = self.of_step if old_state[0].kind == "training" else old_state[0]
+            self.account = self.account_of_step if old_state[0].kind == "training" else old_state[0]
         if training:
-            self.schedule_ended()
+            self.on_schedule_end()
 
     @contextlib.contextmanager
     def loss_of_schedule(self) -> Iterator[None]:
@@ -222,22 +224,22 @@ class Clock:
     @contextlib.contextmanager
     def reducing_gradients(self) -> Iterator[None]:
         """Surround what reduces gradients outside of autograd's engine: it is part of backward all the same."""
-        was_reducing = self.reducing
-        self.reducing = True
+        was_reducing = self.is_reducing
+        self.is_reducing = True
         try:
             yield
         finally:
-            self.reducing = was_reducing
+            self.is_reducing = was_reducing
 
     @contextlib.contextmanager
-    def set_up(self) -> Iterator[None]:
+    def outside_of_steps(self) -> Iterator[None]:
         """Surround what belongs to no step: what is computed meanwhile, and what is made of it."""
-        old_accounts = self.account, self.of_last_pass
-        self.account = self.of_last_pass = Account(0)
+        old_accounts = self.account, self.account_of_last_pass
+        self.account = self.account_of_last_pass = Account(0)
         try:
             yield
         finally:
-            self.account, self.of_last_pass = old_accounts
+            self.account, self.account_of_last_pass = old_accounts
 
     # ---- the optimizer
 
@@ -249,7 +251,7 @@ class Clock:
         self._step_is_over = True
 
 
-def _within(frame: types.FrameType | None, module: str) -> bool:
+def _is_called_from(frame: types.FrameType | None, module: str) -> bool:
     """Return whether this frame is one of that module's, or was called from there."""
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(module):

@@ -25,11 +25,11 @@ import torch.distributed as dist
 from harness.core.evidence.records import BACKGROUND, CHECKPOINT, Collective
 from harness.core.probe.call_times import CallTimes
 from harness.core.probe.clock import Account
-from harness.core.probe.own_groups import Call, OwnGroups, name_of, places_of, tensors_in
+from harness.core.probe.own_groups import DirectCall, OwnGroups, group_rank_by_rank, iterate_tensors, name_of
 
 # name of the c10d operator -> (canonical name, position of the argument that is the unsharded tensor).
 # Operators that a torch version lacks are left out when the recorder is installed.
-OPERATORS: dict[str, tuple[str, int]] = {
+C10D_OPERATORS: dict[str, tuple[str, int]] = {
     "_allgather_base_": ("all_gather", 0),
     "allgather_": ("all_gather", 0),
     "allgather_coalesced_": ("all_gather", 0),
@@ -53,7 +53,7 @@ OPERATORS: dict[str, tuple[str, int]] = {
 }
 
 
-GIVEN = {
+INPUT_POSITIONS = {
     "all_gather": 1,
     "reduce_scatter": 1,
     "all_to_all": 1,
@@ -64,7 +64,7 @@ GIVEN = {
     "send": 0,
 }
 """Position of the argument that holds what this rank passes. Others pass nothing, or on one rank alone."""
-ROOTS = {"broadcast": 2, "reduce": 3, "gather": 3, "scatter": 3}
+ROOT_POSITIONS = {"broadcast": 2, "reduce": 3, "gather": 3, "scatter": 3}
 """Position of the argument that is the root's place in the group."""
 
 
@@ -82,26 +82,26 @@ class CollectiveRecorder:
         reads_inputs: bool = False,
     ) -> None:
         self.records: list[Collective] = []
-        self._passed: list[torch.Tensor | int] | None = [] if reads_inputs else None
-        self._where = where
+        self._input_bit_sums: list[torch.Tensor | int] | None = [] if reads_inputs else None
+        self._step_and_phase = where
         self._on_issue = on_issue
-        self._account = account
-        self._undecided: dict[int, Account] = {}
+        self._current_account = account
+        self._undecided_accounts: dict[int, Account] = {}
         self._sequence: Counter[tuple[str, str, int | None]] = Counter()
         self._lock = threading.Lock()
-        self._kept: set[int] = set()
-        self.times = CallTimes()
+        self._kept_alive: set[int] = set()
+        self.call_times = CallTimes()
         self._library: torch.library.Library | None = None
-        self.own = OwnGroups(where, self._is_recorded, self._called_directly, self._went_wrong)
+        self.own_groups = OwnGroups(where, self._is_recorded, self._note_direct_call, self._raise_error)
 
     def install(self) -> None:
-        self.own.install()
-        self.times.install()
+        self.own_groups.install()
+        self.call_times.install()
         self._library = torch.library.Library("c10d", "IMPL")
-        for name, (op, payload) in OPERATORS.items():
+        for name, (op, payload) in C10D_OPERATORS.items():
             overload = getattr(getattr(torch.ops.c10d, name, None), "default", None)
             if overload is not None:
-                kernel = functools.partial(self._kernel, overload, op, payload)
+                kernel = functools.partial(self._record_and_call, overload, op, payload)
                 self._library.impl(name, kernel, "BackendSelect", with_keyset=True)
 
     def remove(self) -> None:
@@ -109,46 +109,54 @@ class CollectiveRecorder:
 
     def close(self) -> None:
         """Take the kernels and patches out again. Nothing if they are out already."""
-        self.own.close()
-        self.times.close()
+        self.own_groups.close()
+        self.call_times.close()
         if self._library is not None:
             self._library._destroy()
             self._library = None
 
-    def settled(self) -> tuple[Collective, ...]:
+    def final_records(self) -> tuple[Collective, ...]:
         """Return the records with their times; those of passes that no backward followed have phase "evaluation"."""
-        evaluation_indices = {index for index, account in self._undecided.items() if account.kind == "undecided"}
-        return tuple(self._settled(index, index in evaluation_indices) for index in range(len(self.records)))
+        evaluation_indices = {
+            index for index, account in self._undecided_accounts.items() if account.kind == "undecided"
+        }
+        return tuple(self._final_record(index, index in evaluation_indices) for index in range(len(self.records)))
 
-    def _settled(self, index: int, is_evaluation: bool) -> Collective:
+    def _final_record(self, index: int, is_evaluation: bool) -> Collective:
         record = self.records[index]
-        began, blocked = self.times.seen.get(index, (None, None))
+        began, blocked = self.call_times.times_by_call.get(index, (None, None))
         phase = "evaluation" if is_evaluation else record.phase
         return dataclasses.replace(record, phase=phase, began=began, blocked=blocked)
 
     @property
-    def passed(self) -> np.ndarray | None:
+    def input_bit_sums(self) -> np.ndarray | None:
         """Return int64 [records]; None where inputs are not read."""
-        return None if self._passed is None else np.array([int(bit_sum) for bit_sum in self._passed], np.int64)
+        return (
+            None
+            if self._input_bit_sums is None
+            else np.array([int(bit_sum) for bit_sum in self._input_bit_sums], np.int64)
+        )
 
-    def _kernel(self, overload: Any, op: str, payload: int, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.times.calling():
-            self._note(op, args[payload], args)
-            return overload.redispatch(keyset & _BELOW, *args, **kwargs)
+    def _record_and_call(self, overload: Any, op: str, payload: int, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.call_times.timing_call():
+            self._note_operator(op, args[payload], args)
+            return overload.redispatch(keyset & _KEYS_BELOW, *args, **kwargs)
 
-    def _note(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
+    def _note_operator(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
         group = _group_of(args)
-        self.keep(group)
-        group_ranks = places_of(group)
+        self.keep_alive(group)
+        group_ranks = group_rank_by_rank(group)
         if not group_ranks:
-            self.own.unplaced(op, group, payload)
+            self.own_groups.note_unknown_group_call(op, group, payload)
             return
-        self.own.passed()
-        input_bits = 0 if self._passed is None or op not in GIVEN else bits_of(args[GIVEN[op]])
-        ends = _peer(op, args, group), _root(op, args, group)
+        self.own_groups.note_dispatched_call()
+        input_bits = (
+            0 if self._input_bit_sums is None or op not in INPUT_POSITIONS else sum_of_bits(args[INPUT_POSITIONS[op]])
+        )
+        ends = _peer_rank(op, args, group), _root_rank(op, args, group)
         self.note(op, payload, group, *ends, input_bits, ranks=tuple(sorted(group_ranks)))
 
-    def _called_directly(self, call: Call, group: dist.ProcessGroup) -> None:
+    def _note_direct_call(self, call: DirectCall, group: dist.ProcessGroup) -> None:
         """Note a call of a method of a group's backend, or of a Python class that is registered."""
         peer_in_group = (
             next((argument for argument in call.args if type(argument) is int), None)
@@ -157,7 +165,7 @@ class CollectiveRecorder:
         )
         root_in_group = next((argument.rootRank for argument in call.args if hasattr(argument, "rootRank")), None)
         global_ranks = (
-            None if group_rank is None else _member_at(group_rank, group)
+            None if group_rank is None else _global_rank_at(group_rank, group)
             for group_rank in (peer_in_group, root_in_group)
         )
         self.note(call.op, call.tensors, group, *global_ranks)
@@ -165,18 +173,18 @@ class CollectiveRecorder:
     def _is_recorded(self, phase: str) -> bool:
         return True
 
-    def _went_wrong(self, op: str, error: Exception) -> None:
+    def _raise_error(self, op: str, error: Exception) -> None:
         raise error
 
-    def keep(self, group: dist.ProcessGroup) -> bool:
+    def keep_alive(self, group: dist.ProcessGroup) -> bool:
         """Keep a group alive as long as the process; return whether it is a new one.
 
         Trap: C++ code that frees a gloo group last, such as DDP's reducer, joins its threads while it holds the GIL. If one of
         them waits for the GIL, to free what the last call held, the process hangs in its exit
         (upstream_bugs/gloo_group_freed_by_ddp.py)."""
-        if id(group) in self._kept:
+        if id(group) in self._kept_alive:
             return False
-        self._kept.add(id(group))
+        self._kept_alive.add(id(group))
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         return True
 
@@ -193,10 +201,10 @@ class CollectiveRecorder:
     ) -> None:
         """Note a call. The payload is the unsharded tensor, or several. Passed is the sum of bits that this rank passes."""
         name = name_of(group)
-        ranks = members(group) if ranks is None else ranks
-        tensors = list(tensors_in(payload))
-        step, phase = self._where()
-        phase = CHECKPOINT if phase in ("optimizer", "other") and saves_or_loads() else phase
+        ranks = global_ranks_of(group) if ranks is None else ranks
+        tensors = list(iterate_tensors(payload))
+        step, phase = self._step_and_phase()
+        phase = CHECKPOINT if phase in ("optimizer", "other") and is_in_checkpointing() else phase
         lane = (name, op, peer) if op in ("send", "recv") else (name, "", None)
         with self._lock:
             record = Collective(
@@ -212,53 +220,53 @@ class CollectiveRecorder:
                 root=root,
             )
             self._sequence[lane] += 1
-            if (account := self._account()) and account.kind == "undecided" and phase != BACKGROUND:
-                self._undecided[len(self.records)] = account
+            if (account := self._current_account()) and account.kind == "undecided" and phase != BACKGROUND:
+                self._undecided_accounts[len(self.records)] = account
             self.records.append(record)
-            if self._passed is not None:
-                self._passed.append(input_bits)
+            if self._input_bit_sums is not None:
+                self._input_bit_sums.append(input_bits)
             index = len(self.records) - 1
         if self._on_issue is not None:
             self._on_issue(record)
-        self.times.begins(index)
+        self.call_times.note_begin(index)
 
 
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+_KEYS_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
-BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-SUMMED_AT_ONCE = 2**18
+ELEMENTS_SUMMED_AT_ONCE = 2**18
 """Elements in the host's memory. torch first makes int64 of all that it sums: much of it would leave the caches."""
 
 
-def bits_of(tensors: Any) -> torch.Tensor | int:
+def sum_of_bits(tensors: Any) -> torch.Tensor | int:
     """Return the sum of tensors' elements, read as integers: int64 [] on their device, without waiting for it."""
-    dense = [tensor for tensor in tensors_in(tensors) if tensor.layout is torch.strided and tensor.numel()]
+    dense = [tensor for tensor in iterate_tensors(tensors) if tensor.layout is torch.strided and tensor.numel()]
     sums: list[torch.Tensor] = []
-    for words in [tensor.detach().contiguous().view(BY_SIZE[tensor.element_size()]) for tensor in dense]:
-        sums += [piece.sum() for piece in _cut(words)]
+    for words in [tensor.detach().contiguous().view(INTEGER_DTYPES[tensor.element_size()]) for tensor in dense]:
+        sums += [piece.sum() for piece in _pieces_to_sum(words)]
     return sums[0] if len(sums) == 1 else sum(sums, start=0)
 
 
-def _cut(words: torch.Tensor) -> Iterable[torch.Tensor]:
+def _pieces_to_sum(words: torch.Tensor) -> Iterable[torch.Tensor]:
     """Return the pieces of a tensor that are summed at once: on a GPU all of it."""
-    at_once = words.numel() <= SUMMED_AT_ONCE or words.device.type != "cpu"
-    return (words,) if at_once else words.reshape(-1).split(SUMMED_AT_ONCE)
+    at_once = words.numel() <= ELEMENTS_SUMMED_AT_ONCE or words.device.type != "cpu"
+    return (words,) if at_once else words.reshape(-1).split(ELEMENTS_SUMMED_AT_ONCE)
 
 
-def members(group: dist.ProcessGroup) -> tuple[int, ...]:
+def global_ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     """Return the global ranks of a group; none where torch has no ranks of it."""
-    return tuple(sorted(places_of(group)))
+    return tuple(sorted(group_rank_by_rank(group)))
 
 
-def _member_at(group_rank: int, group: dist.ProcessGroup) -> int:
+def _global_rank_at(group_rank: int, group: dist.ProcessGroup) -> int:
     """Return the global rank at this position of a group, whose ranks may be in any order."""
-    return next(rank for rank, member_rank in places_of(group).items() if member_rank == group_rank)
+    return next(rank for rank, member_rank in group_rank_by_rank(group).items() if member_rank == group_rank)
 
 
-CHECKPOINTING = (
+CHECKPOINT_MODULES = (
     *(
         "torch.distributed.checkpoint",
         "torch.distributed._state_dict_utils",
@@ -269,11 +277,11 @@ CHECKPOINTING = (
 """Modules that write and read checkpoints, or gather what goes into them."""
 
 
-def saves_or_loads() -> bool:
+def is_in_checkpointing() -> bool:
     """Return whether one of these modules called, from wherever, what runs now."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(CHECKPOINTING):
+        if frame.f_globals.get("__name__", "").startswith(CHECKPOINT_MODULES):
             return True
         frame = frame.f_back
     return False
@@ -287,11 +295,11 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
     raise RuntimeError("a c10d operator was called without a process group")
 
 
-def _peer(op: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> int | None:
+def _peer_rank(op: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> int | None:
     """Return the global rank of the other side of a send or receive, whose position in the group torch passes; else None."""
-    return _member_at(args[2], group) if op in ("send", "recv") and isinstance(args[2], int) else None
+    return _global_rank_at(args[2], group) if op in ("send", "recv") and isinstance(args[2], int) else None
 
 
-def _root(op: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> int | None:
+def _root_rank(op: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> int | None:
     """Return the global rank of a collective's root, whose position in the group torch passes; None if it has no root."""
-    return _member_at(args[ROOTS[op]], group) if op in ROOTS else None
+    return _global_rank_at(args[ROOT_POSITIONS[op]], group) if op in ROOT_POSITIONS else None

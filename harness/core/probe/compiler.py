@@ -17,21 +17,21 @@ class CompilerRecorder:
         self._hook: Any = None
 
     def install(self) -> None:
-        self._hook = torch_optimizer.register_optimizer_step_post_hook(self._note)
+        self._hook = torch_optimizer.register_optimizer_step_post_hook(self._note_graphs)
 
     def remove(self) -> None:
         if self._hook is not None:
             self._hook.remove()
         self._hook = None
 
-    def of_step(self, step: int) -> int | None:
+    def graphs_after(self, step: int) -> int | None:
         return self._steps.get(step)
 
-    def _note(self, *_: Any) -> None:
-        self._steps[self._clock.step] = compiler().get("graphs", 0)
+    def _note_graphs(self, *_: Any) -> None:
+        self._steps[self._clock.step] = compiler_counts().get("graphs", 0)
 
 
-def compiler() -> dict[str, int]:
+def compiler_counts() -> dict[str, int]:
     """Count torch.compile's graphs in this process, graph breaks by their reason, and the limits at which it gave up."""
     if "torch._dynamo.utils" not in sys.modules:
         return {}

@@ -15,7 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from harness.core.probe.clock import Clock
 
-BOOKS = {
+ALLOCATOR_KEYS = {
     "allocated": "allocated_bytes.all.current",
     "peak allocated": "allocated_bytes.all.peak",
     "reserved": "reserved_bytes.all.current",
@@ -23,7 +23,7 @@ BOOKS = {
 }
 """Our name -> that of torch.cuda.memory_stats."""
 
-Mark: TypeAlias = float | torch.cuda.Event | None
+TimeMark: TypeAlias = float | torch.cuda.Event | None
 """Seconds of the host's clock, or an event; None while a CUDA graph is captured, in which none may be timed."""
 
 
@@ -32,13 +32,13 @@ class DeviceRecorder:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._began: dict[int, Mark] = {}
-        self._ended: dict[int, Mark] = {}
-        self._books: dict[int, dict[str, int]] = {}
+        self._began: dict[int, TimeMark] = {}
+        self._ended: dict[int, TimeMark] = {}
+        self._allocator_by_step: dict[int, dict[str, int]] = {}
         self._hook: Any = None
 
     def install(self) -> None:
-        self._clock.step_begins = self._begin
+        self._clock.on_step_begin = self._begin
         self._hook = torch_optimizer.register_optimizer_step_post_hook(self._end)
 
     def remove(self) -> None:
@@ -46,7 +46,7 @@ class DeviceRecorder:
             self._hook.remove()
         self._hook = None
 
-    def seconds(self, step: int) -> float | None:
+    def step_seconds(self, step: int) -> float | None:
         """Return a step's seconds. Call it after waiting for the device."""
         began = self._began.get(step)
         ended = self._ended.get(step)
@@ -56,20 +56,22 @@ class DeviceRecorder:
             return began.elapsed_time(ended) / 1000
         return None
 
-    def memory(self, step: int) -> dict[str, int] | None:
-        return self._books.get(step)
+    def allocator_of(self, step: int) -> dict[str, int] | None:
+        return self._allocator_by_step.get(step)
 
     def _begin(self) -> None:
-        self._began[self._clock.step] = mark()
+        self._began[self._clock.step] = make_time_mark()
 
     def _end(self, *_: Any) -> None:
-        self._ended[self._clock.step] = mark()
+        self._ended[self._clock.step] = make_time_mark()
         if torch.cuda.is_initialized():
             stats = torch.cuda.memory_stats()
-            self._books[self._clock.step] = {name: stats.get(key, 0) for name, key in BOOKS.items()}
+            self._allocator_by_step[self._clock.step] = {
+                name: stats.get(key, 0) for name, key in ALLOCATOR_KEYS.items()
+            }
 
 
-def mark() -> Mark:
+def make_time_mark() -> TimeMark:
     if not torch.cuda.is_initialized():
         return time.perf_counter()
     if torch.cuda.is_current_stream_capturing():

@@ -15,7 +15,7 @@ import torch
 from harness.core.evidence.records import HeldTensor
 from harness.core.probe.clock import Clock
 
-LOOKS = 3  # fewer would not distinguish growth in every step from a cache that is filled once
+STEPS_LOOKED_AT = 3  # fewer would not distinguish growth in every step from a cache that is filled once
 
 
 class GrowthRecorder:
@@ -23,48 +23,48 @@ class GrowthRecorder:
 
     def __init__(self, clock: Clock, look: Callable[[], tuple[HeldTensor, ...]]) -> None:
         self._clock = clock
-        self._look = look
+        self._find_retained = look
         self._steps: dict[int, dict[str, int]] = {}
         self._unwaited: dict[int, int | None] = {}
 
     def attach(self) -> None:
         """Look between steps, after what else is done there."""
-        earlier_hook = self._clock.between_steps
+        earlier_hook = self._clock.on_between_steps
 
         def run_both() -> None:
             earlier_hook()
-            self._step_is_over()
+            self._note_finished_step()
 
-        self._clock.between_steps = run_both
+        self._clock.on_between_steps = run_both
 
-    def _step_is_over(self) -> None:
-        if 0 < self._clock.step - self._clock.start <= LOOKS:
-            self._note(self._clock.step, self._look())
+    def _note_finished_step(self) -> None:
+        if 0 < self._clock.step - self._clock.start_step <= STEPS_LOOKED_AT:
+            self._note(self._clock.step, self._find_retained())
 
-    def of_step(self, step: int) -> dict[str, int] | None:
+    def retained_bytes(self, step: int) -> dict[str, int] | None:
         return self._steps.get(step)
 
-    def unwaited(self, step: int) -> int | None:
+    def unwaited_collectives_of(self, step: int) -> int | None:
         return self._unwaited.get(step)
 
     def note_last(self, step: int, tensors: Iterable[HeldTensor]) -> None:
         self._note(step, tensors)
 
     def _note(self, step: int, tensors: Iterable[HeldTensor]) -> None:
-        retained = by_shape(tensors)
-        unwaited = unwaited_collectives()
+        retained = bytes_by_shape_of(tensors)
+        unwaited = count_unwaited_collectives()
         self._steps[step] = retained
         self._unwaited[step] = unwaited
 
 
-def unwaited_collectives() -> int | None:
+def count_unwaited_collectives() -> int | None:
     """Count functional collectives, issued so far, that were not waited for; None if torch does not count them."""
     c10d = getattr(torch._C, "_distributed_c10d", None)
     count = getattr(c10d, "_get_work_registry_size", None)
     return None if count is None else count()
 
 
-def by_shape(tensors: Iterable[HeldTensor]) -> dict[str, int]:
+def bytes_by_shape_of(tensors: Iterable[HeldTensor]) -> dict[str, int]:
     """Return the bytes of the tensors by "dtype shape"."""
     bytes_by_shape: dict[str, int] = {}
     for tensor in tensors:

@@ -14,14 +14,14 @@ class Hook:
     """A hook that calls its action; a copied or pickled one does nothing."""
 
     def __init__(self, action: Callable[..., Any]) -> None:
-        self._act = action
+        self._action = action
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._act(*args, **kwargs)
+        return self._action(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Hook, (nothing,)
+        return Hook, (do_nothing,)
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
+def do_nothing(*args: Any, **kwargs: Any) -> None:
     """A hook that changes nothing."""

@@ -17,68 +17,68 @@ import numpy as np
 import torch
 from torch import nn
 
-from harness.core.probe.structure import as_numpy, local, numpys
+from harness.core.probe.structure import as_numpy, local_tensor_of, numpy_dtype
 
-Copy: TypeAlias = np.ndarray | torch.Tensor
+HostCopy: TypeAlias = np.ndarray | torch.Tensor
 """numpy's where it can be read; a tensor where the device is still to be waited for."""
 
-TOGETHER = 2**20
+BATCH_BYTES = 2**20
 """Bytes. From 4 MB on, numpy asks for huge pages: where memory is short, the process waits until there are some."""
 
-_pending: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+_pending_copies: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
-def lies_on_device(tensor: torch.Tensor) -> bool:
+def is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def copied(tensor: torch.Tensor) -> Copy:
-    tensor = local(tensor)
-    if not lies_on_device(tensor):
+def copy_to_host(tensor: torch.Tensor) -> HostCopy:
+    tensor = local_tensor_of(tensor)
+    if not is_on_device(tensor):
         return as_numpy(tensor)
     copy = tensor.to("cpu", non_blocking=True, copy=True)  # torch pins what it copies to in this way
-    _pending[id(copy)] = copy
+    _pending_copies[id(copy)] = copy
     return copy
 
 
-def all_copied(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Copy]:
+def copy_all_to_host(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, HostCopy]:
     """Return copies by name. Copies of one dtype in the host's memory are made by few calls, each into one array."""
-    local_tensors = {name: local(tensor) for name, tensor in tensors}
+    local_tensors = {name: local_tensor_of(tensor) for name, tensor in tensors}
     batches: dict[tuple[torch.dtype, int], dict[str, torch.Tensor]] = {}
     bytes_so_far: Counter[torch.dtype] = Counter()
     for name, local_tensor in local_tensors.items():
         if (
             type(local_tensor) in (torch.Tensor, nn.Parameter)
             and local_tensor.layout is torch.strided
-            and not lies_on_device(local_tensor)
+            and not is_on_device(local_tensor)
         ):
-            batches.setdefault((local_tensor.dtype, bytes_so_far[local_tensor.dtype] // TOGETHER), {})[name] = (
+            batches.setdefault((local_tensor.dtype, bytes_so_far[local_tensor.dtype] // BATCH_BYTES), {})[name] = (
                 local_tensor
             )
             bytes_so_far[local_tensor.dtype] += local_tensor.numel() * local_tensor.element_size()
     joint_copies: dict[str, np.ndarray] = {}
     for batch in batches.values():
-        joint_copies |= _joined(batch)
+        joint_copies |= _copy_in_one_array(batch)
     return {
-        name: joint_copies[name] if name in joint_copies else copied(local_tensor)
+        name: joint_copies[name] if name in joint_copies else copy_to_host(local_tensor)
         for name, local_tensor in local_tensors.items()
     }
 
 
-def all_cloned(tensors: Mapping[str, torch.Tensor]) -> dict[str, Copy]:
+def clone_all(tensors: Mapping[str, torch.Tensor]) -> dict[str, HostCopy]:
     """Return copies where each tensor lies: on a device, to be copied from there if they are needed, or the host's."""
-    local_tensors = {name: local(tensor) for name, tensor in tensors.items()}
-    clones = {
-        name: local_tensor.clone() for name, local_tensor in local_tensors.items() if lies_on_device(local_tensor)
-    }
-    host_copies = all_copied((name, local_tensor) for name, local_tensor in local_tensors.items() if name not in clones)
+    local_tensors = {name: local_tensor_of(tensor) for name, tensor in tensors.items()}
+    clones = {name: local_tensor.clone() for name, local_tensor in local_tensors.items() if is_on_device(local_tensor)}
+    host_copies = copy_all_to_host(
+        (name, local_tensor) for name, local_tensor in local_tensors.items() if name not in clones
+    )
     return {name: clones.get(name, host_copies.get(name)) for name in local_tensors}
 
 
-def _joined(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+def _copy_in_one_array(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """Return what `as_numpy` makes of each of these dense tensors of one dtype."""
     flat = [tensor.reshape(-1) for tensor in tensors.values()]
-    joint_array = np.empty(sum(tensor.numel() for tensor in flat), numpys(flat[0].dtype))
+    joint_array = np.empty(sum(tensor.numel() for tensor in flat), numpy_dtype(flat[0].dtype))
     if flat[0].dtype == torch.bfloat16:
         torch.from_numpy(joint_array).copy_(torch.cat(flat))
     else:
@@ -90,24 +90,24 @@ def _joined(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     }
 
 
-def pending() -> list[torch.Tensor]:
+def pending_copies() -> list[torch.Tensor]:
     """Return the probe's own tensors on the host, which live until they are read."""
-    return list(_pending.values())
+    return list(_pending_copies.values())
 
 
-def can_be_read(copies: Mapping[str, Copy]) -> bool:
+def are_readable(copies: Mapping[str, HostCopy]) -> bool:
     return all(isinstance(copy, np.ndarray) for copy in copies.values())
 
 
-def wait() -> None:
+def wait_for_copies() -> None:
     """Wait for all copies of this process."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
-def read(copy: Copy) -> np.ndarray:
+def read_copy(copy: HostCopy) -> np.ndarray:
     return copy if isinstance(copy, np.ndarray) else as_numpy(copy)
 
 
-def all_read(copies: Mapping[str, Copy]) -> dict[str, np.ndarray]:
-    return {name: read(copy) for name, copy in copies.items()}
+def read_all(copies: Mapping[str, HostCopy]) -> dict[str, np.ndarray]:
+    return {name: read_copy(copy) for name, copy in copies.items()}

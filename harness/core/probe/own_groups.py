@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from harness.core.evidence.records import OwnCalls, OwnGroup
 
-METHODS = {
+COLLECTIVE_OF_METHOD = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced"), "all_reduce"),
     **dict.fromkeys(("allgather", "_allgather_base", "allgather_coalesced"), "all_gather"),
     **dict.fromkeys(("allgather_into_tensor_coalesced", "all_gather_single"), "all_gather"),
@@ -35,11 +35,11 @@ METHODS = {
     **{name: name for name in ("broadcast", "reduce", "gather", "scatter", "send")},
 }
 """Methods of groups and backends -> the collective."""
-MOST = 1000
+MAX_GROUPS = 1000
 """Groups on record: the first ones."""
 
 
-def places_of(group: dist.ProcessGroup) -> dict[int, int]:
+def group_rank_by_rank(group: dist.ProcessGroup) -> dict[int, int]:
     """Return the position in the group by global rank; empty if torch does not list the group's ranks.
 
     Trap: the map holds -100 for groups that this rank is not a member of. A trainer may also write another job's ranks there.
@@ -47,15 +47,15 @@ def places_of(group: dist.ProcessGroup) -> dict[int, int]:
     ranks_by_group = dist.distributed_c10d._world.pg_group_ranks
     ranks = ranks_by_group.get(group)
     if ranks is None:  # a view of the group made by C++ is another Python object: look it up by name
-        ranks = ranks_by_group.get(_by_name(group), {})
+        ranks = ranks_by_group.get(_registered_group(group), {})
     group_ranks: dict[int, int] = {rank: group_rank for rank, group_rank in ranks.items() if rank >= 0}
     matches_own_rank = (
-        group_ranks and dist.is_initialized() and group_ranks.get(dist.get_rank()) == number_of(group, "rank")
+        group_ranks and dist.is_initialized() and group_ranks.get(dist.get_rank()) == ask_rank_or_size(group, "rank")
     )
-    return group_ranks if matches_own_rank and len(group_ranks) == number_of(group, "size") else {}
+    return group_ranks if matches_own_rank and len(group_ranks) == ask_rank_or_size(group, "size") else {}
 
 
-def _by_name(group: dist.ProcessGroup) -> Any:
+def _registered_group(group: dist.ProcessGroup) -> Any:
     """Return the registered group of that name; None where it has no name, or none is registered."""
     try:
         return dist.distributed_c10d._resolve_process_group(group.group_name)
@@ -71,7 +71,7 @@ def name_of(group: dist.ProcessGroup) -> str:
         return str(dist.distributed_c10d._world.pg_names.get(group, ""))
 
 
-def number_of(group: Any, method: str) -> int | None:
+def ask_rank_or_size(group: Any, method: str) -> int | None:
     """Return its rank or size; None where a class of the trainer's own does not say."""
     try:
         return int(getattr(group, method)())
@@ -80,26 +80,26 @@ def number_of(group: Any, method: str) -> int | None:
 
 
 @dataclass
-class _Own:
+class _RecordedGroup:
     """A group or backend that the trainer made itself, and its calls so far."""
 
     kind: str
     """Name of its class."""
-    made: str
+    made_at: str
     """File and line that made it; empty if that is not known."""
     step: int
     """The step in which it was first seen."""
-    seen: weakref.ref[Any]
+    group_ref: weakref.ref[Any]
     """The group or backend."""
-    place: int | None = None
+    group_rank: int | None = None
     """This rank's position in it."""
     size: int | None = None
     """How many ranks it has."""
     issued: int = 0
     """How many calls were issued on it."""
-    registered: bool = False
+    is_registered: bool = False
     """Whether torch has ranks of it, or of the group that it is the backend of."""
-    hands_on: bool = False
+    delegates: bool = False
     """Whether it does its work through other groups, which are on record."""
     calls: Counter[tuple[str, str, str, int]] = field(default_factory=Counter)
     """(collective, dtype, phase, step) -> calls."""
@@ -108,7 +108,7 @@ class _Own:
 
 
 @dataclass
-class Call:
+class DirectCall:
     """One call of a method of a group or a backend."""
 
     op: str
@@ -121,19 +121,19 @@ class Call:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The unsharded tensor or tensors: the argument that is largest."""
-        tensors_by_argument = (list(tensors_in(argument)) for argument in self.args)
+        tensors_by_argument = (list(iterate_tensors(argument)) for argument in self.args)
         return max(
             tensors_by_argument, key=lambda tensors: sum(t.numel() * t.element_size() for t in tensors), default=[]
         )
 
 
 @dataclass
-class _Within:
+class _InnerCalls:
     """What a call led to."""
 
-    placed: int = 0
+    known_group_calls: int = 0
     """Calls of groups that torch has ranks of."""
-    others: list[Call] = field(default_factory=list)
+    other_calls: list[DirectCall] = field(default_factory=list)
     """All others."""
 
 
@@ -147,16 +147,16 @@ class OwnGroups:
         self,
         where: Callable[[], tuple[int, str]],
         is_recorded: Callable[[str], bool],
-        record_placed: Callable[[Call, dist.ProcessGroup], None],
+        record_placed: Callable[[DirectCall, dist.ProcessGroup], None],
         on_error: Callable[[str, Exception], None],
     ) -> None:
-        self._where = where
-        self._recorded = is_recorded
-        self._placed = record_placed
-        self._wrong = on_error
-        self._own: list[_Own] = []
-        self._by_id: dict[int, _Own] = {}
-        self._owners: dict[int, tuple[weakref.ref[Any], int, Any]] = {}
+        self._step_and_phase = where
+        self._is_recorded = is_recorded
+        self._record_placed = record_placed
+        self._on_error = on_error
+        self._groups: list[_RecordedGroup] = []
+        self._groups_by_id: dict[int, _RecordedGroup] = {}
+        self._owner_by_backend: dict[int, tuple[weakref.ref[Any], int, Any]] = {}
         self._patched: list[tuple[type, str, Any]] = []
         self._wrapped: set[type] = set()
         self._running = threading.local()
@@ -165,13 +165,15 @@ class OwnGroups:
     # ---- hooks
 
     def install(self) -> None:
-        backends = [*_subclasses(torch._C._distributed_c10d.Backend)]
+        backends = [*_all_subclasses(torch._C._distributed_c10d.Backend)]
         for kind in (dist.ProcessGroup, *backends):
             if "__init__" in vars(kind):
-                self._patch(kind, "__init__", self._maker(kind.__init__))
-        self._patch(dist.ProcessGroup, "_register_backend", self._putter(dist.ProcessGroup._register_backend))
+                self._patch(kind, "__init__", self._wrap_constructor(kind.__init__))
+        self._patch(
+            dist.ProcessGroup, "_register_backend", self._wrap_registration(dist.ProcessGroup._register_backend)
+        )
         for kind in backends:
-            self._wrap(kind, METHODS.keys() & {*dir(kind)})
+            self._wrap_methods(kind, COLLECTIVE_OF_METHOD.keys() & {*dir(kind)})
 
     def close(self) -> None:
         """Leave every class as it was."""
@@ -187,162 +189,164 @@ class OwnGroups:
         self._patched.append((kind, name, vars(kind).get(name)))
         setattr(kind, name, replacement)
 
-    def _wrap(self, kind: type, names: Any) -> None:
+    def _wrap_methods(self, kind: type, names: Any) -> None:
         self._wrapped.add(kind)
         for name in sorted(names):
-            self._patch(kind, name, self._caller(getattr(kind, name), METHODS[name]))
+            self._patch(kind, name, self._wrap_method(getattr(kind, name), COLLECTIVE_OF_METHOD[name]))
 
-    def _maker(self, original: Any) -> Any:
+    def _wrap_constructor(self, original: Any) -> Any:
         @functools.wraps(original)
         def construct(group: Any, *args: Any, **kwargs: Any) -> None:
             original(group, *args, **kwargs)
             try:
-                self._was_made(group, sys._getframe(1))
+                self._note_construction(group, sys._getframe(1))
             except Exception as error:
-                self._wrong(f"the making of {type(group).__name__}", error)
+                self._on_error(f"the making of {type(group).__name__}", error)
 
         return construct
 
-    def _putter(self, original: Any) -> Any:
+    def _wrap_registration(self, original: Any) -> Any:
         @functools.wraps(original)
         def register(group: Any, *args: Any, **kwargs: Any) -> None:
             original(group, *args, **kwargs)
             arguments: tuple[Any, ...] = (*args, *kwargs.values())
             for argument in arguments:
-                if (own := self._by_id.get(id(argument))) is not None and own.seen() is argument:
-                    own.hands_on = True  # the group that has it now is on record
+                if (own := self._groups_by_id.get(id(argument))) is not None and own.group_ref() is argument:
+                    own.delegates = True  # the group that has it now is on record
 
         return register
 
-    def _was_made(self, group: Any, frame: types.FrameType) -> None:
+    def _note_construction(self, group: Any, frame: types.FrameType) -> None:
         for kind in type(group).__mro__:
             if kind is dist.ProcessGroup:
                 break
             if kind not in self._wrapped:
-                self._wrap(kind, [n for n in METHODS if isinstance(vars(kind).get(n), types.FunctionType)])
-        outside = _outside_of_init(frame, group)
+                self._wrap_methods(
+                    kind, [n for n in COLLECTIVE_OF_METHOD if isinstance(vars(kind).get(n), types.FunctionType)]
+                )
+        outside = _constructing_frame(frame, group)
         if outside.f_globals.get("__name__") != dist.distributed_c10d.__name__:
-            self._of(group, _line(outside))
+            self._find_or_add_group(group, _source_line(outside))
 
-    def _caller(self, original: Any, op: str) -> Any:
+    def _wrap_method(self, original: Any, op: str) -> Any:
         @functools.wraps(original)
         def call_and_record(group: Any, *args: Any, **kwargs: Any) -> Any:
             outer = getattr(self._running, "within", None)
-            inner = _Within()
+            inner = _InnerCalls()
             self._running.within = inner
             try:
                 return original(group, *args, **kwargs)
             finally:
                 self._running.within = outer
-                self._ended(Call(op, group, (*args, *kwargs.values())), inner, outer)
+                self._note_call_end(DirectCall(op, group, (*args, *kwargs.values())), inner, outer)
 
         return call_and_record
 
     # ---- calls
 
-    def passed(self) -> None:
+    def note_dispatched_call(self) -> None:
         """Note that a call of a group that torch has ranks of has passed the dispatcher in this thread."""
         within = getattr(self._running, "within", None)
         if within is not None:
-            within.placed += 1
+            within.known_group_calls += 1
 
-    def unplaced(self, op: str, group: Any, payload: Any) -> None:
+    def note_unknown_group_call(self, op: str, group: Any, payload: Any) -> None:
         """Note that a call of another group has passed the dispatcher in this thread."""
-        self._put(Call(op, group, (payload,)), getattr(self._running, "within", None))
+        self._record_call(DirectCall(op, group, (payload,)), getattr(self._running, "within", None))
 
-    def _ended(self, call: Call, inner: _Within, outer: _Within | None) -> None:
+    def _note_call_end(self, call: DirectCall, inner: _InnerCalls, outer: _InnerCalls | None) -> None:
         try:
-            owner = self._owner(call.group)
-            if owner is not None and not inner.placed:
-                self._placed(call, owner)
-                inner.placed = 1
-                inner.others = []
-            elif inner.placed or inner.others:
-                self._hand_on(call.group)
+            owner = self._owner_of_backend(call.group)
+            if owner is not None and not inner.known_group_calls:
+                self._record_placed(call, owner)
+                inner.known_group_calls = 1
+                inner.other_calls = []
+            elif inner.known_group_calls or inner.other_calls:
+                self._mark_as_delegating(call.group)
             if outer is not None:
-                outer.placed += inner.placed
-            innermost = inner.others if inner.others or inner.placed else [call]
+                outer.known_group_calls += inner.known_group_calls
+            innermost = inner.other_calls if inner.other_calls or inner.known_group_calls else [call]
             for innermost_call in innermost:
-                self._put(innermost_call, outer)
+                self._record_call(innermost_call, outer)
         except Exception as error:
-            self._wrong(call.op, error)
+            self._on_error(call.op, error)
 
-    def _hand_on(self, group: Any) -> None:
+    def _mark_as_delegating(self, group: Any) -> None:
         """Note that a group does its work through other groups, which are on record."""
-        if (own := self._of(group, "")) is not None:
-            own.hands_on = True
+        if (own := self._find_or_add_group(group, "")) is not None:
+            own.delegates = True
 
-    def _put(self, call: Call, outer: _Within | None) -> None:
+    def _record_call(self, call: DirectCall, outer: _InnerCalls | None) -> None:
         if outer is not None:
-            outer.others.append(call)
+            outer.other_calls.append(call)
             return
-        own = self._of(call.group, "")
-        step, phase = self._where()
+        own = self._find_or_add_group(call.group, "")
+        step, phase = self._step_and_phase()
         if own is None:
             return
         with self._lock:
             own.issued += 1
-            own.place = number_of(call.group, "rank")
-            own.size = number_of(call.group, "size")
-            if self._recorded(phase):
+            own.group_rank = ask_rank_or_size(call.group, "rank")
+            own.size = ask_rank_or_size(call.group, "size")
+            if self._is_recorded(phase):
                 tensors = call.tensors
                 dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "none"
                 kind = (call.op, dtype, phase, step)
                 own.calls[kind] += 1
                 own.bytes[kind] += sum(t.numel() * t.element_size() for t in tensors) if call.op != "barrier" else 0
 
-    def _of(self, group: Any, place_in_source: str) -> _Own | None:
+    def _find_or_add_group(self, group: Any, place_in_source: str) -> _RecordedGroup | None:
         """Return what is on record of it; None beyond the first ones."""
-        own = self._by_id.get(id(group))
-        if own is not None and own.seen() is group:
-            own.made = own.made or place_in_source
+        own = self._groups_by_id.get(id(group))
+        if own is not None and own.group_ref() is group:
+            own.made_at = own.made_at or place_in_source
             return own
-        if len(self._own) >= MOST:
+        if len(self._groups) >= MAX_GROUPS:
             return None
-        own = _Own(type(group).__name__, place_in_source, self._where()[0], weakref.ref(group))
-        own.place = number_of(group, "rank")
-        own.size = number_of(group, "size")
-        self._own.append(own)
-        self._by_id[id(group)] = own
+        own = _RecordedGroup(type(group).__name__, place_in_source, self._step_and_phase()[0], weakref.ref(group))
+        own.group_rank = ask_rank_or_size(group, "rank")
+        own.size = ask_rank_or_size(group, "size")
+        self._groups.append(own)
+        self._groups_by_id[id(group)] = own
         return own
 
-    def _owner(self, group: Any) -> Any:
+    def _owner_of_backend(self, group: Any) -> Any:
         """Return the group that torch has ranks of: itself, or the one that has this backend; None if there is none."""
         if isinstance(group, dist.ProcessGroup):
-            return group if places_of(group) else None
+            return group if group_rank_by_rank(group) else None
         groups_of_torch = dist.distributed_c10d._world.pg_map
-        backend_ref, group_count, owner = self._owners.get(id(group), (None, -1, None))
+        backend_ref, group_count, owner = self._owner_by_backend.get(id(group), (None, -1, None))
         if backend_ref is None or backend_ref() is not group or (owner is None and group_count != len(groups_of_torch)):
-            owner = next((candidate for candidate in groups_of_torch if _has(candidate, group)), None)
-            self._owners[id(group)] = (weakref.ref(group), len(groups_of_torch), owner)
-        return owner if owner is not None and places_of(owner) else None
+            owner = next((candidate for candidate in groups_of_torch if _has_backend(candidate, group)), None)
+            self._owner_by_backend[id(group)] = (weakref.ref(group), len(groups_of_torch), owner)
+        return owner if owner is not None and group_rank_by_rank(owner) else None
 
     # ---- what is left behind
 
-    def settled(self) -> tuple[OwnGroup, ...]:
+    def final_groups(self) -> tuple[OwnGroup, ...]:
         """Return those that torch has no ranks of: of several ranks, or called."""
-        for own in self._own:
-            group = own.seen()
-            own.registered = own.registered or (group is not None and self._owner(group) is not None)
+        for own in self._groups:
+            group = own.group_ref()
+            own.is_registered = own.is_registered or (group is not None and self._owner_of_backend(group) is not None)
         reported = [
-            own for own in self._own if own.issued or not (own.registered or own.hands_on or own.size in (0, 1))
+            own for own in self._groups if own.issued or not (own.is_registered or own.delegates or own.size in (0, 1))
         ]
-        return tuple(_settled(own) for own in reported)
+        return tuple(_group_evidence(own) for own in reported)
 
 
-def _settled(own: _Own) -> OwnGroup:
+def _group_evidence(own: _RecordedGroup) -> OwnGroup:
     calls = tuple(OwnCalls(*kind, count, own.bytes[kind]) for kind, count in sorted(own.calls.items()))
-    return OwnGroup(own.kind, own.made, own.step, own.place, own.size, own.issued, calls)
+    return OwnGroup(own.kind, own.made_at, own.step, own.group_rank, own.size, own.issued, calls)
 
 
-def _subclasses(kind: type) -> Iterator[type]:
+def _all_subclasses(kind: type) -> Iterator[type]:
     subclass: type
     for subclass in kind.__subclasses__():
         yield subclass
-        yield from _subclasses(subclass)
+        yield from _all_subclasses(subclass)
 
 
-def _has(group: Any, backend: Any) -> bool:
+def _has_backend(group: Any, backend: Any) -> bool:
     """Return whether this is one of the backends of a group."""
     if not isinstance(group, dist.ProcessGroup):
         return False
@@ -352,7 +356,7 @@ def _has(group: Any, backend: Any) -> bool:
         return False
 
 
-def _outside_of_init(frame: types.FrameType, group: Any) -> types.FrameType:
+def _constructing_frame(frame: types.FrameType, group: Any) -> types.FrameType:
     """Return the frame that made it, outside of its class's constructors."""
     while frame.f_back is not None and frame.f_code.co_name == "__init__":
         if all(local_value is not group for local_value in frame.f_locals.values()):
@@ -361,14 +365,14 @@ def _outside_of_init(frame: types.FrameType, group: Any) -> types.FrameType:
     return frame
 
 
-def _line(frame: types.FrameType) -> str:
+def _source_line(frame: types.FrameType) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def tensors_in(payload: Any) -> Iterator[torch.Tensor]:
+def iterate_tensors(payload: Any) -> Iterator[torch.Tensor]:
     """Yield a tensor, or those in lists of them; of anything else none."""
     if isinstance(payload, torch.Tensor):
         yield payload
     elif isinstance(payload, list | tuple):
         for part in payload:
-            yield from tensors_in(part)
+            yield from iterate_tensors(part)

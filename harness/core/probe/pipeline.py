@@ -27,7 +27,7 @@ _installed: list[PipelineRecorder] = []
 def note_action(stage: int, kind: str, microbatch: int) -> None:
     """For the adapter of a trainer with its own stages, just before one does this. kind: "F" forward, "B" backward."""
     for recorder in _installed:
-        recorder.note(stage, kind, microbatch)
+        recorder.add_action(stage, kind, microbatch)
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def pass_of_schedule() -> Iterator[None]:
     the first forward and between passes of the model, belongs to the pass. Reducing gradients comes after it."""
     with contextlib.ExitStack() as stack:
         for recorder in _installed:
-            stack.enter_context(recorder._clock.schedule(training=True))
+            stack.enter_context(recorder._clock.schedule_pass(training=True))
         yield
 
 
@@ -45,7 +45,7 @@ class PipelineRecorder:
         self.actions: dict[int, list[str]] = {}
         self._clock = clock
         self._patched: list[tuple[Any, str, Any]] = []
-        self._acting: list[Any] = []
+        self._acting_stages: list[Any] = []
 
     def install(self) -> None:
         _installed.append(self)
@@ -54,14 +54,20 @@ class PipelineRecorder:
         except ImportError:  # a torch built without distributed
             return
         base = stage._PipelineStageBase
-        self._watch(base, "forward_one_chunk", lambda _: "F")
-        self._watch(base, "backward_one_chunk", lambda arguments: "B" if arguments.get("full_backward", True) else "I")
-        self._watch(base, "backward_weight_one_chunk", lambda _: "W")
+        self._patch_action(base, "forward_one_chunk", lambda _: "F")
+        self._patch_action(
+            base, "backward_one_chunk", lambda arguments: "B" if arguments.get("full_backward", True) else "I"
+        )
+        self._patch_action(base, "backward_weight_one_chunk", lambda _: "W")
         for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-            self._bracket(kind, "step", self._pass)
-        self._bracket(schedules._PipelineSchedule, "_maybe_compute_loss", lambda _: self._clock.loss_of_schedule())
+            self._patch_with_context(kind, "step", self._schedule_pass)
+        self._patch_with_context(
+            schedules._PipelineSchedule, "_maybe_compute_loss", lambda _: self._clock.loss_of_schedule()
+        )
         if hasattr(schedules._PipelineSchedule, "_initialize_pp_stages"):  # torch 2.13
-            self._bracket(schedules._PipelineSchedule, "_initialize_pp_stages", lambda _: self._clock.set_up())
+            self._patch_with_context(
+                schedules._PipelineSchedule, "_initialize_pp_stages", lambda _: self._clock.outside_of_steps()
+            )
 
     def remove(self) -> None:
         if self in _installed:
@@ -70,12 +76,12 @@ class PipelineRecorder:
             setattr(owner, name, original)
         self._patched = []
 
-    def note(self, stage: int, kind: str, microbatch: int) -> None:
+    def add_action(self, stage: int, kind: str, microbatch: int) -> None:
         account = self._clock.account
         if account.kind == "training":
             self.actions.setdefault(account.step, []).append(f"{stage}{kind}{microbatch}")
 
-    def _watch(self, base: type, name: str, kind: Callable[[dict[str, Any]], str]) -> None:
+    def _patch_action(self, base: type, name: str, kind: Callable[[dict[str, Any]], str]) -> None:
         """Have a method of stages note its action, written as torch writes it: stage, kind, microbatch.
 
         A class of stages may have a method of its own that does not reach torch's, so each is watched. One that does reach it
@@ -84,39 +90,39 @@ class PipelineRecorder:
         signature = inspect.signature(getattr(base, name))
         for owner in (base, *_all_subclasses(base)):
             if name in vars(owner):
-                self._replace(owner, name, self._noted_once(vars(owner)[name], signature, kind))
+                self._replace(owner, name, self._wrap_action(vars(owner)[name], signature, kind))
 
-    def _noted_once(self, original: Any, signature: inspect.Signature, kind: Callable[[dict[str, Any]], str]) -> Any:
+    def _wrap_action(self, original: Any, signature: inspect.Signature, kind: Callable[[dict[str, Any]], str]) -> Any:
         @functools.wraps(original)
-        def seen(stage: Any, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-            if stage in self._acting:
+        def note_and_act(stage: Any, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            if stage in self._acting_stages:
                 return original(stage, microbatch, *args, **kwargs)
             arguments = signature.bind(stage, microbatch, *args, **kwargs).arguments
-            self.note(stage.stage_index, kind(arguments), microbatch)
-            self._acting.append(stage)
+            self.add_action(stage.stage_index, kind(arguments), microbatch)
+            self._acting_stages.append(stage)
             try:
                 return original(stage, microbatch, *args, **kwargs)
             finally:
-                self._acting.remove(stage)
+                self._acting_stages.remove(stage)
 
-        return seen
+        return note_and_act
 
-    def _pass(self, schedule: Any) -> AbstractContextManager[None]:
+    def _schedule_pass(self, schedule: Any) -> AbstractContextManager[None]:
         """Return the context of one pass of a schedule.
 
         A schedule's eval is its step without backward; it may record gradients that are not used."""
         is_training = torch.is_grad_enabled() and getattr(schedule, "_has_backward", True)
-        return self._clock.schedule(training=is_training)
+        return self._clock.schedule_pass(training=is_training)
 
-    def _bracket(self, owner: Any, name: str, around: Callable[[Any], AbstractContextManager[None]]) -> None:
+    def _patch_with_context(self, owner: Any, name: str, around: Callable[[Any], AbstractContextManager[None]]) -> None:
         original = getattr(owner, name)
 
         @functools.wraps(original)
-        def seen(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        def call_in_context(schedule: Any, *args: Any, **kwargs: Any) -> Any:
             with around(schedule):
                 return original(schedule, *args, **kwargs)
 
-        self._replace(owner, name, seen)
+        self._replace(owner, name, call_in_context)
 
     def _replace(self, owner: Any, name: str, replacement: Any) -> None:
         self._patched.append((owner, name, getattr(owner, name)))

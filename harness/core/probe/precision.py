@@ -21,36 +21,36 @@ from harness.core.probe.clock import Account, Clock
 from harness.core.probe.hooks import Hook
 from harness.core.probe.structure import plain_fqn
 
-FUNCTIONS = (
+TORCHAO_FUNCTIONS = (
     ("torchao.float8.float8_linear", "matmul_with_hp_or_float8_args"),
     ("torchao.prototype.moe_training.mxfp8_linear", "mx_mm"),
 )
 """The autograd functions of torchao 0.18 that do one module's three matmuls."""
 
-MM = torch.ops.aten.mm.default
+MATMUL = torch.ops.aten.mm.default
 
 
 class QuantizedRecorder:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._accounts: dict[Account, Counter[QuantizedMatmul]] = defaultdict(Counter)
-        self._module = ""
+        self._current_fqn = ""
         self._undo: list[Callable[[], None]] = []
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
         """Patch torchao's matmuls and hook every module of the parts.
 
         torchao is looked for now, when the trainer is built. A trainer without it does not load it."""
-        tables = [table for table in (_float8_table(), _mx_table()) if table is not None]
+        tables = [table for table in (_float8_operators(), _mx_operators()) if table is not None]
         for table in tables:
-            self._exchange_product(table)
-        for name, function in FUNCTIONS:
+            self._patch_matmul(table)
+        for name, function in TORCHAO_FUNCTIONS:
             if hasattr(sys.modules.get(name), function):
-                self._follow(getattr(sys.modules[name], function))
+                self._patch_autograd_function(getattr(sys.modules[name], function))
         if tables:
             for part in parts:
                 for name, module in part.named_modules():
-                    hook = functools.partial(self._called, plain_fqn(name))
+                    hook = functools.partial(self._enter_module, plain_fqn(name))
                     self._undo.append(module.register_forward_pre_hook(Hook(hook)).remove)
 
     def remove(self) -> None:
@@ -58,39 +58,42 @@ class QuantizedRecorder:
             undo()
         self._undo = []
 
-    def of_step(self, step: int) -> dict[QuantizedMatmul, int]:
+    def matmuls_of(self, step: int) -> dict[QuantizedMatmul, int]:
         return dict(
             sum(
-                (matmuls for account, matmuls in self._accounts.items() if account.of(step)), Counter[QuantizedMatmul]()
+                (matmuls for account, matmuls in self._accounts.items() if account.trains_step(step)),
+                Counter[QuantizedMatmul](),
             )
         )
 
-    def _called(self, fqn: str, *_: Any) -> None:
+    def _enter_module(self, fqn: str, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._module = fqn
+            self._current_fqn = fqn
 
-    def _exchange_product(self, table: dict[Any, Any]) -> None:
-        original = table[MM]
+    def _patch_matmul(self, table: dict[Any, Any]) -> None:
+        original = table[MATMUL]
 
         @functools.wraps(original)
         def multiply_and_note(*args: Any, **kwargs: Any) -> Any:
-            self._accounts[self._clock.account][QuantizedMatmul(self._clock.phase(), self._module, _format(args))] += 1
+            self._accounts[self._clock.account][
+                QuantizedMatmul(self._clock.phase(), self._current_fqn, _format_of(args))
+            ] += 1
             return original(*args, **kwargs)
 
-        table[MM] = multiply_and_note
-        self._undo.append(lambda: table.__setitem__(MM, original))
+        table[MATMUL] = multiply_and_note
+        self._undo.append(lambda: table.__setitem__(MATMUL, original))
 
-    def _follow(self, function: Any) -> None:
+    def _patch_autograd_function(self, function: Any) -> None:
         """Have a function's backward pass belong to the module of its forward pass."""
         forward = function.forward
         backward = function.backward
 
         def forward_of(ctx: Any, *args: Any) -> Any:
-            ctx.module_of_probe = self._module
+            ctx.module_of_probe = self._current_fqn
             return forward(ctx, *args)
 
         def backward_of(ctx: Any, *gradients: Any) -> Any:
-            self._module = getattr(ctx, "module_of_probe", "")
+            self._current_fqn = getattr(ctx, "module_of_probe", "")
             return backward(ctx, *gradients)
 
         function.forward = staticmethod(forward_of)
@@ -99,7 +102,7 @@ class QuantizedRecorder:
         self._undo.append(lambda: setattr(function, "backward", staticmethod(backward)))
 
 
-def _float8_table() -> dict[Any, Any] | None:
+def _float8_operators() -> dict[Any, Any] | None:
     """Return torchao's table of float8 operators; None if the trainer does not use them.
 
     Trap: torchao loads this module at the first matmul."""
@@ -108,12 +111,12 @@ def _float8_table() -> dict[Any, Any] | None:
     return importlib.import_module("torchao.float8.float8_ops").FLOAT8_OPS_TABLE
 
 
-def _mx_table() -> dict[Any, Any] | None:
+def _mx_operators() -> dict[Any, Any] | None:
     kind = getattr(sys.modules.get("torchao.prototype.mx_formats.mx_tensor"), "MXTensor", None)
     return None if kind is None else kind._ATEN_OP_TABLE[kind]
 
 
-def _format(args: Any) -> str:
+def _format_of(args: Any) -> str:
     """Return the format of the tensors in a matmul's arguments, or in lists among these."""
     leaves: list[Any] = []
     for arg in args:

@@ -22,43 +22,45 @@ from harness.core.probe.shards import shards_of
 from harness.core.probe.structure import (
     flat_parameter,
     fsdp2_groups,
-    joined,
-    local,
+    join_names,
+    local_tensor_of,
     module_names,
     named_parameters,
     plain_fqn,
 )
-from harness.core.probe.without_memory import place
+from harness.core.probe.without_memory import storage_address
 
 _installed: list[GatheredRecorder] = []
 
 
-def forward_goes_on() -> None:
+def note_forward_continues() -> None:
     """Note that the forward pass ends here. For a loss that applies the model's output itself, after the model has returned."""
     for recorder in _installed:
-        recorder.note_again()
+        recorder.repeat_last_note()
 
 
-Found = tuple[str, int, torch.Tensor]  # fqn, bytes of it that are there, a tensor of the storage that they lie in
+ParameterInMemory = tuple[
+    str, int, torch.Tensor
+]  # fqn, bytes of it that are there, a tensor of the storage that they lie in
 
 
 class GatheredRecorder:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._seen: list[tuple[Account, AfterForward]] = []
+        self._after_forward: list[tuple[Account, AfterForward]] = []
         self.after_evaluation: list[AfterEvaluation] = []
         self._hooks: list[Any] = []
         self._parts: tuple[nn.Module, ...] = ()
         self._after_backward: dict[int, tuple[str, ...]] = {}
-        self._last: nn.Module | None = None
+        self._last_part: nn.Module | None = None
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
         """Hook the parts and the optimizers.
 
         Forward hooks run in the order in which they were registered: FSDP's own, which frees, is there before."""
         self._parts = tuple(parts)
-        self._hooks = [part.register_forward_hook(Hook(self._note)) for part in self._parts]
-        self._hooks.append(torch_optimizer.register_optimizer_step_pre_hook(self._optimizer_steps))
+        self._hooks = [part.register_forward_hook(Hook(self._note_forward_end)) for part in self._parts]
+        self._hooks.append(torch_optimizer.register_optimizer_step_pre_hook(self._before_optimizer))
         _installed.append(self)
 
     def remove(self) -> None:
@@ -68,95 +70,101 @@ class GatheredRecorder:
             _installed.remove(self)
         self._hooks = []
 
-    def of_step(self, step: int) -> tuple[AfterForward, ...]:
-        return tuple(after for account, after in self._seen if account.of(step))
+    def after_forward_of(self, step: int) -> tuple[AfterForward, ...]:
+        return tuple(after for account, after in self._after_forward if account.trains_step(step))
 
-    def after_backward(self, step: int) -> tuple[str, ...] | None:
+    def gathered_after_backward(self, step: int) -> tuple[str, ...] | None:
         return self._after_backward.get(step)
 
-    def _optimizer_steps(self, *_: Any) -> None:
+    def _before_optimizer(self, *_: Any) -> None:
         """Note what is still gathered as an optimizer steps.
 
         An optimizer that steps inside backward comes too early: then the look is made when the step is over."""
         if self._clock.phase() != "backward":
-            self._look_after_backward(self._clock.step)
+            self._note_gathered_after_backward(self._clock.step)
 
-    def _look_after_backward(self, step: int) -> None:
+    def _note_gathered_after_backward(self, step: int) -> None:
         if step not in self._after_backward:
             gathered_fqns: dict[str, None] = {}  # in order, each once: modules may share a unit
             for part in self._parts:
-                gathered_fqns |= dict.fromkeys(_gathered(part))
+                gathered_fqns |= dict.fromkeys(_gathered_parameters(part))
             self._after_backward[step] = tuple(gathered_fqns)
 
-    def _note(self, part: nn.Module, *_: Any) -> None:
-        self._last = part
+    def _note_forward_end(self, part: nn.Module, *_: Any) -> None:
+        self._last_part = part
         if self._clock.account.kind != "evaluation":
-            self._seen.append((self._clock.account, after_forward(part)))
+            self._after_forward.append((self._clock.account, measure_after_forward(part)))
 
-    def see_what_was_left(self, parts: Iterable[nn.Module]) -> None:
+    def note_leftovers(self, parts: Iterable[nn.Module]) -> None:
         """Note, between two steps, what is still gathered.
 
         Nothing follows a pass that trains nothing: what it gathered and did not free is there when the next step begins."""
-        if not self._clock.evaluated:
-            self._look_after_backward(self._clock.step)
+        if not self._clock.has_evaluated:
+            self._note_gathered_after_backward(self._clock.step)
             return
         for part in parts:
-            after = after_forward(part)
-            step = self._clock.finished
-            self.after_evaluation.append(AfterEvaluation(step, after.bytes, after.storage, tuple(_gathered(part))))
+            after = measure_after_forward(part)
+            step = self._clock.last_finished_step
+            self.after_evaluation.append(
+                AfterEvaluation(step, after.bytes, after.storage, tuple(_gathered_parameters(part)))
+            )
 
-    def note_again(self) -> None:
-        if self._last is not None and self._seen and self._clock.of_last_pass.kind != "evaluation":
-            self._seen[-1] = (self._seen[-1][0], after_forward(self._last))
+    def repeat_last_note(self) -> None:
+        if (
+            self._last_part is not None
+            and self._after_forward
+            and self._clock.account_of_last_pass.kind != "evaluation"
+        ):
+            self._after_forward[-1] = (self._after_forward[-1][0], measure_after_forward(self._last_part))
 
 
-def after_forward(part: nn.Module, *, finished_only: bool = False) -> AfterForward:
+def measure_after_forward(part: nn.Module, *, finished_only: bool = False) -> AfterForward:
     """Return the bytes of every parameter that are in memory when a forward pass has ended.
 
     finished_only: only of units whose own forward pass is over. What a loss applies itself, the output, is needed for a while
     yet."""
     bytes_by_fqn: dict[str, int] = {}
     storages: dict[int, int] = {}
-    needed = set(_needed_yet(part)) if finished_only else set()
-    for fqn, size, tensor in _in_memory(part):
+    needed = set(_unfinished_unit_parameters(part)) if finished_only else set()
+    for fqn, size, tensor in _parameters_in_memory(part):
         if fqn in needed:
             continue
         storage = tensor.untyped_storage()
         bytes_by_fqn[fqn] = max(bytes_by_fqn.get(fqn, 0), size if storage.nbytes() else 0)
         if storage.nbytes():
-            storages[place(tensor)] = storage.nbytes()
+            storages[storage_address(tensor)] = storage.nbytes()
     return AfterForward(bytes_by_fqn, sum(storages.values()))
 
 
-def _needed_yet(part: nn.Module) -> Iterator[str]:
+def _unfinished_unit_parameters(part: nn.Module) -> Iterator[str]:
     """Yield the parameters of FSDP2's units of which some module ran, and not yet all."""
     names = module_names(part)
     for module in names:
         for group in fsdp2_groups(module):
             if group._training_state.name == "FORWARD":
                 module_infos = [parameter._module_info for parameter in group.fsdp_params]
-                yield from (joined(names[info.module], info.param_name) for info in module_infos)
+                yield from (join_names(names[info.module], info.param_name) for info in module_infos)
 
 
-def _in_memory(part: nn.Module) -> Iterator[Found]:
+def _parameters_in_memory(part: nn.Module) -> Iterator[ParameterInMemory]:
     names = module_names(part)
     for fqn, parameter in named_parameters([part]):
-        tensor = local(parameter)
+        tensor = local_tensor_of(parameter)
         if not is_traceable_wrapper_subclass(tensor):  # a quantized one has no storage itself
             yield fqn, tensor.numel() * tensor.element_size(), tensor
     if (shards := shards_of(part)) is not None:
         yield from ((name, shard.numel() * shard.element_size(), shard) for name, shard in shards.parameters())
     for module in names:
-        yield from _kept_by_fsdp1(module, names)
-        yield from _kept_by_fsdp2(module, names)
+        yield from _fsdp1_storages(module, names)
+        yield from _fsdp2_storages(module, names)
 
 
-def _gathered(part: nn.Module) -> Iterator[str]:
+def _gathered_parameters(part: nn.Module) -> Iterator[str]:
     """Yield the parameters of which memory holds what FSDP gathered, whole or over some of the ranks."""
     names = module_names(part)
     for module in names:
         gathered_fqns = {
-            name for name, size, vector in _kept_by_fsdp1(module, names) if size and vector.untyped_storage().nbytes()
+            name for name, size, vector in _fsdp1_storages(module, names) if size and vector.untyped_storage().nbytes()
         }
         yield from sorted(gathered_fqns)
         for group in fsdp2_groups(module):
@@ -164,26 +172,26 @@ def _gathered(part: nn.Module) -> Iterator[str]:
                 has_outputs = any(output.untyped_storage().nbytes() for output in parameter.all_gather_outputs)
                 if has_outputs or parameter.sharded_state.name == "SHARDED_POST_FORWARD":
                     owner = parameter._module_info
-                    yield joined(names[owner.module], owner.param_name)
+                    yield join_names(names[owner.module], owner.param_name)
 
 
-def _kept_by_fsdp1(module: nn.Module, names: dict[nn.Module, str]) -> Iterator[Found]:
+def _fsdp1_storages(module: nn.Module, names: dict[nn.Module, str]) -> Iterator[ParameterInMemory]:
     """Yield the whole vector of an FSDP1 unit, and the rank's part of it, for each of its parameters."""
     flat = flat_parameter(module)
     if hasattr(flat, "_full_param_padded"):
         full_vector = flat._full_param_padded
         for fqn, shape in zip(flat._fqns, flat._shapes, strict=True):
-            name = joined(names[module], plain_fqn(fqn))
+            name = join_names(names[module], plain_fqn(fqn))
             yield name, shape.numel() * full_vector.element_size(), full_vector
             yield name, 0, flat._local_shard
 
 
-def _kept_by_fsdp2(module: nn.Module, names: dict[nn.Module, str]) -> Iterator[Found]:
+def _fsdp2_storages(module: nn.Module, names: dict[nn.Module, str]) -> Iterator[ParameterInMemory]:
     """Yield the rank's part of every parameter, and what it was gathered into, which is emptied rather than thrown away."""
     for group in fsdp2_groups(module):
         for fsdp_parameter in group.fsdp_params:
             owner = fsdp_parameter._module_info
-            name = joined(names[owner.module], owner.param_name)
+            name = join_names(names[owner.module], owner.param_name)
             yield name, 0, fsdp_parameter._sharded_param_data
             for output in fsdp_parameter.all_gather_outputs:
                 elements = min(output.numel(), fsdp_parameter._orig_size.numel())  # the rest is padding

@@ -16,8 +16,8 @@ import torch
 from harness.core.probe.backward import observe_backward
 from harness.core.probe.clock import Clock
 
-DEEP = 16  # nodes: behind what a loss is divided by, and what chunks of it are added up with
-KEY = "harness.retained_graphs"
+MARKED_NODES = 16  # nodes: behind what a loss is divided by, and what chunks of it are added up with
+METADATA_KEY = "harness.retained_graphs"
 
 
 class Mark:
@@ -28,51 +28,51 @@ class RetainedGraphs:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._marks: list[weakref.ref[Mark]] = []
-        self._last: tuple[int, list[weakref.ref[Mark]]] = (0, [])
-        self._alive: dict[int, int] = {}
+        self._last_marks: tuple[int, list[weakref.ref[Mark]]] = (0, [])
+        self._retained_by_step: dict[int, int] = {}
         self._stop: Callable[[], None] | None = None
-        self._looks = False
+        self._is_observing = False
 
     def install(self) -> None:
-        self._stop = observe_backward(self._clock, self._mark, self._keep)
+        self._stop = observe_backward(self._clock, self._mark_roots, self._keep_marks)
         if self._stop:
-            self._clock.pass_begins = self._look
-            self._looks = True
+            self._clock.on_pass_begin = self._count_living
+            self._is_observing = True
 
     def remove(self) -> None:
         if self._stop:
             self._stop()
         self._stop = None
 
-    def _mark(self, roots: Any, retain: Any) -> None:
+    def _mark_roots(self, roots: Any, retain: Any) -> None:
         self._marks = []
         if retain is True:
             for root in roots:
-                self._marks += marked(root)
+                self._marks += mark_first_nodes(root)
 
-    def _keep(self) -> None:
-        self._last = self._clock.step, self._marks
+    def _keep_marks(self) -> None:
+        self._last_marks = self._clock.step, self._marks
 
-    def _look(self) -> None:
-        step, marks = self._last
+    def _count_living(self) -> None:
+        step, marks = self._last_marks
         if any(mark() is not None for mark in marks):
-            self._alive[step] = self._alive.get(step, 0) + 1
-        self._last = (0, [])
+            self._retained_by_step[step] = self._retained_by_step.get(step, 0) + 1
+        self._last_marks = (0, [])
 
-    def of_step(self, step: int) -> int | None:
+    def retained_graphs_of(self, step: int) -> int | None:
         """Return how many backward passes of the step left a graph that lived on in the next forward pass.
 
         None if that was not recorded."""
-        return self._alive.get(step, 0) if self._looks else None
+        return self._retained_by_step.get(step, 0) if self._is_observing else None
 
 
-def marked(root: torch.Tensor) -> list[weakref.ref[Mark]]:
+def mark_first_nodes(root: torch.Tensor) -> list[weakref.ref[Mark]]:
     """Mark the nodes that backward comes to first; return references to the marks."""
     nodes: list[Any] = [root.grad_fn]
     marks: list[weakref.ref[Mark]] = []
     for node in nodes:
-        if node is not None and len(marks) < DEEP:
-            node.metadata[KEY] = mark = Mark()
+        if node is not None and len(marks) < MARKED_NODES:
+            node.metadata[METADATA_KEY] = mark = Mark()
             marks.append(weakref.ref(mark))
             nodes += [following for following, _ in node.next_functions]
     return marks

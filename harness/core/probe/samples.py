@@ -22,31 +22,31 @@ from torch.utils._pytree import tree_leaves
 from harness.core.evidence.step import Microbatch
 from harness.core.probe.clock import Account, Clock
 from harness.core.probe.hooks import Hook
-from harness.core.probe.losses import LossRecorder, microbatch
-from harness.core.probe.structure import as_numpy, local
+from harness.core.probe.losses import LossRecorder, make_microbatch
+from harness.core.probe.structure import as_numpy, local_tensor_of
 
 POSITION_NAMES = ("positions", "position_ids", "input_pos")
 
 
-class _Fed(NamedTuple):
+class _ReceivedTensor(NamedTuple):
     """Copies on the device, read when all is done."""
 
     account: Account
-    tokens: torch.Tensor
+    tensor: torch.Tensor
 
 
-def leave_pass(clock: Clock, output: Any) -> None:
+def end_forward_pass(clock: Clock, output: Any) -> None:
     """Note that a forward pass ends. If it is undecided, it trains once backward comes to its output."""
     account = clock.account
     if account.kind == "undecided":
         for tensor in tree_leaves(output):
             if torch.is_tensor(tensor) and tensor.requires_grad:
-                tensor.register_hook(functools.partial(_reached, clock, account))
+                tensor.register_hook(functools.partial(_mark_pass_as_training, clock, account))
     clock.leave_forward()
 
 
-def _reached(clock: Clock, account: Account, _: torch.Tensor) -> None:
-    clock.decide(account)
+def _mark_pass_as_training(clock: Clock, account: Account, _: torch.Tensor) -> None:
+    clock.mark_as_training(account)
 
 
 class SampleRecorder:
@@ -54,10 +54,10 @@ class SampleRecorder:
         self._clock = clock
         self._row_length = row_length
         self.losses = LossRecorder(clock)
-        self._tokens: list[_Fed] = []
-        self._positions: list[_Fed] = []
+        self._tokens: list[_ReceivedTensor] = []
+        self._positions: list[_ReceivedTensor] = []
         self._hooks: list[Any] = []
-        self._alone = False
+        self._is_called_alone = False
 
     def install(self) -> None:
         self.losses.install()
@@ -69,8 +69,8 @@ class SampleRecorder:
         it is put in front.
         """
         for part in parts:
-            self._hooks.append(part.register_forward_pre_hook(Hook(self._enter), with_kwargs=True, prepend=True))
-            self._hooks.append(part.register_forward_hook(Hook(self._leave), always_call=True))
+            self._hooks.append(part.register_forward_pre_hook(Hook(self._enter_pass), with_kwargs=True, prepend=True))
+            self._hooks.append(part.register_forward_hook(Hook(self._leave_pass), always_call=True))
             inside = part.module if isinstance(part, DistributedDataParallel) else None
             if inside is not None and inside._compiled_call_impl is None:  # compiled code would hold the hook
                 self._hooks.append(
@@ -84,60 +84,67 @@ class SampleRecorder:
         self.losses.remove()
         self._hooks = []
 
-    def _enter(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter_pass(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tell the clock that a forward begins, and record the tokens and the positions that the part is given.
+
+        Positions are the first tensor among the arguments of POSITION_NAMES. Tokens are the first tensor of all arguments.
+        They are not recorded if they are floating point, or have neither one nor two dims.
+        """
         self._clock.enter_forward(recording=torch.is_grad_enabled(), in_training_mode=part.training)
         arguments = dict(zip(inspect.signature(part.forward).parameters, args, strict=False)) | kwargs
         positions = next((arguments[name] for name in POSITION_NAMES if torch.is_tensor(arguments.get(name))), None)
         if positions is not None:
-            self._positions.append(_Fed(self._clock.account, local(positions).clone()))
+            self._positions.append(_ReceivedTensor(self._clock.account, local_tensor_of(positions).clone()))
         first_tensor = next((value for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
         if first_tensor is not None and not first_tensor.is_floating_point() and first_tensor.dim() in (1, 2):
-            self._tokens.append(_Fed(self._clock.account, local(first_tensor).clone()))
+            self._tokens.append(_ReceivedTensor(self._clock.account, local_tensor_of(first_tensor).clone()))
 
-    def _leave(self, part: nn.Module, args: Any, output: Any) -> None:
-        leave_pass(self._clock, output)
+    def _leave_pass(self, part: nn.Module, args: Any, output: Any) -> None:
+        end_forward_pass(self._clock, output)
 
     def _enter_alone(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._alone = not self._clock.forward_depth and self._clock.phase() != "backward"
-        if self._alone:
-            self._enter(module, args, kwargs)
+        self._is_called_alone = not self._clock.forward_depth and self._clock.phase() != "backward"
+        if self._is_called_alone:
+            self._enter_pass(module, args, kwargs)
 
     def _leave_alone(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._alone:
-            self._leave(module, args, output)
-            self._alone = False
+        if self._is_called_alone:
+            self._leave_pass(module, args, output)
+            self._is_called_alone = False
 
-    def tensors(self) -> list[torch.Tensor]:
+    def kept_tensors(self) -> list[torch.Tensor]:
         """Return the probe's own tensors, which are kept until training has ended."""
-        return self.losses.tensors()
+        return self.losses.kept_tensors()
 
     def positions(self, step: int) -> tuple[np.ndarray, ...]:
         """Return the different positions that the step's passes received."""
-        recorded_positions = self._rows(self._positions, step, lambda account: account.of(step))
+        recorded_positions = self._rows(self._positions, step, lambda account: account.trains_step(step))
         return tuple({rows.tobytes(): rows for rows in recorded_positions}.values())
 
     def microbatches(self, step: int) -> tuple[Microbatch, ...]:
         """Return one record a forward pass; the n-th loss of a step belongs to the n-th time that tokens were received."""
-        return self._microbatches(lambda account: account.of(step), step)
+        return self._microbatches(lambda account: account.trains_step(step), step)
 
-    def evaluated(self, step: int) -> tuple[Microbatch, ...]:
+    def evaluation_microbatches(self, step: int) -> tuple[Microbatch, ...]:
         """Return one record for each pass between this step and the next that trained nothing."""
         return self._microbatches(lambda account: account.step == step and account.kind != "training", step)
 
     def _microbatches(self, is_selected: Callable[[Account], bool], step: int) -> tuple[Microbatch, ...]:
         received = list(self._rows(self._tokens, step, is_selected))
-        losses = self.losses.of_passes(is_selected, [tokens.size for tokens in received])
+        losses = self.losses.losses_by_pass(is_selected, [tokens.size for tokens in received])
         return tuple(
-            microbatch(tokens, losses_of_pass or ())
+            make_microbatch(tokens, losses_of_pass or ())
             for tokens, losses_of_pass in itertools.zip_longest(received, losses)
         )
 
-    def _rows(self, recorded: list[_Fed], step: int, is_selected: Callable[[Account], bool]) -> Iterator[np.ndarray]:
+    def _rows(
+        self, recorded: list[_ReceivedTensor], step: int, is_selected: Callable[[Account], bool]
+    ) -> Iterator[np.ndarray]:
         """Yield [samples, positions] for each input. One row that the recipe's length does not divide is not cut."""
         for copy_of_input in recorded:
             if not is_selected(copy_of_input.account):
                 continue
-            tokens: np.ndarray = as_numpy(copy_of_input.tokens).astype(np.int64, copy=False)
+            tokens: np.ndarray = as_numpy(copy_of_input.tensor).astype(np.int64, copy=False)
             length = self._row_length(step) if self._row_length and tokens.ndim == 1 else tokens.shape[-1]
             if tokens.ndim > 1:
                 yield tokens

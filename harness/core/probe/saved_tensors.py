@@ -14,7 +14,7 @@ import torch
 from harness.core.evidence.step import SavedTensorsHook
 from harness.core.probe.clock import Account, Clock
 
-PUSH = "_push_saved_tensors_default_hooks"
+PUSH_FUNCTION = "_push_saved_tensors_default_hooks"
 
 
 class SavedTensorsRecorder:
@@ -24,29 +24,32 @@ class SavedTensorsRecorder:
         self._original: Any = None
 
     def install(self) -> None:
-        self._original = original = getattr(torch._C._autograd, PUSH)
+        self._original = original = getattr(torch._C._autograd, PUSH_FUNCTION)
 
-        def seen(pack: Any, unpack: Any) -> None:
-            self._note(pack)
+        def note_and_push(pack: Any, unpack: Any) -> None:
+            self._note_hook(pack)
             original(pack, unpack)
 
-        setattr(torch._C._autograd, PUSH, seen)
+        setattr(torch._C._autograd, PUSH_FUNCTION, note_and_push)
 
     def remove(self) -> None:
         if self._original is not None:
-            setattr(torch._C._autograd, PUSH, self._original)
+            setattr(torch._C._autograd, PUSH_FUNCTION, self._original)
         self._original = None
 
-    def of_step(self, step: int) -> dict[SavedTensorsHook, int]:
+    def hooks_of(self, step: int) -> dict[SavedTensorsHook, int]:
         return dict(
-            sum((hooks for account, hooks in self._accounts.items() if account.of(step)), Counter[SavedTensorsHook]())
+            sum(
+                (hooks for account, hooks in self._accounts.items() if account.trains_step(step)),
+                Counter[SavedTensorsHook](),
+            )
         )
 
-    def _note(self, pack: Any) -> None:
-        self._accounts[self._clock.account][SavedTensorsHook(self._clock.phase(), *owner(pack))] += 1
+    def _note_hook(self, pack: Any) -> None:
+        self._accounts[self._clock.account][SavedTensorsHook(self._clock.phase(), *module_and_name_of(pack))] += 1
 
 
-def owner(hook: Any) -> tuple[str, str]:
+def module_and_name_of(hook: Any) -> tuple[str, str]:
     """Return the module of a hook, and the name of the outermost class or function that it is defined in."""
     defined = hook if hasattr(hook, "__qualname__") else type(hook)
     return defined.__module__, defined.__qualname__.partition(".")[0]

@@ -17,28 +17,28 @@ from torch.optim import optimizer as torch_optimizer
 
 from harness.core.probe.clock import Clock
 
-ENVIRONMENT = (
+RECORDED_VARIABLES = (
     *("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_NAN_CHECK"),
     *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
 )
 """Variables that make ranks wait, or check every tensor that is sent; and those that change how CUDA's libraries compute."""
 
 
-def _deterministic() -> str:
+def _deterministic_text() -> str:
     if not torch.are_deterministic_algorithms_enabled():
         return "off"
     return "warn only" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
 
 
-def _tf32() -> str:
+def _tf32_text() -> str:
     """Return whether CUDA's matmuls use TF32, as "on" or "off".
 
     Newer versions of torch have a precision instead of a switch, and refuse to read the switch where both were set."""
     matmul = torch.backends.cuda.matmul
-    return _switch(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
+    return _on_or_off(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
 
 
-def _float32_precision() -> str:
+def _float32_precision_text() -> str:
     """Return the precision of float32 matmuls.
 
     torch refuses to return it where the newer precision differs, which only TF32 does."""
@@ -50,37 +50,37 @@ def _float32_precision() -> str:
         return f"{newer}, set by fp32_precision"
 
 
-def _switch(is_on: bool) -> str:
+def _on_or_off(is_on: bool) -> str:
     return "on" if is_on else "off"
 
 
-SWITCHES: dict[str, Callable[[], str]] = {
-    "autograd anomaly detection": lambda: _switch(torch.is_anomaly_enabled()),
-    "deterministic algorithms": _deterministic,
-    "cudnn.deterministic": lambda: _switch(torch.backends.cudnn.deterministic),
-    "cudnn.benchmark": lambda: _switch(torch.backends.cudnn.benchmark),
-    "float32 matmul precision": _float32_precision,
-    "TF32 in CUDA matmuls": _tf32,
-    "bfloat16 sums in CUDA matmuls": lambda: _switch(
+SWITCH_READERS: dict[str, Callable[[], str]] = {
+    "autograd anomaly detection": lambda: _on_or_off(torch.is_anomaly_enabled()),
+    "deterministic algorithms": _deterministic_text,
+    "cudnn.deterministic": lambda: _on_or_off(torch.backends.cudnn.deterministic),
+    "cudnn.benchmark": lambda: _on_or_off(torch.backends.cudnn.benchmark),
+    "float32 matmul precision": _float32_precision_text,
+    "TF32 in CUDA matmuls": _tf32_text,
+    "bfloat16 sums in CUDA matmuls": lambda: _on_or_off(
         bool(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
     ),
-    "mkldnn": lambda: _switch(bool(torch.backends.mkldnn.enabled)),
-    "cudnn": lambda: _switch(bool(torch.backends.cudnn.enabled)),
+    "mkldnn": lambda: _on_or_off(bool(torch.backends.mkldnn.enabled)),
+    "cudnn": lambda: _on_or_off(bool(torch.backends.cudnn.enabled)),
     "denormal numbers": lambda: "kept" if sys.float_info.min / 2 else "flushed to 0",  # torch has no other way to ask
     "default dtype": lambda: str(torch.get_default_dtype()).removeprefix("torch."),
 }
-READERS: dict[str, Callable[[], str]] = SWITCHES | {
+SETTING_READERS: dict[str, Callable[[], str]] = SWITCH_READERS | {
     "torch.distributed debug level": lambda: dist.get_debug_level().name if dist.is_available() else "OFF",
     "threads": lambda: str(torch.get_num_threads()),
 }
-READERS |= {name: lambda name=name: os.environ.get(name, "unset") for name in ENVIRONMENT}  # type: ignore[misc]
+SETTING_READERS |= {name: lambda name=name: os.environ.get(name, "unset") for name in RECORDED_VARIABLES}  # type: ignore[misc]
 
 
-def settings() -> dict[str, str]:
-    return {name: read() for name, read in READERS.items()}
+def read_settings() -> dict[str, str]:
+    return {name: read() for name, read in SETTING_READERS.items()}
 
 
-_as_torch_has_them = {name: read() for name, read in SWITCHES.items()}
+_settings_at_import = {name: read() for name, read in SWITCH_READERS.items()}
 """Read as this module is imported. The rank server does that right after torch: what it preloads then may set some."""
 
 
@@ -88,28 +88,28 @@ def settings_before_the_trainer() -> dict[str, str]:
     """Return the settings, torch's switches as they were when this module was imported.
 
     Call it before a trainer's first module is imported: the environment and threads are a rank's own."""
-    return settings() | _as_torch_has_them
+    return read_settings() | _settings_at_import
 
 
 class SettingsRecorder:
     """started: as they were before the trainer's code ran, if that was read then; else as they are when this is installed."""
 
     def __init__(self, clock: Clock, started: dict[str, str] | None = None) -> None:
-        self.started = started or {}
+        self.settings_at_start = started or {}
         self._clock = clock
         self._steps: dict[int, dict[str, set[str]]] = {}
         self._hook: Any = None
 
     def install(self) -> None:
-        self.started = self.started or settings()
-        self._hook = torch_optimizer.register_optimizer_step_pre_hook(self.look)
+        self.settings_at_start = self.settings_at_start or read_settings()
+        self._hook = torch_optimizer.register_optimizer_step_pre_hook(self.note_settings)
 
     def remove(self) -> None:
         if self._hook is not None:
             self._hook.remove()
         self._hook = None
 
-    def look(self, *_: Any) -> None:
+    def note_settings(self, *_: Any) -> None:
         """Note the settings of this moment for the step.
 
         Trap: OpenMP has a number of threads for each thread, and backward on GPUs has a separate thread."""
@@ -117,9 +117,9 @@ class SettingsRecorder:
             return
         values_by_name = self._steps.setdefault(self._clock.step, {})
         in_backward = self._clock.phase() == "backward"
-        for name, value in settings().items():
+        for name, value in read_settings().items():
             if not (in_backward and name == "threads"):
                 values_by_name.setdefault(name, set()).add(value)
 
-    def of_step(self, step: int) -> dict[str, tuple[str, ...]]:
+    def settings_of(self, step: int) -> dict[str, tuple[str, ...]]:
         return {name: tuple(sorted(values)) for name, values in self._steps.get(step, {}).items()}

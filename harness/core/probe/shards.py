@@ -14,16 +14,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-Named = Iterable[tuple[str, torch.Tensor]]
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class Shards(Protocol):
     """One model part's shards, by its parameters' names. The last two may leave out those of which this rank has nothing."""
 
-    def parameters(self) -> Named:
+    def parameters(self) -> NamedTensors:
         """Return the slice of each parameter that this rank holds between steps."""
 
-    def gradients(self) -> Named:
+    def gradients(self) -> NamedTensors:
         """Return the slices of the reduced gradients that this rank's optimizer steps with; nothing while there are none."""
 
     def state(self) -> Iterable[tuple[str, dict[str, torch.Tensor]]]:
@@ -43,7 +43,7 @@ def note_shards(part: nn.Module, shards: Shards, starts: Mapping[str, int] = Map
     _starts[part] = starts
 
 
-def starts_of(parts: Iterable[nn.Module]) -> dict[str, int]:
+def fused_starts_of(parts: Iterable[nn.Module]) -> dict[str, int]:
     """Return at which element of a fused tensor this rank's interval begins, by the tensor's name."""
     starts: dict[str, int] = {}
     for part in parts:
@@ -55,11 +55,11 @@ def shards_of(part: nn.Module) -> Shards | None:
     return _shards.get(part)
 
 
-def noted(parts: Iterable[nn.Module]) -> Iterator[Shards]:
+def noted_shards(parts: Iterable[nn.Module]) -> Iterator[Shards]:
     yield from (shards for part in parts if (shards := _shards.get(part)) is not None)
 
 
-def tensors_of(shards: Shards) -> Iterator[torch.Tensor]:
+def all_shard_tensors(shards: Shards) -> Iterator[torch.Tensor]:
     """Yield all tensors behind parameters, gradients and optimizer state."""
     yield from (tensor for _, tensor in shards.parameters())
     yield from (tensor for _, tensor in shards.gradients())

@@ -29,10 +29,10 @@ class StorageRecorder:
     which is no operator."""
 
     def __init__(self, where: Callable[[], tuple[int, str]]) -> None:
-        self.most = Peak(0, "")  # in a step
-        self.outside = 0  # outside of steps, as while a model is built
-        self._where = where
-        self._there: dict[weakref.ref[Any], int] = {}
+        self.peak = Peak(0, "")  # in a step
+        self.peak_outside_of_steps = 0  # outside of steps, as while a model is built
+        self._step_and_phase = where
+        self._living_storages: dict[weakref.ref[Any], int] = {}
         self._bytes = 0
 
     @contextlib.contextmanager
@@ -42,8 +42,8 @@ class StorageRecorder:
 
         def resize_and_note(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             made = resize(storage, size)
-            if weakref.ref(storage) in recorder._there:
-                recorder._note(storage, size)
+            if weakref.ref(storage) in recorder._living_storages:
+                recorder._note_size(storage, size)
             return made
 
         torch.UntypedStorage.resize_ = resize_and_note
@@ -52,23 +52,23 @@ class StorageRecorder:
         finally:
             torch.UntypedStorage.resize_ = resize
 
-    def made(self, results: Any) -> None:
+    def note_results(self, results: Any) -> None:
         """Note the storages that an operator made: those that are there already are known."""
         for tensor in tree_leaves(results):
             if isinstance(tensor, torch.Tensor) and is_without_memory(tensor) and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
-                if weakref.ref(storage) not in self._there:
-                    self._note(storage, storage.nbytes())
+                if weakref.ref(storage) not in self._living_storages:
+                    self._note_size(storage, storage.nbytes())
 
-    def _note(self, storage: torch.UntypedStorage, size: int) -> None:
-        storage_ref = weakref.ref(storage, self._gone)
-        self._bytes += size - self._there.pop(storage_ref, 0)
-        self._there[storage_ref] = size
-        step, phase = self._where()
+    def _note_size(self, storage: torch.UntypedStorage, size: int) -> None:
+        storage_ref = weakref.ref(storage, self._note_freed)
+        self._bytes += size - self._living_storages.pop(storage_ref, 0)
+        self._living_storages[storage_ref] = size
+        step, phase = self._step_and_phase()
         if not step:
-            self.outside = max(self.outside, self._bytes)
-        elif self._bytes > self.most.bytes:
-            self.most = Peak(self._bytes, phase)
+            self.peak_outside_of_steps = max(self.peak_outside_of_steps, self._bytes)
+        elif self._bytes > self.peak.bytes:
+            self.peak = Peak(self._bytes, phase)
 
-    def _gone(self, storage_ref: weakref.ref[Any]) -> None:
-        self._bytes -= self._there.pop(storage_ref, 0)
+    def _note_freed(self, storage_ref: weakref.ref[Any]) -> None:
+        self._bytes -= self._living_storages.pop(storage_ref, 0)

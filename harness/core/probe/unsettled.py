@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from harness.core.evidence.step import UnsettledGradient
-from harness.core.probe.structure import local, placement_text, placements
+from harness.core.probe.structure import local_tensor_of, placement_text, placement_texts
 
 
 def unsettled_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, UnsettledGradient]:
@@ -24,10 +24,10 @@ def unsettled_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[
         if gradient is None or mesh is None or mesh != getattr(parameter, "device_mesh", None):
             continue
         of_gradient = tuple(_with_operator(placement) for placement in gradient.placements)
-        of_parameter = placements(parameter)
+        of_parameter = placement_texts(parameter)
         if of_gradient != of_parameter:
-            local_gradient = local(gradient)
-            local_parameter = local(parameter)
+            local_gradient = local_tensor_of(gradient)
+            local_parameter = local_tensor_of(parameter)
             size = local_gradient.element_size()
             unsettled[fqn] = UnsettledGradient(
                 mesh=mesh.mesh.tolist(),

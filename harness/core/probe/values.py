@@ -28,16 +28,24 @@ from torch.optim import optimizer as torch_optimizer
 
 from harness.core.evidence.records import Resumed
 from harness.core.evidence.step import UnsettledGradient
-from harness.core.probe.backward import BackwardRecorder, Before
+from harness.core.probe.backward import BackwardRecorder, GradientsBefore
 from harness.core.probe.clock import Clock
-from harness.core.probe.host_copies import Copy, all_copied, all_read, can_be_read, copied, lies_on_device, read
-from harness.core.probe.shards import noted, shards_of
-from harness.core.probe.structure import local, named_parameters, sharded_parameters, stored
+from harness.core.probe.host_copies import (
+    HostCopy,
+    are_readable,
+    copy_all_to_host,
+    copy_to_host,
+    is_on_device,
+    read_all,
+    read_copy,
+)
+from harness.core.probe.shards import noted_shards, shards_of
+from harness.core.probe.structure import dense_tensors_of, local_tensor_of, named_parameters, sharded_parameters
 from harness.core.probe.unsettled import unsettled_gradients
-from harness.core.probe.without_memory import place
+from harness.core.probe.without_memory import storage_address
 
 CLIP_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_")
-INNER = ("_get_total_norm", "_clip_grads_with_norm_")
+INNER_CLIP_FUNCTIONS = ("_get_total_norm", "_clip_grads_with_norm_")
 """What those call, which who imported them by name before comes to as well."""
 
 _installed: list[ValueRecorder] = []
@@ -74,63 +82,66 @@ class StepValues:
     they are compared with `gradients`. late: parameters were copied in the next step's forward pass, with whatever was done
     to them in between."""
 
-    lr: float | Copy | None = None
+    lr: float | HostCopy | None = None
     gradients: dict[str, Any] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
     optimizer_state: dict[str, dict[str, Any]] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
-    changed: dict[str, Any] | None = None
-    scaled: float | None = None
-    before: Before | None = None
-    late: bool = False
+    changed_since: dict[str, Any] | None = None
+    scale_factor: float | None = None
+    gradients_before: GradientsBefore | None = None
+    is_copied_late: bool = False
     unsettled: dict[str, UnsettledGradient] = field(default_factory=dict)
-    clipped_after: int | None = None
+    passes_at_clipping: int | None = None
     steps_on_copies: bool = False
     """Whether an optimizer stepped tensors that are no parameters of the model."""
     masters_state: int = 0
     """Bytes of the optimizer's state of master copies."""
-    left: dict[str, Any] = field(default_factory=dict)
+    parameters_left: dict[str, Any] = field(default_factory=dict)
     """Trainable parameters that no optimizer stepped, where one stepped on tensors that are no parameters: as the next step
     finds them."""
 
-    def compare(self) -> None:
+    def compare_gradients(self) -> None:
         """Compare the gradients with those at the end of backward, if these were copied."""
-        if self.before is not None:
-            self.gradients, self.scaled = self.before.against(all_read(self.gradients))
-        self.before = None
+        if self.gradients_before is not None:
+            self.gradients, self.scale_factor = self.gradients_before.compare_with(read_all(self.gradients))
+        self.gradients_before = None
 
-    def read(self) -> None:
-        self.compare()
-        self.lr = float(read(self.lr)) if torch.is_tensor(self.lr) else self.lr
-        self.gradients = all_read(self.gradients)
-        self.parameters = all_read(self.parameters)
-        self.left = all_read(self.left)
+    def read_copies(self) -> None:
+        self.compare_gradients()
+        self.lr = float(read_copy(self.lr)) if torch.is_tensor(self.lr) else self.lr
+        self.gradients = read_all(self.gradients)
+        self.parameters = read_all(self.parameters)
+        self.parameters_left = read_all(self.parameters_left)
         if self.masters_state:
             self.memory["optimizer_state"] += self.masters_state
             self.masters_state = 0
-        self.optimizer_state = {fqn: all_read(state) for fqn, state in self.optimizer_state.items()}
-        if self.changed is not None:
-            copies_now = all_read(self.changed)
-            self.changed = {
-                fqn: value for fqn, value in copies_now.items() if not same_array(value, self.parameters[fqn])
+        self.optimizer_state = {fqn: read_all(state) for fqn, state in self.optimizer_state.items()}
+        if self.changed_since is not None:
+            copies_now = read_all(self.changed_since)
+            self.changed_since = {
+                fqn: value for fqn, value in copies_now.items() if not are_same_arrays(value, self.parameters[fqn])
             }
 
 
 class ValueRecorder:
-    """Fills one StepValues per step for the parameters of `parts`. Where tensors have no memory, `shapes_only` is said."""
+    """Fills one StepValues per step for the parameters of `parts`.
+
+    Where tensors have no memory, `record_shapes_only()` is called.
+    """
 
     def __init__(self, clock: Clock) -> None:
-        self._compares = True
+        self._compares_values = True
         self.steps: dict[int, StepValues] = {}
         self.parts: tuple[nn.Module, ...] = ()
         self.resumed: Resumed | None = None
         self.optimizers: dict[Optimizer, None] = {}
         self._before_copies: dict[str, Any] | None = None  # what no optimizer holds, before a first step on copies
         self._masters: dict[Optimizer, dict[str, torch.Tensor]] = {}  # by name of the parameter that is written from it
-        self._rates: dict[Optimizer, float | Copy] = {}
-        self._began: dict[Optimizer, int] = {}
+        self._learning_rates: dict[Optimizer, float | HostCopy] = {}
+        self._step_at_begin: dict[Optimizer, int] = {}
         self._clock = clock
-        self._backward = BackwardRecorder(clock, self._gradients)
+        self._backward = BackwardRecorder(clock, self._present_gradients)
         self._hooks: list[Any] = []
         self._patched: list[tuple[Any, str, Callable[..., Any]]] = []
 
@@ -140,15 +151,15 @@ class ValueRecorder:
             torch_optimizer.register_optimizer_step_post_hook(self._after_optimizer),
         ]
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-            for name in (*CLIP_FUNCTIONS, *INNER):
+            for name in (*CLIP_FUNCTIONS, *INNER_CLIP_FUNCTIONS):
                 if hasattr(owner, name):
                     self._patch(owner, name)
         self._patch(FullyShardedDataParallel, "clip_grad_norm_")
         self._backward.install()
         _installed.append(self)
 
-    def shapes_only(self) -> None:
-        self._compares = self._backward.needed = False
+    def record_shapes_only(self) -> None:
+        self._compares_values = self._backward.is_needed = False
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -165,23 +176,23 @@ class ValueRecorder:
         original = getattr(owner, name)
 
         @functools.wraps(original)
-        def seen(*args: Any, **kwargs: Any) -> Any:
+        def copy_gradients_and_call(*args: Any, **kwargs: Any) -> Any:
             self.copy_gradients(clipped_next=True)
             return original(*args, **kwargs)
 
         self._patched.append((owner, name, original))
-        setattr(owner, name, seen)
+        setattr(owner, name, copy_gradients_and_call)
 
     def watch_resumed(self) -> None:
         """Copy the parameters as they are now. Optimizers are not known yet: each one's state is copied when it first steps."""
-        self.resumed = Resumed(all_copied(named_parameters(self.parts)), {})
+        self.resumed = Resumed(copy_all_to_host(named_parameters(self.parts)), {})
 
     def _copy_resumed_state(self, optimizer: Optimizer) -> None:
-        if self.resumed is None or self._clock.step != self._clock.start + 1:
+        if self.resumed is None or self._clock.step != self._clock.start_step + 1:
             return
-        add_states(self.resumed.optimizer_state, self._states(optimizer))
+        add_states(self.resumed.optimizer_state, self._states_by_fqn(optimizer))
 
-    def _owned(
+    def _parameters_of(
         self, optimizer: Optimizer, shards: Iterable[tuple[str, torch.Tensor]] | None = None
     ) -> list[tuple[str, nn.Parameter]]:
         """Return the model's parameters that an optimizer steps, with their names.
@@ -193,24 +204,24 @@ class ValueRecorder:
             (names[id(parameter)], parameter) for parameter in _stepped_tensors(optimizer) if id(parameter) in names
         ]
 
-    def _see_copies(self, optimizer: Optimizer) -> None:
+    def _note_steps_on_copies(self, optimizer: Optimizer) -> None:
         """Note whether the optimizer steps tensors that are no parameters of the model."""
-        if not self.parts or any(noted(self.parts)):
+        if not self.parts or any(noted_shards(self.parts)):
             return
         shards = list(sharded_parameters(self.parts))
         parameter_ids = {id(p) for _, p in shards}
         stepped_ids = {id(parameter) for parameter in _stepped_tensors(optimizer)}
         if stepped_ids <= parameter_ids:
             return
-        self._step().steps_on_copies = True
+        self._values_of_step().steps_on_copies = True
         unstepped = [(fqn, p) for fqn, p in shards if p.requires_grad and id(p) not in stepped_ids]
         if self._before_copies is None:
-            self._before_copies = all_copied(unstepped)
+            self._before_copies = copy_all_to_host(unstepped)
         self._find_masters(optimizer, unstepped)
 
     def _find_masters(self, optimizer: Optimizer, unstepped: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Find the optimizer's master copies of parameters. unstepped: those that the optimizer does not step itself."""
-        if not self._compares:
+        if not self._compares_values:
             return
         parameter_ids = {id(p) for _, p in sharded_parameters(self.parts)}
         copies = [stepped for stepped in _stepped_tensors(optimizer) if id(stepped) not in parameter_ids]
@@ -220,24 +231,24 @@ class ValueRecorder:
             if master_index is not None:
                 masters[fqn] = copies.pop(master_index)
 
-    def _copy_left(self, step: StepValues) -> None:
+    def _copy_unstepped(self, step: StepValues) -> None:
         """Copy the trainable parameters that no optimizer stepped, and note the bytes of their masters' optimizer state."""
         trainable = ((fqn, p) for fqn, p in sharded_parameters(self.parts) if p.requires_grad)
         unstepped = [(fqn, p) for fqn, p in trainable if fqn not in step.parameters]
-        step.left = all_copied(unstepped)
+        step.parameters_left = copy_all_to_host(unstepped)
         for optimizer in self._masters:
             self._find_masters(optimizer, unstepped)
         values: list[Any] = []
         for optimizer in self._masters:
             for state in self._states_of_masters(optimizer).values():
                 values += state.values()
-        step.masters_state = held_bytes(value for value in values if torch.is_tensor(value) and value.dim())
+        step.masters_state = storage_bytes_of(value for value in values if torch.is_tensor(value) and value.dim())
 
     def _states_of_masters(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         return {fqn: optimizer.state.get(master, {}) for fqn, master in self._masters.get(optimizer, {}).items()}
 
-    def _states(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-        own = {fqn: optimizer.state.get(p, {}) for fqn, p in self._owned(optimizer)}
+    def _states_by_fqn(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        own = {fqn: optimizer.state.get(p, {}) for fqn, p in self._parameters_of(optimizer)}
         return own | self._states_of_masters(optimizer)
 
     def _take_written_back(self) -> None:
@@ -245,22 +256,22 @@ class ValueRecorder:
 
         Where they never change, the optimizer steps orphans, and nothing was updated.
         """
-        steps_with_copies = [step for step in self.steps.values() if step.steps_on_copies and step.left]
-        copies_by_step = [all_read(self._before_copies or {}), *(step.left for step in steps_with_copies)]
+        steps_with_copies = [step for step in self.steps.values() if step.steps_on_copies and step.parameters_left]
+        copies_by_step = [read_all(self._before_copies or {}), *(step.parameters_left for step in steps_with_copies)]
         has_change = any(_have_change(earlier, later) for earlier, later in pairwise(copies_by_step))
         if not has_change:
             return
         for step in steps_with_copies:
-            step.parameters |= step.left
-            step.changed = step.changed or {}  # with whatever was done to them in between
+            step.parameters |= step.parameters_left
+            step.changed_since = step.changed_since or {}  # with whatever was done to them in between
 
-    def _step(self, step: int | None = None) -> StepValues:
+    def _values_of_step(self, step: int | None = None) -> StepValues:
         return self.steps.setdefault(self._clock.step if step is None else step, StepValues())
 
-    def _gradients(self) -> dict[str, torch.Tensor]:
+    def _present_gradients(self) -> dict[str, torch.Tensor]:
         """Return the present gradients by name: those of the modules' parameters, and those of shards that were noted."""
         gradients = {fqn: p.grad for fqn, p in sharded_parameters(self._whole_parts()) if p.grad is not None}
-        for shards in noted(self.parts):
+        for shards in noted_shards(self.parts):
             gradients |= dict(shards.gradients())
         return gradients
 
@@ -269,119 +280,125 @@ class ValueRecorder:
         return [part for part in self.parts if shards_of(part) is None]
 
     def copy_gradients(self, *, clipped_next: bool) -> None:
-        step = self._step()
+        step = self._values_of_step()
         if clipped_next:
-            self._backward.needed = False
-            self._backward.drop()
-        has_more_backward = step.clipped_after is not None and step.clipped_after < self._backward.ended
+            self._backward.is_needed = False
+            self._backward.drop_copies()
+        has_more_backward = (
+            step.passes_at_clipping is not None and step.passes_at_clipping < self._backward.ended_passes
+        )
         if (step.gradients and not has_more_backward) or not self.parts:
             return
-        step.clipped_after = self._backward.ended if clipped_next else None
-        gradients = self._gradients()
+        step.passes_at_clipping = self._backward.ended_passes if clipped_next else None
+        gradients = self._present_gradients()
         step.unsettled = unsettled_gradients(sharded_parameters(self._whole_parts()))
-        step.gradients = all_copied(gradients.items())
-        step.before = self._backward.taken()
-        if can_be_read(step.gradients) and can_be_read(step.before.gradients):
-            step.compare()
+        step.gradients = copy_all_to_host(gradients.items())
+        step.gradients_before = self._backward.take_copies()
+        if are_readable(step.gradients) and are_readable(step.gradients_before.gradients):
+            step.compare_gradients()
         module_gradients = [p.grad for _, p in named_parameters(self.parts)]  # whole ones also where shards are noted
-        step.memory["gradients"] = held_bytes([*module_gradients, *gradients.values()])
+        step.memory["gradients"] = storage_bytes_of([*module_gradients, *gradients.values()])
 
     def _copy_own_gradients(self, optimizer: Optimizer) -> None:
         """Copy the gradients of one optimizer, which steps inside backward.
 
         Only its own gradients are complete by then, and they are gone when backward ends."""
-        step = self._step()
-        stepped = self._owned(optimizer)
-        step.gradients |= all_copied((fqn, p.grad) for fqn, p in stepped if p.grad is not None)
-        step.memory["gradients"] = max(step.memory.get("gradients", 0), held_bytes(p.grad for _, p in stepped))
+        step = self._values_of_step()
+        stepped = self._parameters_of(optimizer)
+        step.gradients |= copy_all_to_host((fqn, p.grad) for fqn, p in stepped if p.grad is not None)
+        step.memory["gradients"] = max(step.memory.get("gradients", 0), storage_bytes_of(p.grad for _, p in stepped))
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if self._clock.phase() == "backward":
             self._copy_own_gradients(optimizer)
         else:
             self.copy_gradients(clipped_next=False)
-        self._see_copies(optimizer)
+        self._note_steps_on_copies(optimizer)
         self._copy_resumed_state(optimizer)
         if "lr" in optimizer.param_groups[0]:  # torchtitan's containers of optimizers have none
             lr = optimizer.param_groups[0]["lr"]  # a tensor for those that are compiled
-            self._rates[optimizer] = copied(lr) if torch.is_tensor(lr) else float(lr)
-        self._began[optimizer] = self._clock.step
+            self._learning_rates[optimizer] = copy_to_host(lr) if torch.is_tensor(lr) else float(lr)
+        self._step_at_begin[optimizer] = self._clock.step
         self._clock.enter_optimizer()
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self._clock.leave_optimizer()
         self.optimizers[optimizer] = None
         # A closure given to step() trains inside of it: only now is it known which step this was.
-        if optimizer in self._rates:
-            self._step().lr = self._rates.pop(optimizer)
-        has_trained_inside = self._began.pop(optimizer, self._clock.step) != self._clock.step
-        if has_trained_inside and not self._step().gradients:
+        if optimizer in self._learning_rates:
+            self._values_of_step().lr = self._learning_rates.pop(optimizer)
+        has_trained_inside = self._step_at_begin.pop(optimizer, self._clock.step) != self._clock.step
+        if has_trained_inside and not self._values_of_step().gradients:
             self.copy_gradients(clipped_next=False)
-        if any(noted(self.parts)):
+        if any(noted_shards(self.parts)):
             return  # on vectors, of which parameters are made later: copy_update
-        step = self._step()
+        step = self._values_of_step()
         shards = list(sharded_parameters(self.parts))
-        stepped = self._owned(optimizer, shards)
+        stepped = self._parameters_of(optimizer, shards)
         frozen = [(fqn, p) for fqn, p in shards if not p.requires_grad]  # maybe in no group
-        step.parameters |= all_copied((*stepped, *frozen))
+        step.parameters |= copy_all_to_host((*stepped, *frozen))
         stored_tensors = (*named_parameters(self.parts), *shards)  # whole ones beside slices, where units stay gathered
-        step.memory["parameters"] = held_bytes(p for _, p in stored_tensors)
+        step.memory["parameters"] = storage_bytes_of(p for _, p in stored_tensors)
         values: list[Any] = []
         for parameter in [parameter for _, parameter in stepped]:
             values += optimizer.state.get(parameter, {}).values()
         states = [value for value in values if torch.is_tensor(value) and value.dim()]
-        step.memory["optimizer_state"] = step.memory.get("optimizer_state", 0) + held_bytes(states)
+        step.memory["optimizer_state"] = step.memory.get("optimizer_state", 0) + storage_bytes_of(states)
 
     def copy_update(self, number: int | None) -> None:
         """Copy parameters and memory after a step, for model parts whose shards were noted."""
         parts = [part for part in self.parts if shards_of(part) is not None]
         if not parts:
             return
-        step = self._step(number)
+        step = self._values_of_step(number)
         if number is not None:
-            step.late = True
-            step.changed = {}
+            step.is_copied_late = True
+            step.changed_since = {}
         shards_by_fqn = dict(sharded_parameters(parts))
-        step.parameters |= all_copied(shards_by_fqn.items())
-        step.memory["parameters"] = held_bytes([*shards_by_fqn.values(), *(p for _, p in named_parameters(parts))])
+        step.parameters |= copy_all_to_host(shards_by_fqn.items())
+        step.memory["parameters"] = storage_bytes_of(
+            [*shards_by_fqn.values(), *(p for _, p in named_parameters(parts))]
+        )
         values = _noted_state_values(parts)
-        step.memory["optimizer_state"] = held_bytes(value for value in values if value.dim())
+        step.memory["optimizer_state"] = storage_bytes_of(value for value in values if value.dim())
 
-    def see_what_was_left(self) -> None:
+    def note_changes_between_steps(self) -> None:
         """Compare the parameters with the step that just ended left them, bit for bit, before the next step begins.
 
         All that lie on a GPU are copied, and compared when that can be read; else only those that differ are copied."""
-        finished_step = self.steps.get(self._clock.finished)
+        finished_step = self.steps.get(self._clock.last_finished_step)
         if finished_step is not None and finished_step.steps_on_copies:
-            self._copy_left(finished_step)
-        ended_steps = [number for number, step in self.steps.items() if step.parameters and not step.late]
+            self._copy_unstepped(finished_step)
+        ended_steps = [number for number, step in self.steps.items() if step.parameters and not step.is_copied_late]
         step = self.steps[max(ended_steps)] if ended_steps else None
-        if step is not None and self._compares:
+        if step is not None and self._compares_values:
             shards_now = ((fqn, p) for fqn, p in sharded_parameters(self.parts) if fqn in step.parameters)
-            step.changed = all_copied((fqn, p) for fqn, p in shards_now if not known_as_same(p, step.parameters[fqn]))
+            step.changed_since = copy_all_to_host(
+                (fqn, p) for fqn, p in shards_now if not is_known_unchanged(p, step.parameters[fqn])
+            )
 
-    def read(self) -> None:
+    def read_copies(self) -> None:
         """Read all that was copied. Call it after waiting for the device: then the copies of a GPU's tensors are complete."""
         for step in self.steps.values():
-            step.read()
+            step.read_copies()
         self._take_written_back()
         if self.resumed is not None:
-            states = {fqn: all_read(state) for fqn, state in self.resumed.optimizer_state.items()}
-            self.resumed = Resumed(all_read(self.resumed.parameters), states)
+            states = {fqn: read_all(state) for fqn, state in self.resumed.optimizer_state.items()}
+            self.resumed = Resumed(read_all(self.resumed.parameters), states)
 
     def keep_final_state(self) -> None:
         """Copy the optimizer state, when training has ended and where it is saved.
 
         The checks derive the state of each step from the gradients."""
-        self._backward.drop()
-        step_numbers = [number for number, step in self.steps.items() if step.parameters or step.left]
+        self._backward.drop_copies()
+        step_numbers = [number for number, step in self.steps.items() if step.parameters or step.parameters_left]
         if not step_numbers:
             return
         last_state = self.steps[max(step_numbers)].optimizer_state
-        for shards in noted(self.parts):
+        for shards in noted_shards(self.parts):
             add_states(last_state, dict(shards.state()))
         for optimizer in self.optimizers:
-            add_states(last_state, self._states(optimizer))
+            add_states(last_state, self._states_by_fqn(optimizer))
 
 
 def _stepped_tensors(optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -392,7 +409,7 @@ def _stepped_tensors(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 def _noted_state_values(parts: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     """Yield all tensors of the optimizer state that was noted for these model parts."""
-    for shards in noted(parts):
+    for shards in noted_shards(parts):
         for _, state in shards.state():
             yield from state.values()
 
@@ -404,34 +421,40 @@ def _index_of_master(copies: Iterable[torch.Tensor], parameter: torch.Tensor) ->
 
 def _have_change(earlier: dict[str, np.ndarray], later: dict[str, np.ndarray]) -> bool:
     """Return whether any tensor that both have differs."""
-    return any(not same_array(earlier[fqn], later[fqn]) for fqn in earlier.keys() & later.keys())
+    return any(not are_same_arrays(earlier[fqn], later[fqn]) for fqn in earlier.keys() & later.keys())
 
 
 def add_states(all_states: dict[str, dict[str, Any]], new_states: dict[str, dict[str, Any]]) -> None:
     """Add copies of these states to all states.
 
     An optimizer that only contains others has no state itself: torchtitan's, whose step comes first and last."""
-    all_states |= {fqn: tensors(state) for fqn, state in new_states.items() if state or fqn not in all_states}
+    all_states |= {
+        fqn: copy_state_tensors(state) for fqn, state in new_states.items() if state or fqn not in all_states
+    }
 
 
-def known_as_same(tensor: torch.Tensor, recorded: Copy) -> bool:
+def is_known_unchanged(tensor: torch.Tensor, recorded: HostCopy) -> bool:
     """Return whether the tensor is known to have the recorded bits. False if comparing would wait for a device."""
-    return isinstance(recorded, np.ndarray) and not lies_on_device(local(tensor)) and same_bits(tensor, recorded)
+    return (
+        isinstance(recorded, np.ndarray)
+        and not is_on_device(local_tensor_of(tensor))
+        and has_same_bits(tensor, recorded)
+    )
 
 
 def is_master(copy: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Return whether the parameter is what its own format keeps of the copy. Waits for a device."""
-    local_copy = local(copy)
-    local_parameter = local(parameter)
+    local_copy = local_tensor_of(copy)
+    local_parameter = local_tensor_of(parameter)
     return local_copy.shape == local_parameter.shape and torch.equal(local_copy.to(local_parameter), local_parameter)
 
 
-def same_array(first: np.ndarray, second: np.ndarray) -> bool:
-    return same_bits(torch.from_numpy(first), second)
+def are_same_arrays(first: np.ndarray, second: np.ndarray) -> bool:
+    return has_same_bits(torch.from_numpy(first), second)
 
 
-def same_bits(tensor: torch.Tensor, recorded: np.ndarray) -> bool:
-    tensor = local(tensor)
+def has_same_bits(tensor: torch.Tensor, recorded: np.ndarray) -> bool:
+    tensor = local_tensor_of(tensor)
     local_tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
     recorded_tensor = torch.from_numpy(recorded)
     is_same_kind = local_tensor.shape == recorded_tensor.shape and local_tensor.dtype == recorded_tensor.dtype
@@ -456,15 +479,15 @@ def _as_integers(flat: torch.Tensor, integer_dtype: torch.dtype) -> torch.Tensor
     return flat.view(integer_dtype)
 
 
-def tensors(state: dict[str, Any]) -> dict[str, Copy]:
-    return all_copied((key, value) for key, value in state.items() if torch.is_tensor(value))
+def copy_state_tensors(state: dict[str, Any]) -> dict[str, HostCopy]:
+    return copy_all_to_host((key, value) for key, value in state.items() if torch.is_tensor(value))
 
 
-def held_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+def storage_bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
     """Return the bytes of the distinct storages behind the local tensors."""
     bytes_by_address = {}
     for tensor in tensors:
         if tensor is not None:
-            for dense_tensor in stored(tensor):
-                bytes_by_address[place(dense_tensor)] = dense_tensor.untyped_storage().nbytes()
+            for dense_tensor in dense_tensors_of(tensor):
+                bytes_by_address[storage_address(dense_tensor)] = dense_tensor.untyped_storage().nbytes()
     return sum(bytes_by_address.values())

@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from harness.core.probe.activity import ATTENTION, BATCHED, DRAWS, PRODUCTS
-from harness.core.probe.collectives import OPERATORS
+from harness.core.probe.activity import ATTENTION_OPERATORS, BATCHED_MATMUL_FACTORS, MATMUL_FACTORS, RANDOM_OPERATORS
+from harness.core.probe.collectives import C10D_OPERATORS
 from harness.core.probe.storages import StorageRecorder
 
 if TYPE_CHECKING:
     from harness.core.probe import Probe
 
-FUNCTIONAL = {
+FUNCTIONAL_COLLECTIVES = {
     "all_reduce": ("all_reduce", False),
     "all_gather_into_tensor": ("all_gather", True),
     "reduce_scatter_tensor": ("reduce_scatter", False),
@@ -34,12 +34,12 @@ FUNCTIONAL = {
 }
 """Functional collectives, without the ends "_", "_out" and "_coalesced" -> as the recorder calls it, and whether the unsharded
 tensor is the result."""
-DRAWN = ("rand", "randn", "rand_like", "randn_like", "bernoulli", "normal")
-"""Operators that a backend brings down to those of DRAWS, which draw into a tensor that is there."""
-COPIES = ("copy_", "clone", "_to_copy")
+COMPOSITE_RANDOM_OPERATORS = ("rand", "randn", "rand_like", "randn_like", "bernoulli", "normal")
+"""Operators that a backend brings down to those of RANDOM_OPERATORS, which draw into a tensor that is there."""
+COPY_OPERATORS = ("copy_", "clone", "_to_copy")
 
 
-BETWEEN = ("torch._compile", "torch._dynamo.eval_frame")
+SKIPPED_MODULES = ("torch._compile", "torch._dynamo.eval_frame")
 """torch has its compiler look away from what a dispatch mode does."""
 
 
@@ -52,74 +52,74 @@ class Witness(TorchDispatchMode):
     def __init__(self, probe: Probe) -> None:
         super().__init__()
         self._probe = probe
-        self._silent = 0
-        self.storages = StorageRecorder(probe.clock.where)
+        self._silence_depth = 0
+        self.storages = StorageRecorder(probe.clock.step_and_phase)
 
     @contextlib.contextmanager
-    def silence(self) -> Iterator[None]:
+    def silenced(self) -> Iterator[None]:
         """Surround what is not recorded: torch's own operators, by which it finds shapes."""
-        self._silent += 1
+        self._silence_depth += 1
         try:
             yield
         finally:
-            self._silent -= 1
+            self._silence_depth -= 1
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in kinds):
             return NotImplemented
         namespace, _, name = func._schema.name.partition("::")
-        if namespace == "aten" and not kinds and name != "lift_fresh" and _of_real_integers((args, kwargs)):
+        if namespace == "aten" and not kinds and name != "lift_fresh" and _has_only_integers((args, kwargs)):
             with _disable_current_modes():
                 return func(*args, **(kwargs or {}))
-        if self._silent:
+        if self._silence_depth:
             return func(*args, **(kwargs or {}))
-        if namespace == "c10d" and name in OPERATORS:
-            op, payload = OPERATORS[name]
-            self._probe.collectives._note(op, args[payload], args)
+        if namespace == "c10d" and name in C10D_OPERATORS:
+            op, payload = C10D_OPERATORS[name]
+            self._probe.collectives._note_operator(op, args[payload], args)
         results = func(*args, **(kwargs or {}))
-        self.storages.made(results)
+        self.storages.note_results(results)
         if namespace == "_c10d_functional":
-            self._functional(func, name, args, results)
+            self._note_functional_collective(func, name, args, results)
         elif namespace == "aten":
             full = f"{name}.{func._overloadname}".removesuffix(".default")
-            self._computed(name, full, args, results, _caller(sys._getframe().f_back))
+            self._note_operator(name, full, args, results, _calling_frame(sys._getframe().f_back))
         return results
 
-    def _functional(self, func: Any, name: str, args: Any, results: Any) -> None:
+    def _note_functional_collective(self, func: Any, name: str, args: Any, results: Any) -> None:
         base_name = name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")
-        if base_name in FUNCTIONAL:
-            op, is_result = FUNCTIONAL[base_name]
+        if base_name in FUNCTIONAL_COLLECTIVES:
+            op, is_result = FUNCTIONAL_COLLECTIVES[base_name]
             group = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))["group_name"]
             self._probe.collectives.note(
                 op, results if is_result else args[0], dist.distributed_c10d._resolve_process_group(group)
             )
 
-    def _computed(self, name: str, operator: str, args: Any, results: Any, caller: types.FrameType | None) -> None:
+    def _note_operator(self, name: str, operator: str, args: Any, results: Any, caller: types.FrameType | None) -> None:
         probe = self._probe
-        if operator in PRODUCTS:
-            probe.activity.multiplied(args[PRODUCTS[operator]])
-        elif operator in BATCHED:
-            probe.activity.multiplied_batches(args[BATCHED[operator]])
-        elif operator in ATTENTION:
-            probe.activity.attended(ATTENTION[operator], args[0])
-        elif operator in DRAWS:
-            probe.activity.drew(args[0])
-        elif name in DRAWN:
-            probe.activity.drew(results)
-        elif name in COPIES and isinstance(args[1 if name == "copy_" else 0], torch.Tensor):
+        if operator in MATMUL_FACTORS:
+            probe.activity.note_matmul(args[MATMUL_FACTORS[operator]])
+        elif operator in BATCHED_MATMUL_FACTORS:
+            probe.activity.note_batched_matmul(args[BATCHED_MATMUL_FACTORS[operator]])
+        elif operator in ATTENTION_OPERATORS:
+            probe.activity.note_attention(ATTENTION_OPERATORS[operator], args[0])
+        elif operator in RANDOM_OPERATORS:
+            probe.activity.note_draw(args[0])
+        elif name in COMPOSITE_RANDOM_OPERATORS:
+            probe.activity.note_draw(results)
+        elif name in COPY_OPERATORS and isinstance(args[1 if name == "copy_" else 0], torch.Tensor):
             target, source = (args[0], args[1]) if name == "copy_" else (results, args[0])
-            probe.copies.copied(target, source, caller)
+            probe.copies.note_copy(target, source, caller)
         elif operator == "cat":
-            probe.copies.joined(results, args[0], caller)
+            probe.copies.note_concatenation(results, args[0], caller)
 
 
-def _of_real_integers(arguments: Any) -> bool:
+def _has_only_integers(arguments: Any) -> bool:
     tensors = [value for value in tree_leaves(arguments) if isinstance(value, torch.Tensor)]
     return bool(tensors) and not any(tensor.is_floating_point() for tensor in tensors)
 
 
-def _caller(frame: types.FrameType | None) -> types.FrameType | None:
+def _calling_frame(frame: types.FrameType | None) -> types.FrameType | None:
     """Return the frame that called the operator."""
-    while frame is not None and frame.f_globals.get("__name__") in BETWEEN:
+    while frame is not None and frame.f_globals.get("__name__") in SKIPPED_MODULES:
         frame = frame.f_back
     return frame

@@ -13,13 +13,13 @@ from typing import Any
 
 from harness import __version__
 
-SCHEMA = 1
+SCHEMA_VERSION = 1
 """Version of the documents. It is raised if a field is removed or changes its meaning, but not for an additional field."""
 
 
-def document(kind: str, data: Mapping[str, Any], indent: int | None = None) -> str:
+def document_text(kind: str, data: Mapping[str, Any], indent: int | None = None) -> str:
     """Return the JSON text of a document in ASCII, whatever letters names have."""
-    head = {"harness": __version__, "schema": SCHEMA, "document": kind}
+    head = {"harness": __version__, "schema": SCHEMA_VERSION, "document": kind}
     return json.dumps(head | as_data(data), indent=indent, allow_nan=False)
 
 
@@ -29,13 +29,13 @@ def as_data(value: Any) -> Any:
         fields = {field.name: as_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {name: data for name, data in fields.items() if data not in (None, "", [], {})}
     if isinstance(value, Mapping):
-        return {_text(str(name)): as_data(entry) for name, entry in value.items() if entry is not None}
+        return {_encodable_text(str(name)): as_data(entry) for name, entry in value.items() if entry is not None}
     if isinstance(value, set | frozenset):
         return [as_data(entry) for entry in sorted(value)]
     if isinstance(value, list | tuple):
         return [as_data(entry) for entry in value]
     if isinstance(value, enum.Enum | Path | str | datetime.date):
-        return _text(str(value))
+        return _encodable_text(str(value))
     if hasattr(value, "item"):  # a number of numpy, which what is printed of bad input does not import
         return as_data(value.item())
     if isinstance(value, float) and not math.isfinite(value):
@@ -43,6 +43,6 @@ def as_data(value: Any) -> Any:
     return value
 
 
-def _text(text: str) -> str:
+def _encodable_text(text: str) -> str:
     """Return the text with escapes in place of what UTF-8 cannot encode, as in a file's name in another encoding."""
     return text.encode(errors="backslashreplace").decode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Cause, Diagnosis, Line
-from harness.core.report.finding_text import sentence
+from harness.core.report.finding_text import finding_sentence
 
 
 def diagnosis_line(diagnosis: Diagnosis | None) -> str:
@@ -20,7 +20,7 @@ def cause_line(cause: Cause) -> str:
     text = " ".join(filter(None, (cause.observed, cause.where)))
     if cause.expected:
         text += f", requested {cause.expected}"
-    finding = sentence(cause.finding) if cause.finding is not None else ""
+    finding = finding_sentence(cause.finding) if cause.finding is not None else ""
     if cause.finding is not None and not cause.observed:
         text = cause.finding.check
     details = "; ".join(filter(None, (finding, cause.hint)))
@@ -29,10 +29,10 @@ def cause_line(cause: Cause) -> str:
 
 def evidence_rows(lines: tuple[Line, ...]) -> list[tuple[str, str]]:
     """Return (label, text) of each line of a diagnosis' evidence."""
-    return [(label, _words(value)) for label, value in lines]
+    return [(label, _evidence_text(value)) for label, value in lines]
 
 
-def _words(value: str | Finding | Cause) -> str:
+def _evidence_text(value: str | Finding | Cause) -> str:
     if isinstance(value, Finding):
-        return sentence(value)
+        return finding_sentence(value)
     return cause_line(value) if isinstance(value, Cause) else value

@@ -28,20 +28,20 @@ class Shared:
         return any(case.verdict == Verdict.FAIL for case in self.cases)
 
 
-def causes(outcomes: Iterable[Outcome]) -> list[Shared]:
+def shared_causes(outcomes: Iterable[Outcome]) -> list[Shared]:
     """Return the causes of what failed: failing checks first, then those of most cases."""
     cases_by_cause: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.failed:
-            cases_by_cause.setdefault(_without_numbers(why(outcome)), []).append(outcome)
+            cases_by_cause.setdefault(_without_numbers(cause_or_reason(outcome)), []).append(outcome)
     shared = []
     for cases in cases_by_cause.values():
-        smallest_first = sorted(cases, key=_size)
-        shared.append(Shared(why(smallest_first[0]), tuple(smallest_first)))
+        smallest_first = sorted(cases, key=_failing_and_small_first)
+        shared.append(Shared(cause_or_reason(smallest_first[0]), tuple(smallest_first)))
     return sorted(shared, key=lambda cause: (not cause.broken, -len(cause.cases)))
 
 
-def _size(outcome: Outcome) -> tuple[bool, int]:
+def _failing_and_small_first(outcome: Outcome) -> tuple[bool, int]:
     """Return a sort key: cases with failing checks first, then by number of ranks."""
     return outcome.verdict != Verdict.FAIL, outcome.ranks
 
@@ -51,7 +51,7 @@ def _without_numbers(cause: str) -> str:
     return NUMBER.sub("#", RANKS.sub("[#]", cause))
 
 
-def why(outcome: Outcome) -> str:
+def cause_or_reason(outcome: Outcome) -> str:
     """Return the cause of a case's verdict in one line: its cause, else its reason, else the verdicts of its checks."""
     return outcome.cause or outcome.reason or checks_text(outcome)
 

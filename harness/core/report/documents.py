@@ -11,13 +11,13 @@ from harness.core.judge.judgement import Judgement
 from harness.core.judge.result import Result
 from harness.core.report.as_data import as_data
 from harness.core.report.cause_text import diagnosis_line
-from harness.core.report.finding_text import SHOWN
-from harness.core.report.text import command
+from harness.core.report.finding_text import MAX_SHOWN_FINDINGS
+from harness.core.report.text import rerun_command
 
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
 
 
-def case(judgement: Judgement) -> dict[str, Any]:
+def case_document(judgement: Judgement) -> dict[str, Any]:
     """Return the data of a judged case, without its folder and the command that runs it again: these change with the folder."""
     return {
         "case": judgement.case.name,
@@ -37,17 +37,17 @@ def case(judgement: Judgement) -> dict[str, Any]:
     }
 
 
-def case_here(judgement: Judgement) -> dict[str, Any]:
+def case_document_here(judgement: Judgement) -> dict[str, Any]:
     """Return a case with its folder, and the command that runs it again from here."""
-    return case(judgement) | {"folder": judgement.folder, "again": command(judgement)}
+    return case_document(judgement) | {"folder": judgement.folder, "again": rerun_command(judgement)}
 
 
-def shown_results(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return results as a report shows them: of many findings the first SHOWN, and how many more there are."""
+def shown_result_data(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Return results as a report shows them: of many findings the first MAX_SHOWN_FINDINGS, and how many more there are."""
     shown = []
     for result in results:
-        data = as_data(replace(result, findings=result.findings[:SHOWN]))
-        if len(result.findings) > SHOWN:
-            data["more"] = len(result.findings) - SHOWN
+        data = as_data(replace(result, findings=result.findings[:MAX_SHOWN_FINDINGS]))
+        if len(result.findings) > MAX_SHOWN_FINDINGS:
+            data["more"] = len(result.findings) - MAX_SHOWN_FINDINGS
         shown.append(data)
     return shown

@@ -6,16 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.core.checks.memory import planned
+from harness.core.checks.memory import planned_bytes_by_kind
 from harness.core.evidence.text import bytes_text, ranks_text
 from harness.core.judge import tolerance
 from harness.core.judge.assembly import gradient_distance, misfits
 from harness.core.judge.losses import global_loss
-from harness.core.judge.measures import OUTSIDE_THE_PLAN, step_shown
+from harness.core.judge.measures import OUTSIDE_THE_PLAN, representative_step
 from harness.core.judge.trial import Trial
 from harness.core.plan.slices import Slice, numel
 from harness.core.report.shown import AS_REQUESTED, UsedGroup, interval_text, rank_label, shown_parameter, used_groups
-from harness.core.report.svg import Curve, Strip, curves, strips
+from harness.core.report.svg import Curve, Strip, curves_svg, strips_svg
 
 MOST_RANKS = 32  # a drawing of more is a wall of bars
 
@@ -72,11 +72,15 @@ class Drawn:
     """Which ranks left no evidence; empty if all did."""
 
 
-def drawn(trial: Trial) -> Drawn:
+def draw_case(trial: Trial) -> Drawn:
     """Return the drawings and tables of a case from the ranks that left evidence, and a text of the other ranks."""
     missing = [rank for rank in range(trial.run.world_size) if rank not in trial.ranks]
     lacking = f"ranks {ranks_text(missing)} left no evidence" if missing else ""
-    sections = [_holdings(trial), _traffic(trial), _numbers(trial), _memory(trial)] if trial.ranks else []
+    sections = (
+        [_slices_section(trial), _traffic_section(trial), _numbers_section(trial), _memory_section(trial)]
+        if trial.ranks
+        else []
+    )
     shown = [section for section in sections if section.drawings or section.tables]
     return Drawn(tuple(sorted(shown, key=lambda section: not section.differs)), lacking)
 
@@ -84,10 +88,10 @@ def drawn(trial: Trial) -> Drawn:
 # ---- who holds what
 
 
-def _holdings(trial: Trial) -> Section:
+def _slices_section(trial: Trial) -> Section:
     fqn = shown_parameter(trial)
     requested = {rank: trial.plan.slices[rank].get(fqn) for rank in sorted(trial.ranks)}
-    observed = {rank: trial.holdings[rank].get(fqn) for rank in requested}
+    observed = {rank: trial.local_slices[rank].get(fqn) for rank in requested}
     differing = [rank for rank in requested if observed[rank] != requested[rank]]
     # Ranks that differ are shown before others, if there are too many to show all.
     ranks = sorted(sorted(requested, key=lambda rank: (rank not in differing, rank))[:MOST_RANKS])
@@ -99,17 +103,17 @@ def _holdings(trial: Trial) -> Section:
     if differing:
         legend = f"Hatched: other than requested, on ranks {ranks_text(differing)}."
     shape = "x".join(map(str, trial.plan.shapes[fqn]))
-    requested_strips = [_strip(trial, rank, fqn, requested[rank], odd=False) for rank in ranks]
-    observed_strips = [_strip(trial, rank, fqn, observed[rank], odd=rank in differing) for rank in ranks]
+    requested_strips = [_strip_of_rank(trial, rank, fqn, requested[rank], odd=False) for rank in ranks]
+    observed_strips = [_strip_of_rank(trial, rank, fqn, observed[rank], odd=rank in differing) for rank in ranks]
     requested_caption = f"The bar: dim 0 of {shape}. Filled: what each rank holds.{cut}"
     drawings = (
-        Drawing(f"Requested: {fqn}", strips("requested", requested_strips), requested_caption),
-        Drawing(f"Observed: {fqn}", strips("observed", observed_strips), f"Found by comparing bytes. {legend}"),
+        Drawing(f"Requested: {fqn}", strips_svg("requested", requested_strips), requested_caption),
+        Drawing(f"Observed: {fqn}", strips_svg("observed", observed_strips), f"Found by comparing bytes. {legend}"),
     )
     return Section("Who holds what", bool(differing), drawings)
 
 
-def _strip(trial: Trial, rank: int, fqn: str, part: Slice | None, *, odd: bool) -> Strip:
+def _strip_of_rank(trial: Trial, rank: int, fqn: str, part: Slice | None, *, odd: bool) -> Strip:
     """Return the row of a rank in a drawing of a parameter. part: the slice that it holds."""
     label = rank_label(trial, rank).partition("  ")[2]
     coordinate_text = label.replace("dp_replicate", "rep").replace("dp_shard", "shard")
@@ -125,17 +129,17 @@ def _strip(trial: Trial, rank: int, fqn: str, part: Slice | None, *, odd: bool) 
 # ---- losses and gradients
 
 
-def _numbers(trial: Trial) -> Section:
-    judged = [*_losses(trial), *_gradients(trial)]
+def _numbers_section(trial: Trial) -> Section:
+    judged = [*_loss_drawings(trial), *_gradient_drawings(trial)]
     drawings = tuple(drawing for drawing, _ in judged)
     return Section("Losses and gradients", any(is_above for _, is_above in judged), drawings)
 
 
-Judged = tuple[Drawing, bool]
+JudgedDrawing = tuple[Drawing, bool]
 """A drawing, and whether some step in it is above its bound."""
 
 
-def _losses(trial: Trial) -> list[Judged]:
+def _loss_drawings(trial: Trial) -> list[JudgedDrawing]:
     """Return a drawing of the loss, and one of its difference from the reference's. Empty without a reference."""
     expected = {step.step: step.loss for step in trial.reference.steps if step.step in trial.case.steps}
     steps = sorted(expected)
@@ -152,12 +156,12 @@ def _losses(trial: Trial) -> list[Judged]:
             differences[step] = abs(loss - expected[step]) / abs(expected[step])
     below = "Wide line: reference on one device. Dots: observed, over the tokens of all ranks."
     return [
-        (Drawing("Loss by step", curves("loss by step", steps, lines), below), False),
-        _against_bound(trial, "Difference of the loss", steps, differences, "loss"),
+        (Drawing("Loss by step", curves_svg("loss by step", steps, lines), below), False),
+        _difference_drawing(trial, "Difference of the loss", steps, differences, "loss"),
     ]
 
 
-def _gradients(trial: Trial) -> list[Judged]:
+def _gradient_drawings(trial: Trial) -> list[JudgedDrawing]:
     """Return a drawing of the largest difference of a gradient's entry, relative to its parameter's largest entry.
 
     In recipes with noise, there is a second drawing, of whole parameters.
@@ -171,42 +175,44 @@ def _gradients(trial: Trial) -> list[Judged]:
     if not worst:
         return []
     steps = sorted(worst)
-    entries = _against_bound(trial, "Largest difference of gradients, any rank", steps, worst, "gradient")
+    entries = _difference_drawing(trial, "Largest difference of gradients, any rank", steps, worst, "gradient")
     if trial.case.exact:
         return [entries]
-    return [entries, *_of_whole_gradients(trial, steps)]
+    return [entries, *_whole_gradient_drawings(trial, steps)]
 
 
-def _of_whole_gradients(trial: Trial, steps: Sequence[int]) -> list[Judged]:
+def _whole_gradient_drawings(trial: Trial, steps: Sequence[int]) -> list[JudgedDrawing]:
     """Return a drawing of the worst parameter's difference, divided by its bound. Empty if no noise was measured."""
     excess: dict[int, float | None] = {}
     try:
         for step in steps:
             step_misfits, _ = misfits(trial, step)
-            excess[step] = max((misfit.excess for misfit in step_misfits), default=None)
+            excess[step] = max((misfit.ratio_to_bound for misfit in step_misfits), default=None)
     except tolerance.NoBound:
         return []
     title = "Whole gradients, times their bound"
     bound_line = Curve("bound", [1.0] * len(steps), "bound")
     lines = [Curve("difference", [excess[step] for step in steps], "observed"), bound_line]
     above = [step for step in steps if not (excess[step] or 0.0) <= 1]
-    below = _said("Dots: the parameter that differs most.", above)
-    return [(Drawing(title, curves(title, steps, lines, log=True), below), bool(above))]
+    below = _caption_with_bound("Dots: the parameter that differs most.", above)
+    return [(Drawing(title, curves_svg(title, steps, lines, log=True), below), bool(above))]
 
 
-def _against_bound(trial: Trial, title: str, steps: Sequence[int], differences: dict[int, float], which: str) -> Judged:
+def _difference_drawing(
+    trial: Trial, title: str, steps: Sequence[int], differences: dict[int, float], which: str
+) -> JudgedDrawing:
     lines = [Curve("difference", [differences.get(step) for step in steps], "observed")]
     below = "Dots: relative difference from the reference."
     try:
         bound = getattr(trial.bounds, which)
     except tolerance.NoBound as reason:
-        return Drawing(title, curves(title, steps, lines, log=True), f"{below} No bound: {reason}."), False
+        return Drawing(title, curves_svg(title, steps, lines, log=True), f"{below} No bound: {reason}."), False
     lines.append(Curve("bound", [bound.get(step) for step in steps], "bound"))
     above = [step for step in steps if step in bound and not differences.get(step, 0.0) <= bound[step]]
-    return Drawing(title, curves(title, steps, lines, log=True), _said(below, above)), bool(above)
+    return Drawing(title, curves_svg(title, steps, lines, log=True), _caption_with_bound(below, above)), bool(above)
 
 
-def _said(below: str, above: Sequence[int]) -> str:
+def _caption_with_bound(below: str, above: Sequence[int]) -> str:
     """Return the caption with a sentence on the bound. above: the steps in which dots are above the bound."""
     verdict = f"Above it in step {', '.join(map(str, above))}." if above else "No step is above it."
     return f"{below} Dashed line: the bound. {verdict}"
@@ -215,9 +221,9 @@ def _said(below: str, above: Sequence[int]) -> str:
 # ---- what moved, and what is kept
 
 
-def _traffic(trial: Trial) -> Section:
-    groups = sorted(used_groups(trial), key=lambda group: group.word == AS_REQUESTED)
-    step = step_shown(trial)
+def _traffic_section(trial: Trial) -> Section:
+    groups = sorted(used_groups(trial), key=lambda group: group.comparison_text == AS_REQUESTED)
+    step = representative_step(trial)
     of_groups = Table(
         f"Groups, and the bytes that moved over each in step {step} (forward and backward, sum over its ranks)",
         ("group", "axis", "requested", "observed", "that is"),
@@ -228,15 +234,21 @@ def _traffic(trial: Trial) -> Section:
         ("axis", "requested", "observed"),
         tuple(_axis_rows(groups)),
     )
-    differs = any(group.word != AS_REQUESTED for group in groups)
+    differs = any(group.comparison_text != AS_REQUESTED for group in groups)
     return Section("What moved, over which ranks", differs, tables=(of_groups, of_axes) if groups else ())
 
 
 def _group_row(group: UsedGroup) -> tuple[str, ...]:
-    requested = _bytes(group.requested)
+    requested = _bytes_or_zero_text(group.requested)
     if group.optional:
-        requested = f"{_bytes(group.requested - group.optional)} to {requested}"
-    return (ranks_text(group.ranks), group.axis or OUTSIDE_THE_PLAN, requested, _bytes(group.moved), group.word)
+        requested = f"{_bytes_or_zero_text(group.requested - group.optional)} to {requested}"
+    return (
+        ranks_text(group.ranks),
+        group.axis or OUTSIDE_THE_PLAN,
+        requested,
+        _bytes_or_zero_text(group.moved),
+        group.comparison_text,
+    )
 
 
 def _axis_rows(groups: Sequence[UsedGroup]) -> list[tuple[str, ...]]:
@@ -245,24 +257,24 @@ def _axis_rows(groups: Sequence[UsedGroup]) -> list[tuple[str, ...]]:
     for axis in dict.fromkeys(group.axis for group in groups):
         requested = sum(group.requested for group in groups if group.axis == axis)
         moved = sum(group.moved for group in groups if group.axis == axis)
-        rows.append((axis or OUTSIDE_THE_PLAN, _bytes(requested), _bytes(moved)))
+        rows.append((axis or OUTSIDE_THE_PLAN, _bytes_or_zero_text(requested), _bytes_or_zero_text(moved)))
     return rows
 
 
-def _memory(trial: Trial) -> Section:
+def _memory_section(trial: Trial) -> Section:
     """Return a table of memory, with one rank for each kind: that which differs most from its plan, else that with most."""
-    step = step_shown(trial)
+    step = representative_step(trial)
     observed_memory: dict[int, dict[str, int]] = {}
     for rank, evidence in trial.ranks.items():
         observed_memory[rank] = next((record.memory for record in evidence.steps if record.step == step), {})
-    requested = {rank: planned(trial, rank) for rank in trial.ranks}
+    requested = {rank: planned_bytes_by_kind(trial, rank) for rank in trial.ranks}
     rows = []
     differs = False
     for kind in next(iter(requested.values())):
         kind_text = kind.replace("_", " ")
         observed = {rank: memory[kind] for rank, memory in observed_memory.items() if kind in memory}
         if not observed:
-            rows.append((kind_text, "any", _range(*requested[min(requested)][kind]), "not observed"))
+            rows.append((kind_text, "any", _range_text(*requested[min(requested)][kind]), "not observed"))
             continue
         excess = {}
         for rank, count in observed.items():
@@ -270,8 +282,8 @@ def _memory(trial: Trial) -> Section:
             excess[rank] = max(lower - count, count - upper, 0)
         shown_rank = _worst_rank(excess, observed)
         differs |= excess[shown_rank] > 0
-        requested_text = _range(*requested[shown_rank][kind])
-        rows.append((kind_text, str(shown_rank), requested_text, _bytes(observed[shown_rank])))
+        requested_text = _range_text(*requested[shown_rank][kind])
+        rows.append((kind_text, str(shown_rank), requested_text, _bytes_or_zero_text(observed[shown_rank])))
     title = f"Memory after step {step} (one rank: the one that differs most, or holds most)"
     return Section("Memory", differs, tables=(Table(title, ("kind", "rank", "requested", "observed"), tuple(rows)),))
 
@@ -281,11 +293,15 @@ def _worst_rank(excess: Mapping[int, int], observed: Mapping[int, int]) -> int:
     return max(observed, key=lambda rank: (excess[rank], observed[rank], -rank))
 
 
-def _range(lower: int, upper: int) -> str:
+def _range_text(lower: int, upper: int) -> str:
     if lower == upper:
-        return _bytes(upper)
-    return f"{_bytes(lower)} to {_bytes(upper)}" if lower else f"at most {_bytes(upper)}"
+        return _bytes_or_zero_text(upper)
+    return (
+        f"{_bytes_or_zero_text(lower)} to {_bytes_or_zero_text(upper)}"
+        if lower
+        else f"at most {_bytes_or_zero_text(upper)}"
+    )
 
 
-def _bytes(count: float) -> str:
+def _bytes_or_zero_text(count: float) -> str:
     return bytes_text(count) if count else "0 B"

@@ -11,30 +11,30 @@ from harness.core.judge.result import Result
 from harness.core.plan.slices import slice_text
 from harness.core.plan.traffic.flow import OUTSIDE
 
-RELATIVE = ("of the largest entry", "of its norm")
+RELATIVE_UNITS = ("of the largest entry", "of its norm")
 """Units of distances from what is expected."""
 
 
 def finding_text(finding: Finding, indent: str = "") -> str:
     """Return a finding as text: where, expected, observed, and the bound. Lines after the first are indented more."""
-    first, *rest = sentence(finding).splitlines()
+    first, *rest = finding_sentence(finding).splitlines()
     return "\n".join([indent + first, *(textwrap.indent(line, indent + "  ") for line in rest)])
 
 
-SHOWN = 8
+MAX_SHOWN_FINDINGS = 8
 """Findings of a check that a report shows."""
 
 
 def findings_text(result: Result, indent: str) -> list[str]:
     """Return the texts of a check's first findings, and how many more there are."""
-    texts = [finding_text(finding, indent) for finding in result.findings[:SHOWN]]
-    hidden = len(result.findings) - SHOWN
+    texts = [finding_text(finding, indent) for finding in result.findings[:MAX_SHOWN_FINDINGS]]
+    hidden = len(result.findings) - MAX_SHOWN_FINDINGS
     if hidden > 0:
         texts.append(f"{indent}and {hidden} more")
     return texts
 
 
-def sentence(finding: Finding) -> str:
+def finding_sentence(finding: Finding) -> str:
     """Return the finding on one line, unless what was observed has several."""
     expected = value_text(finding, finding.expected)
     observed = value_text(finding, finding.observed)
@@ -52,11 +52,11 @@ def sentence(finding: Finding) -> str:
 def where_text(finding: Finding) -> str:
     """Return the place: "rank 1, step 2, gradient of norm.weight"."""
     step = "" if finding.step is None else f"step {finding.step}"
-    places = (finding.launch, of_ranks(finding.ranks), step, object_text(finding))
+    places = (finding.launch, rank_list_text(finding.ranks), step, object_text(finding))
     return ", ".join(filter(None, places)) or finding.check
 
 
-def of_ranks(ranks: tuple[int, ...]) -> str:
+def rank_list_text(ranks: tuple[int, ...]) -> str:
     """Return "rank 1" or "ranks [0-3]"; empty for no ranks."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
@@ -75,10 +75,10 @@ def object_text(finding: Finding) -> str:
     group = ranks_text(finding.group) if finding.group not in ((), finding.ranks) else ""
     axis_and_group = " ".join(filter(None, (finding.axis, group)))
     text = " over ".join(filter(None, (subject, axis_and_group)))
-    return " ".join(filter(None, (text, when_text(finding.phase))))
+    return " ".join(filter(None, (text, phase_text(finding.phase))))
 
 
-def when_text(phase: str) -> str:
+def phase_text(phase: str) -> str:
     """Return a phase with its preposition: "in backward". A phase of several words, as "before forward", is not changed."""
     if phase == OUTSIDE:
         return "outside forward and backward"
@@ -97,15 +97,15 @@ def value_text(finding: Finding, value: Value) -> str:
         case Part():
             return slice_text(value.intervals, value.shape, flat=value.flat)
         case Limit():
-            return _limit(finding, value)
+            return _limit_text(finding, value)
         case tuple():
-            return _several(finding, value)
+            return _tuple_text(finding, value)
         case int() | float():
-            return number(value, finding.unit)
+            return number_with_unit(value, finding.unit)
     return str(value)
 
 
-def _several(finding: Finding, values: tuple[Value, ...]) -> str:
+def _tuple_text(finding: Finding, values: tuple[Value, ...]) -> str:
     if finding.unit == "shape":
         return f"shape {values}"
     if not values:
@@ -117,23 +117,23 @@ def _several(finding: Finding, values: tuple[Value, ...]) -> str:
     return " and ".join(value_text(finding, value) for value in values)
 
 
-def number(value: float, unit: str) -> str:
+def number_with_unit(value: float, unit: str) -> str:
     """Return a number with its unit; bytes also have the exact number."""
     if unit == "bytes":
         if not value:
             return "nothing"
         exact = f" ({value:.16g})" if abs(value) >= 1000 else ""
         return f"{bytes_text(value)}{exact}"
-    if unit in RELATIVE and not math.isfinite(value):
+    if unit in RELATIVE_UNITS and not math.isfinite(value):
         return "NaN or infinite"
-    if unit in RELATIVE:
+    if unit in RELATIVE_UNITS:
         return f"off by {value:.2e} {unit}"
     return f"{value!r} {unit}".strip()
 
 
-def _limit(finding: Finding, limit: Limit) -> str:
-    least_text = None if limit.least is None else number(limit.least, finding.unit)
-    most_text = None if limit.most is None else number(limit.most, finding.unit)
+def _limit_text(finding: Finding, limit: Limit) -> str:
+    least_text = None if limit.least is None else number_with_unit(limit.least, finding.unit)
+    most_text = None if limit.most is None else number_with_unit(limit.most, finding.unit)
     if most_text is None:
         return f"at least {least_text}"
     if least_text is None:

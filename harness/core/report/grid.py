@@ -9,39 +9,39 @@ from harness.core.checks import STAGES, all_checks
 from harness.core.judge.result import Verdict
 from harness.core.report.outcome import Outcome
 from harness.core.report.repeats_text import repeats_text
-from harness.core.report.text import MARKS, wrapped
+from harness.core.report.text import MARKS, wrap_text
 
 
 def matrix_report(outcomes: Sequence[Outcome], seconds: float | None) -> str:
     """Return the text on many cases: grid, checks that were not applicable, reports of cases that are not green, counts."""
     judged = [outcome for outcome in outcomes if outcome.checks]
     reports = [outcome.report for outcome in judged if outcome.report]
-    notes = [not_applicable(judged), *replaced(judged)] if judged else []
-    parts = [grid(outcomes), *notes, *reports, summary(outcomes, seconds)]
+    notes = [not_applicable_text(judged), *replaced_parts_text(judged)] if judged else []
+    parts = [grid_text(outcomes), *notes, *reports, counts_text(outcomes, seconds)]
     return "\n\n".join(parts)
 
 
-def grid(outcomes: Sequence[Outcome]) -> str:
+def grid_text(outcomes: Sequence[Outcome]) -> str:
     """Return the grid: the legend, then a row a case. Below a row are the names of the checks that do not pass."""
     width = max(len(outcome.case) for outcome in outcomes)
-    stage_names = " ".join(f"{stage[: len(checks)]:<{len(checks)}}" for stage, checks in _stages().items())
-    lines = [*legend(), "", f"{'':<{width}}  {stage_names}".rstrip()]
+    stage_names = " ".join(f"{stage[: len(checks)]:<{len(checks)}}" for stage, checks in _checks_by_stage().items())
+    lines = [*legend_lines(), "", f"{'':<{width}}  {stage_names}".rstrip()]
     for outcome in outcomes:
-        lines += _rows(outcome, width)
+        lines += _row_lines(outcome, width)
     return "\n".join(lines)
 
 
-def legend() -> list[str]:
+def legend_lines() -> list[str]:
     """Return lines with the checks in the order of their columns, and the meaning of each letter."""
     width = max(map(len, STAGES))
     lines = ["a column a check, in this order:"]
-    for stage, checks in _stages().items():
-        first, *rest = wrapped(" ".join(checks), " " * (width + 4))
+    for stage, checks in _checks_by_stage().items():
+        first, *rest = wrap_text(" ".join(checks), " " * (width + 4))
         lines += [f"  {stage:<{width}}  {first.strip()}", *rest]
     return [*lines, "P pass  F fail  ? could not be judged  - not applicable"]
 
 
-def _stages() -> dict[str, list[str]]:
+def _checks_by_stage() -> dict[str, list[str]]:
     """Return the names of the checks by stage, in the order of all checks."""
     checks_by_stage: dict[str, list[str]] = {stage: [] for stage in STAGES}
     for name, module in all_checks().items():
@@ -50,30 +50,30 @@ def _stages() -> dict[str, list[str]]:
     return checks_by_stage
 
 
-def _rows(outcome: Outcome, width: int) -> list[str]:
+def _row_lines(outcome: Outcome, width: int) -> list[str]:
     name = f"{outcome.case:<{width}}"
     if not outcome.checks:
         return [f"{name}  {outcome.verdict}: {outcome.reason}"]
     letters = {check: MARKS[Verdict(verdict)] for check, verdict in outcome.checks.items()}
     marks_by_stage = []
-    for checks in _stages().values():
+    for checks in _checks_by_stage().values():
         marks_by_stage.append("".join(letters.get(check, " ") for check in checks))
     row = f"{name}  {' '.join(marks_by_stage)}  {outcome.verdict:<7} {outcome.seconds:5.1f} s"
-    lines = [row, *_not_held(outcome.checks)]
+    lines = [row, *_failing_check_lines(outcome.checks)]
     for text in filter(None, [outcome.made_again, repeats_text(outcome.repeats)]):
-        lines += wrapped(text, "    ")
+        lines += wrap_text(text, "    ")
     return lines
 
 
-def _not_held(verdicts: Mapping[str, str]) -> list[str]:
+def _failing_check_lines(verdicts: Mapping[str, str]) -> list[str]:
     """Return lines with the checks that fail; if there is none, those that could not be judged."""
     for verdict in (Verdict.FAIL, Verdict.UNKNOWN):
         if checks := [check for check, check_verdict in verdicts.items() if check_verdict == verdict]:
-            return wrapped(f"{MARKS[verdict]} {' '.join(checks)}", "    ")
+            return wrap_text(f"{MARKS[verdict]} {' '.join(checks)}", "    ")
     return []
 
 
-def replaced(judged: Sequence[Outcome]) -> list[str]:
+def replaced_parts_text(judged: Sequence[Outcome]) -> list[str]:
     """Return a text of the trainer's parts that did not run as its users run them, with the number of cases of each.
 
     No verdict shows it. Empty if nothing was replaced.
@@ -87,7 +87,7 @@ def replaced(judged: Sequence[Outcome]) -> list[str]:
     return ["\n".join(["replaced, so that it runs here:", *lines])]
 
 
-def not_applicable(judged: Sequence[Outcome]) -> str:
+def not_applicable_text(judged: Sequence[Outcome]) -> str:
     """Return a text of the checks that were not applicable, with reason and number of cases: they examined nothing there."""
     cases_by_reason: Counter[tuple[str, str]] = Counter()
     for outcome in judged:
@@ -101,7 +101,7 @@ def not_applicable(judged: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def summary(outcomes: Sequence[Outcome], seconds: float | None) -> str:
+def counts_text(outcomes: Sequence[Outcome], seconds: float | None) -> str:
     """Return the last line: number of cases, seconds where they are known, number of cases of each verdict."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())

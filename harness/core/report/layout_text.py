@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from harness.core.case.case import Case
 from harness.core.case.features import FEATURE_CHOICES
 from harness.core.evidence.text import bytes_text
-from harness.core.plan.figures.activations import activation_bytes
+from harness.core.plan.figures.activations import kept_activation_bytes
 from harness.core.plan.figures.balance import (
     attention_over_cp,
     layers_by_stage,
@@ -21,22 +21,22 @@ from harness.core.plan.figures.balance import (
     rows_over_shards,
     unbalanced_attention_over_cp,
 )
-from harness.core.plan.figures.gpus import GPUS
+from harness.core.plan.figures.gpus import GPU_GIGABYTES
 from harness.core.plan.figures.links import AxisTraffic, traffic_by_axis
-from harness.core.plan.figures.pipeline_time import matmul_operations, other_schedules, pipeline_time
-from harness.core.plan.figures.rank_bytes import ALLOCATOR, RankBytes, rank_bytes
-from harness.core.plan.kinds import PerRank, Place, places_of_ranks
+from harness.core.plan.figures.pipeline_time import matmul_operations, pipeline_time, times_of_schedules
+from harness.core.plan.figures.rank_bytes import ALLOCATOR_FACTOR, RankBytes, rank_bytes
+from harness.core.plan.kinds import PerRank, ShardPlace, places_of_ranks
 from harness.core.plan.plan import Plan
 from harness.core.plan.stages import layers_of_stage
-from harness.core.report.columns import columns
-from harness.core.report.text import wrapped
+from harness.core.report.columns import column_lines
+from harness.core.report.text import wrap_text
 
 SHOWN_KINDS = 24
-BAR = 40  # letters for all of a GPU's memory
+BAR_LETTERS = 40  # letters for all of a GPU's memory
 EMBEDDING = "tok_embeddings.weight"
 
 
-def kinds_of(plan: Plan) -> list[list[int]]:
+def rank_classes(plan: Plan) -> list[list[int]]:
     """Return the ranks of each rank class, in the order of their first ranks."""
     ranks_by_kind: dict[object, list[int]] = defaultdict(list)
     kinds = plan.flows.kinds if isinstance(plan.flows, PerRank) else {rank: rank for rank in plan.flows}
@@ -48,28 +48,30 @@ def kinds_of(plan: Plan) -> list[list[int]]:
 def groups_lines(plan: Plan) -> list[str]:
     """Return a row of each axis: its groups, and the most that a rank sends over it in a step."""
     rows = [["axis", "groups", "ranks", "the first one", "a rank sends a step, at most"]]
-    sent = sent_by_axis(plan)
+    sent = sent_texts_by_axis(plan)
     for axis, groups in plan.groups.items():
-        rows.append([axis, f"{len(groups):,}", f"{len(groups[0]):,}", _members(groups[0]), sent.get(axis, "nothing")])
-    return columns(rows)
+        rows.append(
+            [axis, f"{len(groups):,}", f"{len(groups[0]):,}", _members_text(groups[0]), sent.get(axis, "nothing")]
+        )
+    return column_lines(rows)
 
 
-def sent_by_axis(plan: Plan) -> dict[str, str]:
+def sent_texts_by_axis(plan: Plan) -> dict[str, str]:
     """Return, by axis, a text of the most that a rank sends over it in a step, and of the links."""
-    return {traffic.axis: f"{bytes_text(traffic.sent)} {traffic.links}" for traffic in most_sent(plan)}
+    return {traffic.axis: f"{bytes_text(traffic.sent)} {traffic.links}" for traffic in largest_traffic_by_axis(plan)}
 
 
-def most_sent(plan: Plan) -> list[AxisTraffic]:
+def largest_traffic_by_axis(plan: Plan) -> list[AxisTraffic]:
     """Return, for each axis, the traffic of the rank that sends most over it in a step; the largest first."""
     largest: dict[str, AxisTraffic] = {}
-    for ranks in kinds_of(plan):
+    for ranks in rank_classes(plan):
         for traffic in traffic_by_axis(plan, ranks[0]):
             if traffic.axis not in largest or traffic.sent > largest[traffic.axis].sent:
                 largest[traffic.axis] = traffic
     return sorted(largest.values(), key=lambda traffic: -traffic.sent)
 
 
-def _members(group: Sequence[int]) -> str:
+def _members_text(group: Sequence[int]) -> str:
     """Return the ranks of a group as text: "[0,1,..,7]"."""
     shown = group if len(group) < 3 else (*group[:2], "..", group[-1])
     return "[" + ",".join(map(str, shown)) + "]"
@@ -78,24 +80,31 @@ def _members(group: Sequence[int]) -> str:
 def kinds_lines(case: Case, plan: Plan) -> list[str]:
     """Return a row of each rank class: its coordinates, and the GB of each kind that one of its ranks has."""
     rows = [["pp", "shards", "tp", "ranks", "layers", "stay", "gathered", "waiting", "kept", "backward", "loss"]]
-    kinds = kinds_of(plan)
+    kinds = rank_classes(plan)
     places = places_of_ranks(case.data_dims)
     for ranks in kinds[:SHOWN_KINDS]:
         memory = rank_bytes(case, plan, ranks[0])
-        sizes = (memory.stays, memory.gathered, memory.unreduced, memory.activations, memory.backward, memory.loss)
-        rows.append([*_where(case, plan, ranks, places), *(f"{size / 1e9:.3g}" for size in sizes)])
+        sizes = (
+            memory.between_steps,
+            memory.gathered,
+            memory.unreduced,
+            memory.activations,
+            memory.backward_peak,
+            memory.loss_peak,
+        )
+        rows.append([*_cells_of_class(case, plan, ranks, places), *(f"{size / 1e9:.3g}" for size in sizes)])
     # A column with nothing but "all" below its head is left out.
     kept_columns = [column for column in zip(*rows, strict=True) if {*column[1:]} != {"all"}]
-    lines = columns([list(row) for row in zip(*kept_columns, strict=True)])
+    lines = column_lines([list(row) for row in zip(*kept_columns, strict=True)])
     if len(kinds) > SHOWN_KINDS:
         lines.append(f"  and {len(kinds) - SHOWN_KINDS} more kinds")
     return lines
 
 
-def _where(case: Case, plan: Plan, ranks: list[int], places: dict[int, Place]) -> list[str]:
+def _cells_of_class(case: Case, plan: Plan, ranks: list[int], places: dict[int, ShardPlace]) -> list[str]:
     """Return the first cells of a rank class's row: pp, shards, tp, number of ranks, layers."""
     stages = plan.stages[ranks[0]]
-    layers = _spans(itertools.chain.from_iterable(layers_of_stage(case, stage) for stage in stages))
+    layers = _spans_text(itertools.chain.from_iterable(layers_of_stage(case, stage) for stage in stages))
     modules = []
     if 0 in stages:
         modules.append("emb")
@@ -109,10 +118,10 @@ def _where(case: Case, plan: Plan, ranks: list[int], places: dict[int, Place]) -
 
 
 def _indices_text(indices: set[int], degree: int) -> str:
-    return "all" if len(indices) == degree else _spans(sorted(indices))
+    return "all" if len(indices) == degree else _spans_text(sorted(indices))
 
 
-def _spans(numbers: Iterable[int]) -> str:
+def _spans_text(numbers: Iterable[int]) -> str:
     """Return numbers as text: "0-6", "0,2-4"; of many spans the first two, and "..": "0,2,.."."""
     spans: list[list[int]] = []
     for number in numbers:
@@ -128,45 +137,47 @@ def _spans(numbers: Iterable[int]) -> str:
 
 def memory_lines(case: Case, plan: Plan, gpu: str) -> list[str]:
     """Return lines on the memory of the rank that needs most. Activations and the block in backward are estimated."""
-    rank, memory = neediest(case, plan)
-    room = GPUS[gpu] * 10**9
-    parts = _parts(memory)
-    bar = "".join(letter * round(size / room * BAR) for _, letter, size in parts)
-    cut_mark = ".." if len(bar) > BAR + 20 else ""
+    rank, memory = neediest_rank(case, plan)
+    room = GPU_GIGABYTES[gpu] * 10**9
+    parts = _memory_parts(memory)
+    bar = "".join(letter * round(size / room * BAR_LETTERS) for _, letter, size in parts)
+    cut_mark = ".." if len(bar) > BAR_LETTERS + 20 else ""
     rows = [[name, letter, bytes_text(size)] for name, letter, size in parts if size]
     return [
-        f"  rank {rank}, and the {GPUS[gpu]} GB of {gpu}",
-        *columns(rows, indent=4),
-        f"    [{bar[:BAR]:<{BAR}}]{bar[BAR:][:20]}{cut_mark}",
-        *wrapped(f"at its most {most_text(memory)}: {room_left(memory.reserved, gpu)}", "    "),
-        *wrapped(f"activations with activation_checkpointing {_recomputed(case, plan, rank)}", "    "),
+        f"  rank {rank}, and the {GPU_GIGABYTES[gpu]} GB of {gpu}",
+        *column_lines(rows, indent=4),
+        f"    [{bar[:BAR_LETTERS]:<{BAR_LETTERS}}]{bar[BAR_LETTERS:][:20]}{cut_mark}",
+        *wrap_text(f"at its most {peak_memory_text(memory)}: {room_left_text(memory.reserved, gpu)}", "    "),
+        *wrap_text(
+            f"activations with activation_checkpointing {_activations_by_checkpointing(case, plan, rank)}", "    "
+        ),
     ]
 
 
-def neediest(case: Case, plan: Plan) -> tuple[int, RankBytes]:
+def neediest_rank(case: Case, plan: Plan) -> tuple[int, RankBytes]:
     """Return the rank that needs most memory, and its bytes by kind."""
-    representatives = (ranks[0] for ranks in kinds_of(plan))
+    representatives = (ranks[0] for ranks in rank_classes(plan))
     candidates = ((rank, rank_bytes(case, plan, rank)) for rank in representatives)
-    return max(candidates, key=lambda candidate: candidate[1].most)
+    return max(candidates, key=lambda candidate: candidate[1].peak)
 
 
-def room_left(size: int, gpu: str) -> str:
+def room_left_text(size: int, gpu: str) -> str:
     """Return a text of the memory that remains on a GPU. It never claims that the job fits, for not all is counted."""
-    room = GPUS[gpu] * 10**9
+    room = GPU_GIGABYTES[gpu] * 10**9
     if size <= room:
         return f"leaves {bytes_text(room - size)} for all that is not counted"
     return "more than it has"
 
 
-def most_text(memory: RankBytes) -> str:
+def peak_memory_text(memory: RankBytes) -> str:
     """Return a text of a rank's largest memory in use, of its phase, and of the bytes that an allocator reserves for it."""
-    phase = {"loss": "of the loss", "backward": "of the last block"}[memory.phase]
-    return f"{bytes_text(memory.most)}, in the backward {phase}, for which {bytes_text(memory.reserved)} are reserved"
+    phase = {"loss": "of the loss", "backward": "of the last block"}[memory.peak_phase]
+    return f"{bytes_text(memory.peak)}, in the backward {phase}, for which {bytes_text(memory.reserved)} are reserved"
 
 
-def _parts(memory: RankBytes) -> list[tuple[str, str, int]]:
+def _memory_parts(memory: RankBytes) -> list[tuple[str, str, int]]:
     """Return (name, letter, bytes) of each part of a rank's memory, in the phase in which it needs most."""
-    in_loss = memory.phase == "loss"
+    in_loss = memory.peak_phase == "loss"
     has_gradients = not in_loss or memory.waiting
     return [
         ("parameters", "p", memory.parameters),
@@ -178,16 +189,16 @@ def _parts(memory: RankBytes) -> list[tuple[str, str, int]]:
         ("activations, estimated", "a", memory.activations),
         ("backward of a block, estimated", "b", 0 if in_loss else memory.in_block),
         ("logits and their gradients", "l", memory.in_loss if in_loss else 0),
-        (f"an allocator's share, x {ALLOCATOR}", "~", memory.reserved - memory.most),
+        (f"an allocator's share, x {ALLOCATOR_FACTOR}", "~", memory.reserved - memory.peak),
     ]
 
 
-def _recomputed(case: Case, plan: Plan, rank: int) -> str:
+def _activations_by_checkpointing(case: Case, plan: Plan, rank: int) -> str:
     """Return a text of the estimated bytes of activations for every setting of activation checkpointing."""
     texts = []
     for kind in FEATURE_CHOICES["activation_checkpointing"]:
         changed_case = replace(case, features=replace(case.features, activation_checkpointing=str(kind)))
-        texts.append(f"{kind} {bytes_text(activation_bytes(changed_case, rank, plan.traits))}")
+        texts.append(f"{kind} {bytes_text(kept_activation_bytes(changed_case, rank, plan.traits))}")
     return ", ".join(texts)
 
 
@@ -197,21 +208,23 @@ def pipeline_lines(case: Case) -> list[str]:
         return []
     time_of_case = pipeline_time(case, lambda stage: matmul_operations(case, stage))
     requested = f"{case.features.schedule}, {case.microbatches} microbatches, {case.n_stages} stages"
-    others = (f"{name} {time.bubble:.1%}" for name, time in other_schedules(case) if name != case.features.schedule)
+    others = (
+        f"{name} {time.bubble_ratio:.1%}" for name, time in times_of_schedules(case) if name != case.features.schedule
+    )
     rows = [
-        [requested, f"{time_of_case.bubble:.1%}", f"all together wait {time_of_case.idle:.1%} of the time"],
-        ["were all stages equal", f"{pipeline_time(case).bubble:.1%}", ""],
+        [requested, f"{time_of_case.bubble_ratio:.1%}", f"all together wait {time_of_case.idle_ratio:.1%} of the time"],
+        ["were all stages equal", f"{pipeline_time(case).bubble_ratio:.1%}", ""],
     ]
-    return [*columns(rows), *wrapped(f"other schedules, two stages a rank: {', '.join(others)}", "  ", "  ")]
+    return [*column_lines(rows), *wrap_text(f"other schedules, two stages a rank: {', '.join(others)}", "  ", "  ")]
 
 
 def balance_lines(case: Case, plan: Plan) -> list[str]:
     """Return lines on how much more than the mean the busiest or largest place of each axis has."""
-    return columns([[uneven.what, f"+{uneven.excess:.1%}", uneven.why] for uneven in balance(case, plan)])
+    return column_lines([[uneven.what, f"+{uneven.excess:.1%}", uneven.why] for uneven in imbalances(case, plan)])
 
 
 @dataclass(frozen=True)
-class Uneven:
+class Imbalance:
     """The inequality of ranks along one axis in one quantity."""
 
     what: str
@@ -222,20 +235,20 @@ class Uneven:
     """What it comes from, in words."""
 
 
-def balance(case: Case, plan: Plan) -> Iterator[Uneven]:
+def imbalances(case: Case, plan: Plan) -> Iterator[Imbalance]:
     """Yield the inequality along each axis that has something to divide."""
     if case.dims.pp > 1:
         layers = layers_by_stage(case)
         words = f"{min(layers)} to {max(layers)} layers a stage"
-        yield Uneven("matmuls over pp", matmuls_over_pp(case).excess, words)
+        yield Imbalance("matmuls over pp", matmuls_over_pp(case).excess, words)
     if case.dims.cp > 1:
         requested = attention_over_cp(case)
         unbalanced = unbalanced_attention_over_cp(case)
-        yield Uneven("causal attention over cp", requested.excess, f"without load balance +{unbalanced.excess:.1%}")
-    if plan.shards > 1 and not plan.flat and EMBEDDING in plan.shapes:
+        yield Imbalance("causal attention over cp", requested.excess, f"without load balance +{unbalanced.excess:.1%}")
+    if plan.shard_degree > 1 and not plan.flat and EMBEDDING in plan.shapes:
         vocabulary = rows_over_shards(case, plan, EMBEDDING)
         most_rows = int(max(vocabulary.shares)) // case.model.dim
         least_rows = int(min(vocabulary.shares)) // case.model.dim
         all_rows = int(sum(vocabulary.shares)) // case.model.dim
         text = f"{least_rows} to {most_rows} rows of {all_rows:,}"
-        yield Uneven("vocabulary over shards", vocabulary.excess, text)
+        yield Imbalance("vocabulary over shards", vocabulary.excess, text)

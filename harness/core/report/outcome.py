@@ -13,10 +13,10 @@ from harness.core.judge.judgement import Judgement
 from harness.core.judge.result import Verdict
 from harness.core.report.as_data import as_data
 from harness.core.report.cause_text import diagnosis_line
-from harness.core.report.documents import shown_results
-from harness.core.report.text import case_report, cause_text, command
+from harness.core.report.documents import shown_result_data
+from harness.core.report.text import case_report, cause_text, rerun_command
 
-GREEN = (Verdict.PASS, Verdict.XFAIL)
+GREEN_VERDICTS = (Verdict.PASS, Verdict.XFAIL)
 SKIPPED = "SKIPPED"
 ERROR = "ERROR"
 
@@ -54,17 +54,17 @@ class Outcome:
     @property
     def failed(self) -> bool:
         """Return whether the case is neither green nor skipped: a check fails, or something could not be judged."""
-        return not self.skipped and self.verdict not in GREEN
+        return not self.skipped and self.verdict not in GREEN_VERDICTS
 
 
-def judged(judgement: Judgement) -> Outcome:
+def judged_outcome(judgement: Judgement) -> Outcome:
     """Return the outcome of a case that was judged."""
     results = judgement.results
-    green = judgement.verdict in GREEN
+    green = judgement.verdict in GREEN_VERDICTS
     return Outcome(
         judgement.case.name,
         str(judgement.verdict),
-        **_requested(judgement.case),
+        **_fields_of_case(judgement.case),
         seconds=round(judgement.seconds, 3),
         cause=diagnosis_line(judgement.diagnosis),
         reason="" if judgement.diagnosis else cause_text(judgement),
@@ -73,45 +73,45 @@ def judged(judgement: Judgement) -> Outcome:
         replaced=tuple(judgement.replaced),
         made_again=judgement.made.get("again", ""),
         report="" if green else case_report(judgement),
-        results=[] if green else shown_results(results),
+        results=[] if green else shown_result_data(results),
         diagnosis={} if green or judgement.diagnosis is None else as_data(judgement.diagnosis),
         folder=judgement.folder.name,
-        again=command(judgement),
+        again=rerun_command(judgement),
         measures=judgement.measures,
         gpu=judgement.gpu,
     )
 
 
-def skipped(case: Case, reason: str) -> Outcome:
+def skipped_outcome(case: Case, reason: str) -> Outcome:
     """Return the outcome of a case that was not run."""
-    return Outcome(case.name, SKIPPED, **_requested(case), reason=reason)
+    return Outcome(case.name, SKIPPED, **_fields_of_case(case), reason=reason)
 
 
-def problem(case: Case, reason: str) -> Outcome:
+def error_outcome(case: Case, reason: str) -> Outcome:
     """Return the outcome of a case that could not be run or judged."""
-    return Outcome(case.name, ERROR, **_requested(case), reason=reason)
+    return Outcome(case.name, ERROR, **_fields_of_case(case), reason=reason)
 
 
-def _requested(case: Case) -> dict[str, Any]:
+def _fields_of_case(case: Case) -> dict[str, Any]:
     """Return the fields of an Outcome that the case alone determines: ranks, layout, tokens and recipe."""
     recipe = case.training
     model = case.model.name
     degrees = [f"{axis} {degree}" for axis, degree in zip(AXES, case.dims.degrees, strict=True) if degree > 1]
     return {
-        "ranks": ranks_of(case),
+        "ranks": largest_world_size(case),
         "layout": ", ".join(degrees) or "one rank",
         "tokens": recipe.global_batch * recipe.seq_len,
         "recipe": f"{model}, {recipe.global_batch} x {recipe.seq_len} tokens, {recipe.dtype}, {recipe.optimizer}",
     }
 
 
-def ranks_of(case: Case) -> int:
+def largest_world_size(case: Case) -> int:
     """Return the number of ranks of a case's largest launch."""
     return max(launched.dims.world_size for launched in case.launches.values())
 
 
 VERDICTS = frozenset({*map(str, Verdict), SKIPPED, ERROR})
-TYPES: dict[str, Any] = {
+TYPES_BY_NAME: dict[str, Any] = {
     "str": str,
     "int": int,
     "float": (int, float),
@@ -121,13 +121,13 @@ TYPES: dict[str, Any] = {
 }
 
 
-def _check(value: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError if these are not the fields of an Outcome, as from_json does."""
+def _check_fields(value: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError if these are not the fields of an Outcome, as outcome_from_json does."""
     for field_of_outcome in dataclasses.fields(Outcome):
         name = field_of_outcome.name
         if name in value:
             kind = str(field_of_outcome.type).partition("[")[0]
-            if not isinstance(value[name], TYPES[kind]) or isinstance(value[name], bool):
+            if not isinstance(value[name], TYPES_BY_NAME[kind]) or isinstance(value[name], bool):
                 raise TypeError(f"{name}: expected {field_of_outcome.type}, found {value[name]!r}")
     texts = {*value.get("checks", {}).values(), *value.get("not_applicable", {}).values(), *value.get("replaced", ())}
     if not all(isinstance(text, str) for text in texts):
@@ -139,22 +139,22 @@ def _check(value: Mapping[str, Any]) -> None:
         raise ValueError(f"verdict {min(unknown)!r}: expected one of {', '.join(sorted(VERDICTS))}")
 
 
-def to_json(outcome: Outcome) -> dict[str, Any]:
+def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
     """Return the fields of an outcome that are not empty."""
     return {name: value for name, value in dataclasses.asdict(outcome).items() if value}
 
 
-def as_document(outcome: Outcome) -> dict[str, Any]:
+def outcome_document(outcome: Outcome) -> dict[str, Any]:
     """Return the data of an outcome without its report, whose contents are in `results` and `diagnosis`."""
-    return {name: value for name, value in to_json(outcome).items() if name != "report"}
+    return {name: value for name, value in outcome_to_json(outcome).items() if name != "report"}
 
 
-def from_json(value: Mapping[str, Any]) -> Outcome:
-    """Return the outcome that to_json returned the fields of. Fields that only a later version has are left out.
+def outcome_from_json(value: Mapping[str, Any]) -> Outcome:
+    """Return the outcome that outcome_to_json returned the fields of. Fields that only a later version has are left out.
 
     Raises TypeError for a field of another type, and ValueError for a verdict that does not exist.
     """
-    _check(value)
+    _check_fields(value)
     known_names = {field_of_outcome.name for field_of_outcome in dataclasses.fields(Outcome)}
     fields = {name: field_value for name, field_value in value.items() if name in known_names}
     fields["replaced"] = tuple(value.get("replaced", ()))

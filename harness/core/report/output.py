@@ -7,57 +7,57 @@ import re
 import sys
 from typing import TextIO
 
-from harness.core.evidence.text import visible
+from harness.core.evidence.text import escape_control_characters
 
 COLOURS = {"PASS": 32, "XFAIL": 32, "FAIL": 31, "UNKNOWN": 33, "ERROR": 33, "SKIPPED": 33}
 """Verdict -> the number that a terminal has for green, red or yellow."""
-VERDICT = re.compile(rf"(?<![\w.-])({'|'.join(COLOURS)})(?![\w-])")
+VERDICT_PATTERN = re.compile(rf"(?<![\w.-])({'|'.join(COLOURS)})(?![\w-])")
 
 
 class OutputError(Exception):
     """The output cannot be written. The message says why."""
 
 
-def say(*parts: object, to: TextIO | None = None, sep: str = "\n", end: str = "\n") -> None:
+def print_lines(*parts: object, to: TextIO | None = None, sep: str = "\n", end: str = "\n") -> None:
     """Print and flush, to stdout by default. Text of a trainer, a file or git is never a command to the terminal.
 
     Raises OutputError where the stream cannot be written, as on a full disk.
     """
     stream = sys.stdout if to is None else to
-    write(coloured(visible(sep.join(map(str, parts))), stream) + end, stream)
+    write_text_as_is(colour_verdicts(escape_control_characters(sep.join(map(str, parts))), stream) + end, stream)
 
 
-def coloured(text: str, stream: TextIO) -> str:
+def colour_verdicts(text: str, stream: TextIO) -> str:
     """Return text with its verdicts in colour, where a terminal shows it and NO_COLOR is not set."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not (stream and stream.isatty()):
         return text
-    return VERDICT.sub(lambda match: f"\033[{COLOURS[match[0]]}m{match[0]}\033[0m", text)
+    return VERDICT_PATTERN.sub(lambda match: f"\033[{COLOURS[match[0]]}m{match[0]}\033[0m", text)
 
 
-def write(text: str, stream: TextIO) -> None:
+def write_text_as_is(text: str, stream: TextIO) -> None:
     """Print text as it is, with the sequences that a terminal obeys. Raises OutputError."""
     try:
         print(text, end="", file=stream, flush=True)
     except BrokenPipeError:
-        _silence(stream)
+        _discard_buffer(stream)
     except OSError as error:
-        _silence(stream)
+        _discard_buffer(stream)
         raise OutputError(f"what was found cannot be shown: {error.strerror}") from error
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Print to stderr why something could not be done, for the person who typed the command."""
-    say(f"harness: {text}", to=sys.stderr)
+    print_lines(f"harness: {text}", to=sys.stderr)
 
 
-def any_letters() -> None:
+def escape_unprintable_letters() -> None:
     """Make stdout and stderr print the number of a letter that the terminal or locale lacks."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
-def _silence(stream: TextIO) -> None:
+def _discard_buffer(stream: TextIO) -> None:
     """Send the rest of a stream's buffer to nowhere, so that the end of the process raises no second error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())

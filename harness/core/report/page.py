@@ -12,17 +12,17 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from harness.core.evidence.text import bytes_text, counted, visible
+from harness.core.evidence.text import bytes_text, count_text, escape_control_characters
 from harness.core.judge.measures import BLOCKED, HELD, MOVED, PARAMETERS, PEAK, SECONDS
 from harness.core.judge.result import Verdict
-from harness.core.report.causes import causes, checks_text, why
+from harness.core.report.causes import cause_or_reason, checks_text, shared_causes
 from harness.core.report.drawings import Drawn, Section
-from harness.core.report.grid import not_applicable, summary
+from harness.core.report.grid import counts_text, not_applicable_text
 from harness.core.report.outcome import ERROR, SKIPPED, Outcome
-from harness.core.report.svg import spark
+from harness.core.report.svg import spark_svg
 from harness.core.report.text import MARKS
 
-TOKENS = "tokens per second"
+TOKENS_PER_SECOND = "tokens per second"
 LETTERS = {**{str(verdict): letter for verdict, letter in MARKS.items()}, "XFAIL": "X", SKIPPED: "S", ERROR: "E"}
 """The letter of each verdict, where many stand in a row."""
 
@@ -84,13 +84,17 @@ class Trend:
     @property
     def svg(self) -> str:
         """Return the drawing of the values."""
-        return spark(f"{self.case}: {self.measure}", self.values)
+        return spark_svg(f"{self.case}: {self.measure}", self.values)
 
     @property
     def cells(self) -> tuple[str, str, str]:
         """Return the texts of the first value, of the last but one, and of the last."""
         known = [value for value in self.values if value is not None]
-        return (_amount(self.measure, known[0]), _amount(self.measure, known[-2]), _amount(self.measure, known[-1]))
+        return (
+            _measure_text(self.measure, known[0]),
+            _measure_text(self.measure, known[-2]),
+            _measure_text(self.measure, known[-1]),
+        )
 
 
 @dataclass(frozen=True)
@@ -137,41 +141,47 @@ def is_page(text: str) -> bool:
     )
 
 
-def html(page: Page) -> str:
+def page_html(page: Page) -> str:
     """Return the text of a page's HTML file."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
-        finalize=lambda value: visible(value) if type(value) is str else value,
+        finalize=lambda value: escape_control_characters(value) if type(value) is str else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"svg": Markup, "why": why, "checks": checks_text, "kind": kind, "ranks": ranks}
+    environment.filters |= {
+        "svg": Markup,
+        "why": cause_or_reason,
+        "checks": checks_text,
+        "kind": verdict_class,
+        "ranks": rank_count_text,
+    }
     judged = [outcome for outcome in page.outcomes if outcome.checks]
     return environment.get_template("page.html").render(
         page=page,
-        title=page.title or (summary(page.outcomes, None) if page.outcomes else "no case came to its end"),
-        causes=causes(page.outcomes),
-        tables=measured(page.outcomes, page.device),
-        not_applicable=not_applicable(judged) if judged else "",
+        title=page.title or (counts_text(page.outcomes, None) if page.outcomes else "no case came to its end"),
+        causes=shared_causes(page.outcomes),
+        tables=measure_tables(page.outcomes, page.device),
+        not_applicable=not_applicable_text(judged) if judged else "",
         letters=[(letter, verdict) for verdict, letter in LETTERS.items() if verdict != Verdict.NOT_APPLICABLE],
         nothing=Shown(),
         on_gpu=page.device == "cuda",
     )
 
 
-def kind(verdict: str) -> str:
+def verdict_class(verdict: str) -> str:
     """Return the class of a verdict, which a colour repeats."""
     return {"PASS": "good", "XFAIL": "good", "FAIL": "bad"}.get(verdict, "open")
 
 
-def ranks(outcome: Outcome) -> str:
+def rank_count_text(outcome: Outcome) -> str:
     """Return how many ranks the case has, in words."""
-    return counted(outcome.ranks, "rank")
+    return count_text(outcome.ranks, "rank")
 
 
-def measured(outcomes: Sequence[Outcome], device: str) -> list[Measured]:
+def measure_tables(outcomes: Sequence[Outcome], device: str) -> list[Measured]:
     """Return a table of measures for each recipe of the cases that passed, ordered by ranks.
 
     Times, peaks and marks of the best case are shown on GPUs only.
@@ -181,28 +191,28 @@ def measured(outcomes: Sequence[Outcome], device: str) -> list[Measured]:
         if outcome.measures and outcome.verdict == Verdict.PASS:
             by_recipe.setdefault(outcome.recipe, []).append(outcome)
     on_gpu = device == "cuda"
-    return [_measured(recipe, sorted(cases, key=_by_ranks), on_gpu=on_gpu) for recipe, cases in by_recipe.items()]
+    return [_measure_table(recipe, sorted(cases, key=_by_ranks), on_gpu=on_gpu) for recipe, cases in by_recipe.items()]
 
 
 def _by_ranks(outcome: Outcome) -> tuple[int, str]:
     return outcome.ranks, outcome.case
 
 
-def _measured(recipe: str, outcomes: Sequence[Outcome], *, on_gpu: bool) -> Measured:
-    order = (TOKENS, SECONDS, PEAK, HELD, PARAMETERS, MOVED)
+def _measure_table(recipe: str, outcomes: Sequence[Outcome], *, on_gpu: bool) -> Measured:
+    order = (TOKENS_PER_SECOND, SECONDS, PEAK, HELD, PARAMETERS, MOVED)
     names: dict[str, None] = {}
     for outcome in outcomes:
-        names |= dict.fromkeys(measures(outcome, on_gpu=on_gpu))
+        names |= dict.fromkeys(compared_measures(outcome, on_gpu=on_gpu))
     columns = sorted(names, key=lambda name: (order.index(name) if name in order else len(order), name))
     rows = []
     for outcome in outcomes:
         peers = [other for other in outcomes if other.ranks == outcome.ranks] if on_gpu else []
-        cells = (_cell(name, outcome, peers, on_gpu=on_gpu) for name in columns)
+        cells = (_cell_text(name, outcome, peers, on_gpu=on_gpu) for name in columns)
         rows.append((outcome.case, outcome.layout, str(outcome.ranks), *cells))
     return Measured(recipe, tuple(columns), tuple(rows))
 
 
-def measures(outcome: Outcome, *, on_gpu: bool) -> dict[str, float]:
+def compared_measures(outcome: Outcome, *, on_gpu: bool) -> dict[str, float]:
     """Return the measures that are worth comparing, by name.
 
     They are bytes on any device; on GPUs also seconds of a step and tokens per second.
@@ -210,28 +220,28 @@ def measures(outcome: Outcome, *, on_gpu: bool) -> dict[str, float]:
     left_out = (BLOCKED,) if on_gpu else (SECONDS, PEAK, BLOCKED)
     compared = {name: value for name, value in outcome.measures.items() if not name.startswith(left_out)}
     if on_gpu and outcome.tokens and outcome.measures.get(SECONDS):
-        compared[TOKENS] = outcome.tokens / outcome.measures[SECONDS]
+        compared[TOKENS_PER_SECOND] = outcome.tokens / outcome.measures[SECONDS]
     return compared
 
 
-def _cell(name: str, outcome: Outcome, peers: Sequence[Outcome], *, on_gpu: bool) -> str:
+def _cell_text(name: str, outcome: Outcome, peers: Sequence[Outcome], *, on_gpu: bool) -> str:
     """Return the text of a measure. peers: the cases among which the best is marked."""
-    value = measures(outcome, on_gpu=on_gpu).get(name)
+    value = compared_measures(outcome, on_gpu=on_gpu).get(name)
     if value is None:
         return "-" if name.startswith(f"{MOVED} ") else "not observed"
     peer_values = []
     for peer in peers:
-        peer_measures = measures(peer, on_gpu=on_gpu)
+        peer_measures = compared_measures(peer, on_gpu=on_gpu)
         if name in peer_measures:
             peer_values.append(peer_measures[name])
-    best = max(peer_values, default=0) if name == TOKENS else min(peer_values, default=0)
+    best = max(peer_values, default=0) if name == TOKENS_PER_SECOND else min(peer_values, default=0)
     if value == best and len(set(peer_values)) > 1:
-        return f"{_amount(name, value)} ({'most' if name == TOKENS else 'least'})"
-    return _amount(name, value)
+        return f"{_measure_text(name, value)} ({'most' if name == TOKENS_PER_SECOND else 'least'})"
+    return _measure_text(name, value)
 
 
-def _amount(name: str, value: float) -> str:
-    if name == TOKENS:
+def _measure_text(name: str, value: float) -> str:
+    if name == TOKENS_PER_SECOND:
         return f"{value:,.0f}"
     if name == SECONDS or name.startswith(BLOCKED):
         return f"{value:.3g} s"

@@ -8,18 +8,18 @@ from collections.abc import Iterator, Sequence
 from harness.core.case.case import Case
 from harness.core.case.dims import AXES
 from harness.core.evidence.text import bytes_text, ranks_text
-from harness.core.plan.grid import coordinate
+from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.plan import Plan
 from harness.core.plan.slices import slice_text
 from harness.core.report.layout_text import (
     balance_lines,
     groups_lines,
     kinds_lines,
-    kinds_of,
     memory_lines,
     pipeline_lines,
+    rank_classes,
 )
-from harness.core.report.text import wrapped
+from harness.core.report.text import wrap_text
 from harness.reference.config import PRESETS
 
 SHOWN_RANKS = 16
@@ -37,22 +37,22 @@ def plan_text(case: Case, plan: Plan, gpu: str = "H100", *, set_aside: Sequence[
 
     gpu: its memory is compared with the bytes of a rank. set_aside: settings of a file that are not planned.
     """
-    parts = wrapped(f"{case.name}: {plan.dims} = {plan.dims.world_size:,} ranks", "", "  ")
-    parts += wrapped(case.why, "  ")
-    for text in _unusual(case):
-        parts += wrapped(text, "  ", "    ")
+    parts = wrap_text(f"{case.name}: {plan.dims} = {plan.dims.world_size:,} ranks", "", "  ")
+    parts += wrap_text(case.why, "  ")
+    for text in _unusual_settings(case):
+        parts += wrap_text(text, "  ", "    ")
     if set_aside:
-        parts += wrapped(f"not planned: {', '.join(set_aside)}", "  ", "    ")
+        parts += wrap_text(f"not planned: {', '.join(set_aside)}", "  ", "    ")
     for saved in case.resume:
         start = "starts from the weights that" if saved.model_only else "resumes what"
         parts.append(f"  {start} {saved.dims} saved after step {saved.after}")
-    parts += _each_rank(plan) if plan.dims.world_size <= MOST_RANKS else ["", "groups", *groups_lines(plan)]
-    return "\n".join([*parts, *_costs(case, plan, gpu)])
+    parts += _rank_lines(plan) if plan.dims.world_size <= MOST_RANKS else ["", "groups", *groups_lines(plan)]
+    return "\n".join([*parts, *_cost_lines(case, plan, gpu)])
 
 
-def _costs(case: Case, plan: Plan, gpu: str) -> list[str]:
+def _cost_lines(case: Case, plan: Plan, gpu: str) -> list[str]:
     sections = {
-        f"kinds of ranks: {len(kinds_of(plan))}; GB of each rank": kinds_lines(case, plan),
+        f"kinds of ranks: {len(rank_classes(plan))}; GB of each rank": kinds_lines(case, plan),
         "memory of the rank that needs most": memory_lines(case, plan, gpu),
         "time that the busiest rank of a pipeline waits, of what it computes": pipeline_lines(case),
         "imbalance: the most, above the mean": balance_lines(case, plan),
@@ -64,15 +64,15 @@ def _costs(case: Case, plan: Plan, gpu: str) -> list[str]:
     return parts
 
 
-def _each_rank(plan: Plan) -> list[str]:
+def _rank_lines(plan: Plan) -> list[str]:
     parts: list[str] = []
-    parts += ["", "rank grid", *_table(_grid(plan))]
-    parts += ["", "groups", *(_table(_groups(plan)) or ["  none: one rank"])]
-    parts += ["", "slices that a rank holds", *_table(_slices(plan))]
+    parts += ["", "rank grid", *_table_lines(_grid_rows(plan))]
+    parts += ["", "groups", *(_table_lines(_group_rows(plan)) or ["  none: one rank"])]
+    parts += ["", "slices that a rank holds", *_table_lines(_slice_rows(plan))]
     parts += [
         "",
         f"bytes of rank 0 in every {'' if plan.flows == plan.even_flows else 'odd '}step",
-        *(_table(_flows(plan)) or ["  none"]),
+        *(_table_lines(_flow_rows(plan)) or ["  none"]),
     ]
     slice_bytes, padded_bytes = plan.parameter_bytes[0]
     return [
@@ -82,7 +82,7 @@ def _each_rank(plan: Plan) -> list[str]:
     ]
 
 
-def _unusual(case: Case) -> Iterator[str]:
+def _unusual_settings(case: Case) -> Iterator[str]:
     """Yield a line on each of model, features and training whose settings are not the defaults."""
     for name in ("model", "features", "training"):
         record = getattr(case, name)
@@ -94,17 +94,17 @@ def _unusual(case: Case) -> Iterator[str]:
             yield f"{name}: {', '.join(f'{field.name} {getattr(record, field.name)}' for field in fields)}"
 
 
-def _grid(plan: Plan) -> Iterator[list[str]]:
+def _grid_rows(plan: Plan) -> Iterator[list[str]]:
     axes = [axis for axis in AXES if axis in plan.groups]
     yield ["rank", *axes]
     for rank in range(min(plan.dims.world_size, SHOWN_RANKS)):
-        mesh_coordinate = coordinate(plan.dims, rank)
+        mesh_coordinate = coordinate_of_rank(plan.dims, rank)
         yield [str(rank), *(str(mesh_coordinate[axis]) for axis in axes)]
     if plan.dims.world_size > SHOWN_RANKS:
         yield [f"and {plan.dims.world_size - SHOWN_RANKS} more"]
 
 
-def _groups(plan: Plan) -> Iterator[list[str]]:
+def _group_rows(plan: Plan) -> Iterator[list[str]]:
     for axis, groups in plan.groups.items():
         text = " ".join(map(ranks_text, groups[:SHOWN_RANKS]))
         if len(groups) > SHOWN_RANKS:
@@ -112,7 +112,7 @@ def _groups(plan: Plan) -> Iterator[list[str]]:
         yield [axis, text]
 
 
-def _slices(plan: Plan) -> Iterator[list[str]]:
+def _slice_rows(plan: Plan) -> Iterator[list[str]]:
     for fqn in SHOWN_PARAMETERS:
         yield [f"{fqn} {list(plan.shapes[fqn])}"]
         ranks_by_slice: dict[str, list[int]] = {}
@@ -124,7 +124,7 @@ def _slices(plan: Plan) -> Iterator[list[str]]:
             yield ["  " + ranks_text(ranks), text]
 
 
-def _flows(plan: Plan) -> Iterator[list[str]]:
+def _flow_rows(plan: Plan) -> Iterator[list[str]]:
     for flow in plan.flows[0]:
         yield [
             flow.axis,
@@ -135,15 +135,15 @@ def _flows(plan: Plan) -> Iterator[list[str]]:
         ]
 
 
-def _table(rows: Iterator[list[str]]) -> list[str]:
+def _table_lines(rows: Iterator[list[str]]) -> list[str]:
     """Return rows of cells as lines, columns as wide as their longest cell. A row of one cell is a heading and widens none."""
     all_rows = list(rows)
     rows_of_cells = [row for row in all_rows if len(row) > 1]
     widths = [max(map(len, column)) for column in zip(*rows_of_cells, strict=True)]
-    return ["  " + "  ".join(_padded(row, widths)).rstrip() for row in all_rows]
+    return ["  " + "  ".join(_pad_row(row, widths)).rstrip() for row in all_rows]
 
 
-def _padded(row: list[str], widths: list[int]) -> list[str]:
+def _pad_row(row: list[str], widths: list[int]) -> list[str]:
     if len(row) <= 1:
         return row
     return [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TextIO
 
-from harness.core.evidence.text import visible
-from harness.core.report.output import say, write
+from harness.core.evidence.text import escape_control_characters
+from harness.core.report.output import print_lines, write_text_as_is
 
-INTERVAL = 0.5  # seconds between two drawings of the line
-CLEAR = "\r\033[K"
+DRAWING_INTERVAL = 0.5  # seconds between two drawings of the line
+CLEAR_LINE = "\r\033[K"
 
 
 class Progress:
@@ -33,46 +33,47 @@ class Progress:
         self.running: list[str] = []
         self.done: list[str] = []
 
-    def started(self, name: str) -> None:
+    def note_start(self, name: str) -> None:
         self.running.append(name)
 
-    def finished(self, name: str, outcome: str, seconds: float) -> None:
+    def note_end(self, name: str, outcome: str, seconds: float) -> None:
         self.running.remove(name)
         self.done.append(name)
         if not self.terminal:
-            say(f"{self.count()}  {outcome:<8} {name}  {seconds:.1f} s", to=self.stream)
+            print_lines(f"{self.done_count_text()}  {outcome:<8} {name}  {seconds:.1f} s", to=self.stream)
 
     def draw(self) -> None:
         if self.terminal:
-            draw_line(self.line(), self.stream)
+            draw_line(self.status_text(), self.stream)
 
     def clear(self) -> None:
         if self.terminal:
-            write(CLEAR, self.stream)
+            write_text_as_is(CLEAR_LINE, self.stream)
 
-    def line(self) -> str:
-        return f"{self.count()}  {self.elapsed():.0f} s{self.left()}  running: {', '.join(self.running)}"
+    def status_text(self) -> str:
+        seconds = f"{self.elapsed_seconds():.0f} s{self.time_left_text()}"
+        return f"{self.done_count_text()}  {seconds}  running: {', '.join(self.running)}"
 
-    def count(self) -> str:
+    def done_count_text(self) -> str:
         return f"{len(self.done):>{len(str(len(self.weights)))}} of {len(self.weights)}"
 
-    def left(self) -> str:
+    def time_left_text(self) -> str:
         done = sum(self.weights[name] for name in self.done)
         todo = sum(self.weights.values()) - done
-        return f", about {self.elapsed() * todo / done:.0f} s left" if done else ""
+        return f", about {self.elapsed_seconds() * todo / done:.0f} s left" if done else ""
 
-    def elapsed(self) -> float:
+    def elapsed_seconds(self) -> float:
         return time.monotonic() - self.began
 
 
 def draw_line(line: str, stream: TextIO) -> None:
     """Write a line in the place of the one before."""
     width = shutil.get_terminal_size().columns - 1
-    write("\r" + visible(line)[:width].ljust(width), stream)
+    write_text_as_is("\r" + escape_control_characters(line)[:width].ljust(width), stream)
 
 
 @contextmanager
-def stages(name: str, stream: TextIO) -> Iterator[Callable[[str], None]]:
+def show_stages(name: str, stream: TextIO) -> Iterator[Callable[[str], None]]:
     """Yield a function to be called with the name of each stage as it begins.
 
     On a terminal a line shows the name until the block ends.
@@ -82,7 +83,7 @@ def stages(name: str, stream: TextIO) -> Iterator[Callable[[str], None]]:
     ended = threading.Event()
 
     def drawn() -> None:
-        while not ended.wait(INTERVAL):
+        while not ended.wait(DRAWING_INTERVAL):
             draw_line(f"{name}  {time.monotonic() - began:.0f} s  {now[-1]}", stream)
 
     drawing = threading.Thread(target=drawn, daemon=True)
@@ -95,4 +96,4 @@ def stages(name: str, stream: TextIO) -> Iterator[Callable[[str], None]]:
     finally:
         ended.set()
         drawing.join()
-        write(CLEAR, stream)
+        write_text_as_is(CLEAR_LINE, stream)

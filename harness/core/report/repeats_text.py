@@ -32,14 +32,14 @@ def repeats_text(repeats: Mapping[str, Any]) -> str:
         if failed + unjudged < times:
             text += f"; {depends}"
     if "differs" in repeats:
-        text += f"; they first differ in {_place(repeats['differs'])}"
+        text += f"; they first differ in {_difference_text(repeats['differs'])}"
     folders = ", ".join(repeats["folders"])
     if failed < times:
         text += f"; evidence of all: {folders}"
     return text
 
 
-def _place(differs: Mapping[str, Any]) -> str:
+def _difference_text(differs: Mapping[str, Any]) -> str:
     """Return a text of the first difference: step, ranks, kind of number and names."""
     names, *others = differs["names"]
     if others:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from harness.core.judge.measures import step_shown
+from harness.core.judge.measures import representative_step
 from harness.core.judge.traffic import axis_of, is_traffic
 from harness.core.judge.trial import Trial
-from harness.core.plan.grid import coordinate
+from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.slices import Slice
 from harness.core.plan.traffic.flow import OUTSIDE
 
@@ -18,7 +18,7 @@ def shown_parameter(trial: Trial) -> str:
 
     Without attention it is the first parameter.
     """
-    for rank, slices in trial.holdings.items():
+    for rank, slices in trial.local_slices.items():
         for fqn, part in slices.items():
             if part != trial.plan.slices[rank].get(fqn):
                 return fqn
@@ -36,7 +36,7 @@ def interval_text(part: Slice, shape: tuple[int, ...]) -> str:
 
 def rank_label(trial: Trial, rank: int) -> str:
     """Return a text of a rank and its coordinate along each axis of the plan: "3  dp_shard1 tp1"."""
-    mesh_coordinate = coordinate(trial.case.dims, rank)
+    mesh_coordinate = coordinate_of_rank(trial.case.dims, rank)
     coordinate_text = " ".join(
         f"{axis}{mesh_coordinate[axis]}" for axis in trial.plan.groups if axis in mesh_coordinate
     )
@@ -62,7 +62,7 @@ class UsedGroup:
     """Bytes observed in the step, the sum over its ranks."""
 
     @property
-    def word(self) -> str:
+    def comparison_text(self) -> str:
         """Return how the observed bytes compare with those requested, in words."""
         if not self.axis:
             return "not in the plan"
@@ -73,7 +73,7 @@ class UsedGroup:
 
 def used_groups(trial: Trial) -> list[UsedGroup]:
     """Return the groups of the plan, and others over which tensors moved in forward or backward of the step shown."""
-    step = step_shown(trial)
+    step = representative_step(trial)
     requested: dict[tuple[int, ...], int] = dict.fromkeys(itertools.chain.from_iterable(trial.plan.groups.values()), 0)
     optional = dict.fromkeys(requested, 0)
     moved = dict[tuple[int, ...], int]()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from harness.core.evidence.own_folders import has_keys, replace_own
 from harness.core.judge.judgement import Judgement
 from harness.core.judge.result import Verdict
-from harness.core.report.as_data import document
-from harness.core.report.documents import case
+from harness.core.report.as_data import document_text
+from harness.core.report.documents import case_document
 from harness.core.report.text import case_report
 
 
@@ -16,7 +16,11 @@ def store_report(judgement: Judgement) -> None:
     Raises EvidenceError where they cannot be written.
     """
     replace_own(judgement.folder / "report.txt", case_report(judgement) + "\n", _is_report)
-    replace_own(judgement.folder / "verdict.json", document("case", case(judgement), indent=1) + "\n", _is_document)
+    replace_own(
+        judgement.folder / "verdict.json",
+        document_text("case", case_document(judgement), indent=1) + "\n",
+        _is_document,
+    )
 
 
 def _is_report(text: str) -> bool:

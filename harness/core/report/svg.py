@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from harness.core.evidence.text import visible
+from harness.core.evidence.text import escape_control_characters
 
 WIDTH = 360  # a phone's; on wide screens drawings stand beside each other
-ROW = 18  # height of a row
-HEIGHT = 190  # of curves
-SPARK = 120  # width of a spark
-LETTER = 6.1  # the width of one of 10 px, in a font in which all are as wide; a page has such a font for strips
-BAR = 100  # at least, however long the texts beside it are
-LANE = 620  # the width of a row of times
+ROW_HEIGHT = 18  # height of a row
+CURVES_HEIGHT = 190  # of curves
+SPARK_WIDTH = 120  # width of a spark
+LETTER_WIDTH = 6.1  # the width of one of 10 px, in a font in which all are as wide; a page has such a font for strips
+LEAST_BAR_WIDTH = 100  # at least, however long the texts beside it are
+LANE_WIDTH = 620  # the width of a row of times
 
 
 @dataclass(frozen=True)
@@ -48,26 +48,26 @@ class Curve:
     """Its CSS class."""
 
 
-def strips(title: str, rows: Sequence[Strip]) -> str:
+def strips_svg(title: str, rows: Sequence[Strip]) -> str:
     """Draw one row below the other, as wide as their texts need. An anomalous part is hatched as well as coloured."""
-    number = LETTER * max(len(row.rank) for row in rows)
-    left = number + LETTER * (max(len(visible(row.place)) for row in rows) + 2)
-    right = LETTER * (max(len(visible(row.text)) for row in rows) + 1)
-    width = max(WIDTH, math.ceil(left + BAR + right))
+    number = LETTER_WIDTH * max(len(row.rank) for row in rows)
+    left = number + LETTER_WIDTH * (max(len(escape_control_characters(row.place)) for row in rows) + 2)
+    right = LETTER_WIDTH * (max(len(escape_control_characters(row.text)) for row in rows) + 1)
+    width = max(WIDTH, math.ceil(left + LEAST_BAR_WIDTH + right))
     room = width - left - right
     parts = []
     for index, row in enumerate(rows):
-        top = index * ROW + 4
+        top = index * ROW_HEIGHT + 4
         bar_left = left + row.start * room
         parts += [
-            _text(number, top + 10, row.rank, "end"),
-            _text(number + LETTER, top + 10, row.place, "start"),
+            _text_svg(number, top + 10, row.rank, "end"),
+            _text_svg(number + LETTER_WIDTH, top + 10, row.place, "start"),
             f'<rect class="whole" x="{left:.1f}" y="{top}" width="{room:.1f}" height="12"/>',
             f'<rect class="{"odd" if row.odd else "part"}" x="{bar_left:.1f}" y="{top}" '
             f'width="{(row.stop - row.start) * room:.1f}" height="12"/>',
-            _text(width - right + LETTER, top + 10, row.text, "start"),
+            _text_svg(width - right + LETTER_WIDTH, top + 10, row.text, "start"),
         ]
-    return _svg(title, len(rows) * ROW + 6, parts, width=width, kind="strips")
+    return _picture_svg(title, len(rows) * ROW_HEIGHT + 6, parts, width=width, kind="strips")
 
 
 @dataclass(frozen=True)
@@ -84,35 +84,35 @@ class Bar:
     """Whether somebody waits in it: hatched as well as coloured."""
 
 
-def lanes(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], length: float) -> str:
+def lanes_svg(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], length: float) -> str:
     """Draw rows of bars below each other over one time, each row with its name."""
-    left = LETTER * (max(len(visible(name)) for name, _ in rows) + 1)
-    width = math.ceil(left + LANE)
+    left = LETTER_WIDTH * (max(len(escape_control_characters(name)) for name, _ in rows) + 1)
+    width = math.ceil(left + LANE_WIDTH)
     parts = []
     for index, (name, bars) in enumerate(rows):
-        top = index * ROW + 4
+        top = index * ROW_HEIGHT + 4
         parts += [
-            _text(0, top + 10, name, "start"),
-            f'<rect class="whole" x="{left:.1f}" y="{top}" width="{LANE}" height="12"/>',
+            _text_svg(0, top + 10, name, "start"),
+            f'<rect class="whole" x="{left:.1f}" y="{top}" width="{LANE_WIDTH}" height="12"/>',
         ]
         for bar in bars:
-            bar_left = LANE * bar.start / length
-            bar_width = max(LANE * (bar.stop - bar.start) / length, 0.4)
+            bar_left = LANE_WIDTH * bar.start / length
+            bar_width = max(LANE_WIDTH * (bar.stop - bar.start) / length, 0.4)
             kind = "odd" if bar.odd else "part"
-            title_text = escape(visible(bar.text))
+            title_text = escape(escape_control_characters(bar.text))
             geometry = f'x="{left + bar_left:.1f}" y="{top}" width="{bar_width:.1f}" height="12"'
             parts.append(f'<rect class="{kind}" {geometry}><title>{title_text}</title></rect>')
-    return _svg(title, len(rows) * ROW + 6, parts, width=width, kind="strips")
+    return _picture_svg(title, len(rows) * ROW_HEIGHT + 6, parts, width=width, kind="strips")
 
 
-def curves(title: str, steps: Sequence[int], lines: Sequence[Curve], *, log: bool = False) -> str:
+def curves_svg(title: str, steps: Sequence[int], lines: Sequence[Curve], *, log: bool = False) -> str:
     """Draw lines over steps. log: values of 0 stand on the lowest line."""
     known = []
     for line in lines:
         known += [value for value in line.values if value is not None and math.isfinite(value)]
-    low, high = _log_range(known) if log else _range(known)
+    low, high = _decade_range(known) if log else _value_range(known)
     room = WIDTH - 60 - 14
-    bottom = HEIGHT - 26
+    bottom = CURVES_HEIGHT - 26
 
     def across(index: int) -> float:
         if len(steps) > 1:
@@ -129,22 +129,26 @@ def curves(title: str, steps: Sequence[int], lines: Sequence[Curve], *, log: boo
         level_text = f"1e{level:.0f}" if log else f"{level:.4g}"
         y = up(10**level if log else level)
         parts += [f'<line class="level" x1="60" x2="{WIDTH - 14}" y1="{y:.1f}" y2="{y:.1f}"/>']
-        parts += [_text(56, y + 4, level_text, "end")]
-    parts += [_text(across(index), HEIGHT - 10, str(step), "middle") for index, step in _some(steps)]
-    parts += [_line(line, across, up) for line in lines]
-    return _svg(title, HEIGHT, parts)
+        parts += [_text_svg(56, y + 4, level_text, "end")]
+    parts += [
+        _text_svg(across(index), CURVES_HEIGHT - 10, str(step), "middle") for index, step in _labelled_steps(steps)
+    ]
+    parts += [_curve_svg(line, across, up) for line in lines]
+    return _picture_svg(title, CURVES_HEIGHT, parts)
 
 
-def spark(title: str, values: Sequence[float | None]) -> str:
+def spark_svg(title: str, values: Sequence[float | None]) -> str:
     """Draw one line as high as a row of text, from 0 to its largest value."""
     largest = max((value for value in values if value is not None), default=0.0) or 1.0
-    across = (SPARK - 8) / max(1, len(values) - 1)
+    across = (SPARK_WIDTH - 8) / max(1, len(values) - 1)
     line = Curve(title, values, "observed")
-    drawn = _line(line, lambda index: 4 + across * index, lambda value: ROW + 2 - (ROW - 4) * value / largest)
-    return _svg(title, ROW + 6, [drawn], width=SPARK, kind="spark")
+    drawn = _curve_svg(
+        line, lambda index: 4 + across * index, lambda value: ROW_HEIGHT + 2 - (ROW_HEIGHT - 4) * value / largest
+    )
+    return _picture_svg(title, ROW_HEIGHT + 6, [drawn], width=SPARK_WIDTH, kind="spark")
 
 
-def _line(line: Curve, across: Callable[[int], float], up: Callable[[float], float]) -> str:
+def _curve_svg(line: Curve, across: Callable[[int], float], up: Callable[[float], float]) -> str:
     """Return the line and its dots. across, up: from an index and a value to a position in the picture."""
     known = [(index, value) for index, value in enumerate(line.values) if value is not None and math.isfinite(value)]
     points = " ".join(f"{across(index):.1f},{up(value):.1f}" for index, value in known)
@@ -152,13 +156,13 @@ def _line(line: Curve, across: Callable[[int], float], up: Callable[[float], flo
     return f'<g class="curve {line.kind}"><polyline points="{points}"/>{dots}</g>'
 
 
-def _range(known: Sequence[float]) -> tuple[float, float]:
+def _value_range(known: Sequence[float]) -> tuple[float, float]:
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
     margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
     return low - margin, high + margin
 
 
-def _log_range(known: Sequence[float]) -> tuple[float, float]:
+def _decade_range(known: Sequence[float]) -> tuple[float, float]:
     """Return the exponents of the lowest and highest decade, with a whole decade in the middle."""
     powers = [math.log10(value) for value in known if value > 0]
     low, high = (math.floor(min(powers)), math.ceil(max(powers))) if powers else (-17, -15)
@@ -166,17 +170,17 @@ def _log_range(known: Sequence[float]) -> tuple[float, float]:
     return low, high + (high - low) % 2
 
 
-def _some(steps: Sequence[int]) -> list[tuple[int, int]]:
+def _labelled_steps(steps: Sequence[int]) -> list[tuple[int, int]]:
     """Return (index, step) of at most eight steps that have a label."""
     interval = max(1, math.ceil(len(steps) / 8))
     return [(index, step) for index, step in enumerate(steps) if index % interval == 0]
 
 
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(visible(text))}</text>'
+def _text_svg(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(escape_control_characters(text))}</text>'
 
 
-def _svg(title: str, height: int, parts: Sequence[str], *, width: int = WIDTH, kind: str = "curves") -> str:
-    label = escape(visible(title))
+def _picture_svg(title: str, height: int, parts: Sequence[str], *, width: int = WIDTH, kind: str = "curves") -> str:
+    label = escape(escape_control_characters(title))
     head = f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
     return head + "".join(parts) + "</svg>"

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.core.case import case_files, declared_traits, usual_trainer
-from harness.core.case.repository import from_here
+from harness.core.case.repository import path_from_here
 from harness.core.case.trainer_spec import TrainerSpec
 from harness.core.causes import declarable
-from harness.core.checks import statement
+from harness.core.checks import check_sentence
 from harness.core.judge.result import Firing, Result, Verdict
 from harness.core.report.cause_text import diagnosis_line, evidence_rows
 from harness.core.report.finding_text import findings_text
@@ -34,12 +34,12 @@ def headline(judgement: Judgement) -> str:
     return "    ".join(text for text in (_title(judgement), cause_text(judgement)) if text)
 
 
-def _head(judgement: Judgement) -> list[str]:
+def _headline_lines(judgement: Judgement) -> list[str]:
     """Return the headline; where a terminal is too narrow for it, the cause is on lines below."""
     line = headline(judgement)
     if len(line) <= WIDTH:
         return [line]
-    return [_title(judgement), *wrapped(cause_text(judgement), "  ")]
+    return [_title(judgement), *wrap_text(cause_text(judgement), "  ")]
 
 
 def _title(judgement: Judgement) -> str:
@@ -50,10 +50,10 @@ def _title(judgement: Judgement) -> str:
 def cause_text(judgement: Judgement) -> str:
     """Return in one line the cause of a verdict, and the expectation of the case. Empty if nothing is wrong."""
     cause = diagnosis_line(judgement.diagnosis) or _cause_of_unknown(judgement)
-    return " ".join(text for text in (cause, _expectation(judgement)) if text)
+    return " ".join(text for text in (cause, _expectation_text(judgement)) if text)
 
 
-def wrapped(text: str, indent: str, continuation: str = "") -> list[str]:
+def wrap_text(text: str, indent: str, continuation: str = "") -> list[str]:
     """Return a text as lines that fit a terminal. A word without a blank in it is never cut.
 
     continuation: additional indentation of all lines but the first.
@@ -68,20 +68,22 @@ def wrapped(text: str, indent: str, continuation: str = "") -> list[str]:
     return fill.wrap(text)
 
 
-def _expectation(judgement: Judgement) -> str:
+def _expectation_text(judgement: Judgement) -> str:
     expected = judgement.expected_failure
     if expected is None:
         return ""
     if judgement.verdict is Verdict.XFAIL:
         return f"(expected: {expected.because.rstrip('.')}; see {expected.script})"
-    remedy = f"if {expected.script} passes too, take expected_failure out of {case_files.shown(judgement.case.file)}"
+    remedy = (
+        f"if {expected.script} passes too, take expected_failure out of {case_files.shown_path(judgement.case.file)}"
+    )
     raised = f" and raise {expected.raised!r}" if expected.raised else ""
     return f"(expected to fail by {expected.checks}, cause {expected.named!r}{raised}: {remedy})"
 
 
 def case_report(judgement: Judgement) -> str:
     """Return the report of a judged case: headline, evidence, a line for each check, findings."""
-    lines = _head(judgement)
+    lines = _headline_lines(judgement)
     if judgement.firing is Firing.FIRED and judgement.verdict is Verdict.PASS:
         lines.append("  MISSED            the change ran and every check passes")
     if judgement.firing is Firing.FIRED and judgement.verdict is Verdict.UNKNOWN:
@@ -89,70 +91,70 @@ def case_report(judgement: Judgement) -> str:
     if judgement.firing is Firing.NOT_FIRED:
         lines.append("  UNFIRED           the change ran on no rank: this run proves nothing about it")
     if judgement.diagnosis:
-        lines += table(evidence_rows(judgement.diagnosis.evidence))
-        lines += _to_copy([("again", command(judgement)), ("evidence", str(judgement.folder))])
-    lines += table(
+        lines += label_lines(evidence_rows(judgement.diagnosis.evidence))
+        lines += _unwrapped_lines([("again", rerun_command(judgement)), ("evidence", str(judgement.folder))])
+    lines += label_lines(
         [("observed", f"{text}; neither the case nor the adapter declares them") for text in judgement.observed]
     )
     if judgement.case.traits:
-        lines += _to_copy([("declared", declared_traits.declaration(judgement.case.traits))])
-    lines += [*_replaced(judgement), "", *_check_lines(judgement.results)]
+        lines += _unwrapped_lines([("declared", declared_traits.declaration(judgement.case.traits))])
+    lines += [*_replaced_lines(judgement), "", *_check_lines(judgement.results)]
     for result in judgement.results:
         if result.findings:
-            lines += ["", f"  {result.check}: {statement(result.check)}"]
+            lines += ["", f"  {result.check}: {check_sentence(result.check)}"]
             lines += findings_text(result, "    ")
     return "\n".join(lines)
 
 
-def _replaced(judgement: Judgement) -> list[str]:
-    return table([("replaced", text) for text in judgement.replaced])
+def _replaced_lines(judgement: Judgement) -> list[str]:
+    return label_lines([("replaced", text) for text in judgement.replaced])
 
 
-def command(judgement: Judgement) -> str:
+def rerun_command(judgement: Judgement) -> str:
     """Return the command that runs the case again, as it is typed in this folder."""
     recipe = judgement.case.training
     defaults = TrainingConfig()
     file, colon, name = (judgement.fault or "").rpartition(":")
-    options = {"fault": f"{from_here(file)}:{name}" if colon else name}
+    options = {"fault": f"{path_from_here(file)}:{name}" if colon else name}
     if not judgement.case.file:
         if recipe.seed != defaults.seed:
             options["seed"] = str(recipe.seed)
         if recipe.dtype != defaults.dtype:
             options["dtype"] = recipe.dtype
     words = []
-    for key, value in (options | _how(judgement)).items():
+    for key, value in (options | _unusual_options(judgement)).items():
         if value:
             words += [f"--{key}", value]
     if torchrun_args := judgement.made.get("torchrun-args"):
         words.append(f"--torchrun-args={torchrun_args}")
-    cases = case_files.typed(judgement.case.file)
+    cases = case_files.cases_arguments(judgement.case.file)
     if folder := judgement.made.get("cases"):
-        cases = case_files.typed_folder(Path(folder))
-    return shlex.join(["harness", "run", judgement.case.name, *cases, *_trainer(judgement), *words])
+        cases = case_files.folder_arguments(Path(folder))
+    return shlex.join(["harness", "run", judgement.case.name, *cases, *_trainer_options(judgement), *words])
 
 
 def pytest_command(judgement: Judgement) -> str:
     """Return the pytest command that runs the case again."""
     tier = judgement.case.tier
     marker = ["-m", f"harness_{tier}"] if tier != "default" else []
-    options = dict(zip(("trainer",), _trainer(judgement)[1:], strict=False)) | _how(judgement)
+    options = dict(zip(("trainer",), _trainer_options(judgement)[1:], strict=False)) | _unusual_options(judgement)
     words = (f"--harness-{key}={value}" for key, value in options.items() if value)
     return shlex.join(["pytest", "-k", judgement.case.name, *marker, *words])
 
 
-def _trainer(judgement: Judgement) -> list[str]:
-    return usual_trainer.typed(TrainerSpec.parse(judgement.trainer).name)
+def _trainer_options(judgement: Judgement) -> list[str]:
+    return usual_trainer.trainer_arguments(TrainerSpec.parse(judgement.trainer).name)
 
 
-def _how(judgement: Judgement) -> dict[str, str]:
+def _unusual_options(judgement: Judgement) -> dict[str, str]:
     """Return the options, by name, that all commands share and that were not the usual ones."""
     source = TrainerSpec.parse(judgement.trainer).source
-    options = {"source": source and from_here(source)}
+    options = {"source": source and path_from_here(source)}
     options |= {key: judgement.made.get(key, "") for key in ("device", "launcher", "ranks-per-gpu", "timeout")}
     return {key: value for key, value in options.items() if value not in ("cpu", "local")}
 
 
-def provenance(judgements: Sequence[Judgement]) -> str:
+def provenance_text(judgements: Sequence[Judgement]) -> str:
     """Return a text of the dates, releases of torch and commits of stored evidence: a folder may hold that of several runs."""
     runs = [judgement.made for judgement in judgements]
     started = sorted({run["started"] for run in runs if run.get("started")})
@@ -171,14 +173,14 @@ def check_text(judgement: Judgement, result: Result) -> str:
     """Return the text of one check that did not pass, for a test runner. Its summary shows the first line, cut: the cause."""
     lines: list[str] = []
     if judgement.diagnosis:
-        lines += [cause_text(judgement), *table(evidence_rows(judgement.diagnosis.evidence))]
+        lines += [cause_text(judgement), *label_lines(evidence_rows(judgement.diagnosis.evidence))]
     check = f"{result.check} {result.verdict}"
     if result.note and not result.findings:
         check += f": {result.note}"
     lines.append(check)
     lines += findings_text(result, "  ")
-    lines += _replaced(judgement)
-    lines += _to_copy([("again", pytest_command(judgement)), ("evidence", str(judgement.folder))])
+    lines += _replaced_lines(judgement)
+    lines += _unwrapped_lines([("again", pytest_command(judgement)), ("evidence", str(judgement.folder))])
     return "\n".join(lines)
 
 
@@ -187,7 +189,7 @@ def _cause_of_unknown(judgement: Judgement) -> str:
     return f"{unknown[0].check}: {unknown[0].note}" if judgement.verdict is Verdict.UNKNOWN and unknown else ""
 
 
-def table(rows: Sequence[tuple[str, str]]) -> list[str]:
+def label_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
     """Return (label, text) rows as lines. Of consecutive rows with one label only the first shows it.
 
     An observed value is below the expected one if both do not fit on a line.
@@ -195,19 +197,19 @@ def table(rows: Sequence[tuple[str, str]]) -> list[str]:
     lines: list[str] = []
     label_before = None
     for label, text in rows:
-        if label == declarable.LABEL:
-            lines += _to_copy([(label, text)])
+        if label == declarable.IF_INTENDED:
+            lines += _unwrapped_lines([(label, text)])
             continue
         wrapped_lines: list[str] = []
-        for part in _parts(text):
-            wrapped_lines += wrapped(part, INDENT, "  ")
+        for part in _fitting_lines(text):
+            wrapped_lines += wrap_text(part, INDENT, "  ")
         first, *rest = wrapped_lines or [INDENT]
-        lines += [_labelled("" if label == label_before else label, first[len(INDENT) :]), *rest]
+        lines += [_label_line("" if label == label_before else label, first[len(INDENT) :]), *rest]
         label_before = label
     return lines
 
 
-def _parts(text: str) -> list[str]:
+def _fitting_lines(text: str) -> list[str]:
     """Return the lines of a text; a line that does not fit is split at three blanks."""
     room = WIDTH - len(INDENT)
     parts: list[str] = []
@@ -219,12 +221,12 @@ def _parts(text: str) -> list[str]:
     return parts
 
 
-def _to_copy(rows: Sequence[tuple[str, str]]) -> list[str]:
+def _unwrapped_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
     """Return rows of commands and paths, each whole on its line, so that a person can copy it."""
-    return [_labelled(label, text) for label, text in rows]
+    return [_label_line(label, text) for label, text in rows]
 
 
-def _labelled(label: str, text: str) -> str:
+def _label_line(label: str, text: str) -> str:
     return f"  {label:<16}  {text}"
 
 

@@ -12,53 +12,60 @@ from typing import Any
 from harness.core.case.case import Case
 from harness.core.evidence.store import EvidenceError, load_run
 from harness.core.judge.result import Verdict
-from harness.core.judge.twice import FirstDifference, first_difference
-from harness.core.report.outcome import GREEN, Outcome
+from harness.core.judge.twice import FirstDifference, find_first_difference
+from harness.core.report.outcome import GREEN_VERDICTS, Outcome
 from harness.core.report.repeats_text import repeats_text
-from harness.core.report.text import wrapped
+from harness.core.report.text import wrap_text
 from harness.core.run.folders import folder_of
 from harness.core.run.options import Options
 
-MOST = 3
+RERUNS_PER_CAUSE = 3
 """Cases of one cause that are made again in a run: if hundreds fail alike, some tell enough."""
 
 
 @dataclass
-class Again:
+class Reruns:
     """What makes the failing cases of one run again."""
 
-    times: int
+    reruns_per_case: int
     """How often each is made again."""
-    _of_cause: Counter[str] = field(default_factory=Counter)
+    _cases_by_cause: Counter[str] = field(default_factory=Counter)
     """Cause -> cases with it so far."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     """Cases end in several threads."""
 
-    def outcome(self, case: Case, options: Options, make: Callable[[Case, Options], Outcome]) -> Outcome:
+    def outcome_with_reruns(self, case: Case, options: Options, make: Callable[[Case, Options], Outcome]) -> Outcome:
         """Make the case and return its outcome; if it fails, with the outcomes of its reruns.
 
         A deliberate mistake is not rerun."""
         first = make(case, options)
-        if options.fault or not self.times or first.verdict != Verdict.FAIL or not self._is_wanted(first):
+        if (
+            options.fault
+            or not self.reruns_per_case
+            or first.verdict != Verdict.FAIL
+            or not self._is_rerun_wanted(first)
+        ):
             return first
-        rerun_options = [dataclasses.replace(options, nth=number) for number in range(1, self.times + 1)]
-        return _with_repeats(first, _told(case, first, options, rerun_options, make))
+        rerun_options = [dataclasses.replace(options, nth=number) for number in range(1, self.reruns_per_case + 1)]
+        return _with_rerun_results(first, _rerun_results(case, first, options, rerun_options, make))
 
-    def _is_wanted(self, outcome: Outcome) -> bool:
+    def _is_rerun_wanted(self, outcome: Outcome) -> bool:
         cause = " ".join(outcome.diagnosis.get("kinds", ())) or outcome.cause or outcome.reason
         with self._lock:
-            self._of_cause[cause] += 1
-            return self._of_cause[cause] <= MOST
+            self._cases_by_cause[cause] += 1
+            return self._cases_by_cause[cause] <= RERUNS_PER_CAUSE
 
 
-def _with_repeats(first: Outcome, repeats: dict[str, Any]) -> Outcome:
+def _with_rerun_results(first: Outcome, repeats: dict[str, Any]) -> Outcome:
     """Return the outcome with what became of it again. A mistake of the code would show each time; so what did not fail again
     has no other cause."""
     summary = repeats_text(repeats)
     verdicts = repeats["verdicts"]
-    has_not_repeated = Verdict.FAIL not in verdicts and any(verdict in GREEN for verdict in verdicts)
+    has_not_repeated = Verdict.FAIL not in verdicts and any(verdict in GREEN_VERDICTS for verdict in verdicts)
     head, *lines = _without_cause(first) if has_not_repeated else first.report.splitlines()
-    with_report = dataclasses.replace(first, repeats=repeats, report="\n".join([head, *wrapped(summary, "  "), *lines]))
+    with_report = dataclasses.replace(
+        first, repeats=repeats, report="\n".join([head, *wrap_text(summary, "  "), *lines])
+    )
     return dataclasses.replace(with_report, cause=summary, diagnosis={}) if has_not_repeated else with_report
 
 
@@ -69,7 +76,7 @@ def _without_cause(outcome: Outcome) -> list[str]:
     return [f"{outcome.verdict} {outcome.case}", f"  again             {outcome.again}", *rest]
 
 
-def _told(
+def _rerun_results(
     case: Case, first: Outcome, options: Options, rerun_options: list[Options], make: Callable[[Case, Options], Outcome]
 ) -> dict[str, Any]:
     reruns = [make(case, each) for each in rerun_options]
@@ -78,15 +85,17 @@ def _told(
         "alike": sum(rerun.verdict == Verdict.FAIL and rerun.cause == first.cause for rerun in reruns),
         "folders": [str(folder_of(case, each)) for each in (options, *rerun_options)],
     }
-    differences = (_difference(case, options, each) for each in rerun_options)
+    differences = (_first_difference(case, options, each) for each in rerun_options)
     if difference := next(filter(None, differences), None):
         repeats["differs"] = dataclasses.asdict(difference)
     return repeats
 
 
-def _difference(case: Case, first: Options, second: Options) -> FirstDifference | None:
+def _first_difference(case: Case, first: Options, second: Options) -> FirstDifference | None:
     """Return None also where one of them left no evidence to compare."""
     try:
-        return first_difference(*(load_run(folder_of(case, run_options) / "run") for run_options in (first, second)))
+        return find_first_difference(
+            *(load_run(folder_of(case, run_options) / "run") for run_options in (first, second))
+        )
     except EvidenceError:
         return None

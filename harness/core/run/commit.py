@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness import BUILTIN, ROOT
-from harness.core.evidence.git import git
+from harness.core.evidence.git import run_git
 
 
 def commit_of_harness() -> str:
@@ -25,6 +25,6 @@ def commit_of(source: str) -> str:
     if ".environments" in Path(source).parts:
         return ""
     try:
-        return git(source, "describe", "--always", "--dirty", "--exclude=*").stdout.strip()
+        return run_git(source, "describe", "--always", "--dirty", "--exclude=*").stdout.strip()
     except OSError:
         return ""

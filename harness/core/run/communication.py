@@ -11,11 +11,11 @@ from harness.core.case.case import Case
 from harness.core.run.options import Options
 
 SHARES_GPUS_SINCE = (2, 30)
-BACKEND = "HARNESS_BACKEND"
+BACKEND_VARIABLE = "HARNESS_BACKEND"
 """In a rank's environment: what `support/process_group.py` says to a trainer that asks."""
 
 
-def backend(options: Options) -> str:
+def backend_of(options: Options) -> str:
     """Return the backend: NCCL on GPUs, but gloo for ranks that share one where NCCL is too old; or what was requested."""
     if options.device == "cpu":
         return "gloo"
@@ -23,15 +23,21 @@ def backend(options: Options) -> str:
     return options.backend or ("gloo" if shared_by_gloo else "nccl")
 
 
-def environment(options: Options, case: Case) -> dict[str, str]:
-    """Return the variables of ranks on GPUs.
+def communication_environment(options: Options, case: Case) -> dict[str, str]:
+    """Return the variables of ranks on GPUs: the backend, sharing a GPU, and cuBLAS's workspace; {} on CPU.
 
-    cuBLAS adds up in one order only with a workspace of this size, read when CUDA starts."""
+    Sharing is named only if NCCL's ranks share a GPU, the workspace only if the case has several runs. cuBLAS adds up in
+    one order only with a workspace of this size, read when CUDA starts.
+    """
     if options.device == "cpu":
         return {}
     exact_variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if case.runs > 1 else {}
-    is_sharing = options.ranks_per_gpu > 1 and backend(options) == "nccl"
-    return {BACKEND: backend(options), **({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if is_sharing else {}), **exact_variables}
+    is_sharing = options.ranks_per_gpu > 1 and backend_of(options) == "nccl"
+    return {
+        BACKEND_VARIABLE: backend_of(options),
+        **({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if is_sharing else {}),
+        **exact_variables,
+    }
 
 
 def device_text(options: Options) -> str:
@@ -43,21 +49,21 @@ def gpus_needed(world_size: int, options: Options) -> int:
     return -(-world_size // options.ranks_per_gpu)
 
 
-def replaced(options: Options) -> list[str]:
+def replacement_notes(options: Options) -> list[str]:
     """Return lines on what does not run as it does on one GPU a rank. They are printed with every verdict."""
-    if options.device == "cpu" or (options.ranks_per_gpu == 1 and backend(options) == "nccl"):
+    if options.device == "cpu" or (options.ranks_per_gpu == 1 and backend_of(options) == "nccl"):
         return []
     shared = f"up to {options.ranks_per_gpu} ranks share a GPU" if options.ranks_per_gpu > 1 else "--backend gloo"
-    carrier = "by gloo, through the host" if backend(options) == "gloo" else "with NCCL_MULTI_RANK_GPU_ENABLE"
+    carrier = "by gloo, through the host" if backend_of(options) == "gloo" else "with NCCL_MULTI_RANK_GPU_ENABLE"
     return [f"communication: NCCL {carrier} ({shared})"]
 
 
-def obstacle(case: Case, options: Options) -> str:
+def reason_against_backend(case: Case, options: Options) -> str:
     """Return why a case's ranks could not communicate over this backend; empty if they can."""
-    if options.device == "cpu" or backend(options) == "nccl":
+    if options.device == "cpu" or backend_of(options) == "nccl":
         return ""
     version = ".".join(map(str, nccl_version()))
-    if "gloo" not in trainers.load(options.trainer).backends:
+    if "gloo" not in trainers.load_adapter(options.trainer).backends:
         return f"{options.trainer} joins no group of gloo on GPUs, and NCCL {version} lets no two ranks share one (2.30 does)"
     if any(launched.dims.pp > 1 for launched in case.launches.values()):
         return "pp with gloo on GPUs: gloo sends no tensor of a GPU from one rank to another"

@@ -12,7 +12,7 @@ import numpy as np
 
 from harness.core.evidence.exported import ExportedTensor
 
-SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def read_export(folder: Path) -> dict[str, ExportedTensor]:
@@ -20,19 +20,19 @@ def read_export(folder: Path) -> dict[str, ExportedTensor]:
     tensors: dict[str, ExportedTensor] = {}
     for path in sorted(folder.rglob("*")):
         if path.suffix == ".safetensors":
-            tensors |= dict(_safetensors(path.read_bytes()))
+            tensors |= dict(_read_safetensors(path.read_bytes()))
         elif path.suffix in (".bin", ".pt", ".pth"):
-            tensors |= dict(_pickled(path))
+            tensors |= dict(_read_pickled(path))
     return tensors
 
 
-def _safetensors(data: bytes) -> Iterator[tuple[str, ExportedTensor]]:
+def _read_safetensors(data: bytes) -> Iterator[tuple[str, ExportedTensor]]:
     """Yield the tensors of a file. It has the length of a JSON header in 8 bytes, the header, and the bytes of all tensors."""
     start = 8 + int.from_bytes(data[:8], "little")
     for name, entry in json.loads(data[8:start]).items():
-        if name == "__metadata__" or entry["dtype"] not in SAFETENSORS:
+        if name == "__metadata__" or entry["dtype"] not in SAFETENSORS_DTYPES:
             continue
-        dtype = SAFETENSORS[entry["dtype"]]
+        dtype = SAFETENSORS_DTYPES[entry["dtype"]]
         begin, _ = entry["data_offsets"]
         stored = np.dtype("uint16" if dtype == "bfloat16" else dtype)
         count = math.prod(entry["shape"])
@@ -42,7 +42,7 @@ def _safetensors(data: bytes) -> Iterator[tuple[str, ExportedTensor]]:
         yield name, ExportedTensor(dtype, value.reshape(entry["shape"]))
 
 
-def _pickled(path: Path) -> Iterator[tuple[str, ExportedTensor]]:
+def _read_pickled(path: Path) -> Iterator[tuple[str, ExportedTensor]]:
     import torch
 
     from harness.core.probe.structure import as_numpy

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from harness.core.case.case import Case
 from harness.core.case.trainer_spec import TrainerSpec
-from harness.core.evidence.own_folders import CASE_FOLDER, emptied
+from harness.core.evidence.own_folders import CASE_FOLDER, empty_own_folder
 from harness.reference.config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ def trainer_label(spec: str) -> str:
     return Path(trainer.name).stem + (f"@{last}-{digest}" if trainer.source else "")
 
 
-def without_source(name: str) -> str:
+def name_without_source(name: str) -> str:
     """Return a folder's name without the trainer's source, so that it is the same for any source."""
     return re.sub(r"@[^+]*", "", name)
 
 
-def case_folders(folders: Sequence[Path]) -> list[Path]:
+def find_case_folders(folders: Sequence[Path]) -> list[Path]:
     """Return the folders themselves, or for a folder of such folders those in it."""
     found_folders = []
     for folder in folders:
@@ -56,9 +56,9 @@ def case_folders(folders: Sequence[Path]) -> list[Path]:
     return found_folders
 
 
-def fresh_folder(folder: Path) -> Path:
+def make_fresh_folder(folder: Path) -> Path:
     """Return a case's folder, empty and ours. Raises EvidenceError for one in which anything is not of this harness.
 
     case.json is written first and deleted last. So a run that is killed in between leaves a folder that the next run takes.
     """
-    return emptied(folder, CASE_FOLDER)
+    return empty_own_folder(folder, CASE_FOLDER)

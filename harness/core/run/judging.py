@@ -10,8 +10,8 @@ import numpy as np
 from harness.core.checks import judge
 from harness.core.evidence.records import Run
 from harness.core.judge.judgement import Judgement
-from harness.core.judge.measured import undeclared
-from harness.core.judge.measures import measured
+from harness.core.judge.measured import undeclared_traits_text
+from harness.core.judge.measures import measures_of
 from harness.core.judge.result import Diagnosis, Firing, Result, Verdict
 from harness.core.judge.stored_trial import load_trial
 from harness.core.judge.trial import Trial
@@ -22,24 +22,24 @@ def judge_folder(folder: Path) -> Judgement:
     trial = load_trial(folder)
     with np.errstate(over="ignore", invalid="ignore"):  # a number that went wrong is a finding
         results = judge(trial)
-        diagnosis = _diagnosed(trial, results)
+        diagnosis = _diagnose_failures(trial, results)
     return Judgement(
         case=trial.case,
         folder=folder,
         results=results,
         diagnosis=diagnosis,
-        seconds=sum(run.seconds for run in _runs(trial)),
+        seconds=sum(run.seconds for run in _all_runs(trial)),
         fault=trial.run.fault,
         firing=_firing(trial, folder),
         trainer=trial.run.trainer,
         made=trial.run.made,
-        measures=measured(trial),
-        gpu=_gpu(trial),
-        observed=undeclared(trial.traits),
+        measures=measures_of(trial),
+        gpu=_gpu_names(trial),
+        observed=undeclared_traits_text(trial.traits),
     )
 
 
-def _diagnosed(trial: Trial, results: Sequence[Result]) -> Diagnosis | None:
+def _diagnose_failures(trial: Trial, results: Sequence[Result]) -> Diagnosis | None:
     """Return the diagnosis of a run; None if no check fails.
 
     Importing what diagnoses takes a tenth of a second, for which a run without a failing check need not wait."""
@@ -50,13 +50,13 @@ def _diagnosed(trial: Trial, results: Sequence[Result]) -> Diagnosis | None:
     return diagnose(trial, results)
 
 
-def _gpu(trial: Trial) -> str:
+def _gpu_names(trial: Trial) -> str:
     """Return the names of the GPUs that ranks report they computed on; empty on CPU."""
     names = {evidence.environment.get("device", "cpu") for evidence in trial.ranks.values()} - {"cpu"}
     return ", ".join(sorted(names))
 
 
-def _runs(trial: Trial) -> list[Run]:
+def _all_runs(trial: Trial) -> list[Run]:
     return [launched.run for launched in trial.launches] + ([trial.repeat] if trial.repeat else [])
 
 

@@ -27,19 +27,19 @@ from harness.core.run import communication
 from harness.core.run.commit import commit_of, commit_of_harness
 from harness.core.run.options import Options
 from harness.core.run.reference_cache import reference_folder
-from harness.core.run.sources import digest
+from harness.core.run.sources import digest_of_run
 
 RANK_ENTRY = "harness.core.run.rank_main:rank"
 CHECKPOINT = "checkpoint"
 UNWATCHED_ENTRY = "harness.core.run.rank_main:unwatched"
 CHECKPOINT_ENTRY = "harness.core.run.rank_main:checkpoint"
-COMPILER = ("torch._inductor.compile_fx",)  # 500 modules, half a second for each rank
-EIGHT_BITS = (
+COMPILER_MODULES = ("torch._inductor.compile_fx",)  # 500 modules, half a second for each rank
+EIGHT_BIT_MODULES = (
     "torchao.float8",
     "torchao.prototype.moe_training.mxfp8_linear",
     "torch._inductor.codegen.triton",  # torchao patches it, whether anything is compiled or not
 )  # 900 modules, a second and more for each rank
-COMPILING = 5  # times the time limit, for ranks that have to compile before their first step ends
+COMPILE_TIMEOUT_FACTOR = 5  # times the time limit, for ranks that have to compile before their first step ends
 
 
 class Stopwatch:
@@ -86,14 +86,14 @@ def _launch_each(case: Case, folder: Path, weights: Path, options: Options, stag
                     {},
                     fault=options.fault,
                     trainer=options.trainer,
-                    made=made_by(case, options),
+                    made=describe_origin(case, options),
                 )
             )
-        elif not launch_and_keep(launched, folder / name, weights, options) and launched.last_step is not None:
+        elif not launch_and_save(launched, folder / name, weights, options) and launched.last_step is not None:
             failed_launch = name
 
 
-def reported_losses(case: Case, options: Options, folder: Path, *, steps: int) -> tuple[float, ...]:
+def measure_reported_losses(case: Case, options: Options, folder: Path, *, steps: int) -> tuple[float, ...]:
     """Return the losses that rank 0 reports in the last steps of a longer run of the case without the probe.
 
     The run is resumed like the case. If two launches train a step, the first one's loss counts; of one that starts from weights
@@ -111,10 +111,10 @@ def reported_losses(case: Case, options: Options, folder: Path, *, steps: int) -
     return tuple(losses[step] for step in sorted(losses)[-steps:])
 
 
-def launch_and_keep(case: Case, folder: Path, weights: Path, options: Options) -> bool:
+def launch_and_save(case: Case, folder: Path, weights: Path, options: Options) -> bool:
     """Launch a case's ranks and store how they ended; return whether all ended well."""
     watch = Stopwatch()
-    made = {"launch": uuid.uuid4().hex[:12], **made_by(case, options)}
+    made = {"launch": uuid.uuid4().hex[:12], **describe_origin(case, options)}
     exits = _launch_ranks(case, folder, weights, options, entry=RANK_ENTRY, watch=watch, launch_id=made["launch"])
     run = Run(
         str(folder),
@@ -129,13 +129,13 @@ def launch_and_keep(case: Case, folder: Path, weights: Path, options: Options) -
     save_run(run)
     ended_well = all(exit.how == "ok" for exit in exits)
     if ended_well and case.cut_short:
-        cut_short(folder.with_name(CHECKPOINT))
+        interrupt_checkpoint(folder.with_name(CHECKPOINT))
     if ended_well and case.saved_step is not None:
-        launch(Job(folder / CHECKPOINT, 1, CHECKPOINT_ENTRY, _wanted(case, folder, weights, options)))
+        launch(Job(folder / CHECKPOINT, 1, CHECKPOINT_ENTRY, _entry_options(case, folder, weights, options)))
     return ended_well
 
 
-def cut_short(checkpoints: Path) -> None:
+def interrupt_checkpoint(checkpoints: Path) -> None:
     """Make the latest checkpoint one that a crash interrupted: its files are empty, and its index is missing.
 
     Torch's format writes the index last. Raises CaseError where there is none.
@@ -149,26 +149,26 @@ def cut_short(checkpoints: Path) -> None:
             os.truncate(file, 0)
 
 
-def made_by(case: Case, options: Options) -> dict[str, str]:
+def describe_origin(case: Case, options: Options) -> dict[str, str]:
     replacements = [
-        *trainers.load(options.trainer).replaced(case, options.device),
-        *communication.replaced(options),
+        *trainers.load_adapter(options.trainer).replaced(case, options.device),
+        *communication.replacement_notes(options),
     ]
     return {
         "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "torch": importlib.metadata.version("torch"),
         "commit": commit_of_trainer(options.trainer),
         "device": options.device,
-        **({"backend": communication.backend(options)} if options.device == "cuda" else {}),
+        **({"backend": communication.backend_of(options)} if options.device == "cuda" else {}),
         **({"ranks-per-gpu": str(options.ranks_per_gpu)} if options.ranks_per_gpu > 1 else {}),
         "launcher": options.launcher,
-        **_typed(case, options),
-        "sources": digest(options),
+        **_typed_options(case, options),
+        "sources": digest_of_run(options),
         **({"replaced": "\n".join(replacements)} if replacements else {}),
     }
 
 
-def _typed(case: Case, options: Options) -> dict[str, str]:
+def _typed_options(case: Case, options: Options) -> dict[str, str]:
     """Return the further options of a command that runs the case like this again, where they are not the usual ones."""
     default_options = Options()
     options_typed = {"timeout": f"{options.timeout:g}"} if options.timeout != default_options.timeout else {}
@@ -185,7 +185,7 @@ def commit_of_trainer(spec: str) -> str:
     return commit_of(trainer.source or str(Path(trainer.name).parent)) if outside else commit_of_harness()
 
 
-def _wanted(case: Case, folder: Path, weights: Path, options: Options) -> dict[str, object]:
+def _entry_options(case: Case, folder: Path, weights: Path, options: Options) -> dict[str, object]:
     """Return the options of the entries of rank_main.py."""
     return {
         "case": to_json(case),
@@ -227,29 +227,29 @@ def _launch_ranks(
     watch: Stopwatch | None = None,
     launch_id: str = "",
 ) -> list[Exit]:
-    timeout = options.timeout * (COMPILING if case.features.compile else 1)
+    timeout = options.timeout * (COMPILE_TIMEOUT_FACTOR if case.features.compile else 1)
     job = Job(
         folder,
         case.dims.world_size,
         entry,
-        _wanted(case, folder, weights, options) | {"launch": launch_id},
+        _entry_options(case, folder, weights, options) | {"launch": launch_id},
         timeout=timeout,
         device=options.device,
         group_timeout=max(10.0, timeout / 2),
         torchrun_args=options.torchrun_args,
         slots=slots_for(case, options),
-        env=communication.environment(options, case),
+        env=communication.communication_environment(options, case),
         ranks_per_gpu=options.ranks_per_gpu,
-        preload=_preload(case, options),
+        preload=_modules_to_preload(case, options),
     )
     return launch(job, options.launcher, began=watch.start if watch else lambda: None)
 
 
-def _preload(case: Case, options: Options) -> tuple[str, ...]:
+def _modules_to_preload(case: Case, options: Options) -> tuple[str, ...]:
     """Return the modules that each rank would import, so that their server imports them once."""
-    modules = trainers.load(options.trainer).preload
+    modules = trainers.load_adapter(options.trainer).preload
     if case.training.quantize:
-        modules = modules + EIGHT_BITS
+        modules = modules + EIGHT_BIT_MODULES
     if case.features.compile:
-        modules = modules + COMPILER
+        modules = modules + COMPILER_MODULES
     return modules

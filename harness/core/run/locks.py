@@ -11,7 +11,7 @@ from harness.core.evidence.store import EvidenceError
 
 
 @contextmanager
-def only_one(lock: Path) -> Iterator[None]:
+def exclusive_lock(lock: Path) -> Iterator[None]:
     """Hold a lock that one process and one thread has at a time. The kernel releases that of a process that died."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)

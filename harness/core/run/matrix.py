@@ -15,12 +15,12 @@ from harness.core.judge.judgement import Judgement
 from harness.core.launch import LaunchError, default_server
 from harness.core.report import outcome as became
 from harness.core.report.outcome import Outcome
-from harness.core.report.progress import INTERVAL, Progress
-from harness.core.run.again import Again
+from harness.core.report.progress import DRAWING_INTERVAL, Progress
+from harness.core.run.again import Reruns
 from harness.core.run.options import Options, Unsupported
 from harness.core.run.run_case import run_case
 
-PROBLEMS = (CaseError, EvidenceError, LaunchError)
+CASE_PROBLEMS = (CaseError, EvidenceError, LaunchError)
 """What a case can meet that is no verdict on the trainer. The message says what to do."""
 
 
@@ -54,29 +54,31 @@ def run_all(
     def run_one(case: Case) -> Outcome | None:
         if max_failures is not None and len(failed) >= max_failures:
             return None
-        progress.started(case.name)
-        outcome = reruns.outcome(case, options, functools.partial(attempt, run_one=how))
+        progress.note_start(case.name)
+        outcome = reruns.outcome_with_reruns(case, options, functools.partial(attempt_case, run_one=how))
         ended(outcome)
         failed.extend([case.name] if outcome.failed else [])
         return outcome
 
     if options.launcher == "local" and how is None:
-        default_server(trainers.load(options.trainer).preload, device=options.device)
+        default_server(trainers.load_adapter(options.trainer).preload, device=options.device)
     failed: list[str] = []
-    reruns = Again(again)
+    reruns = Reruns(again)
     pool = ThreadPoolExecutor(jobs)
-    return _collected(pool, {pool.submit(run_one, case) for case in cases}, progress)
+    return _collect_outcomes(pool, {pool.submit(run_one, case) for case in cases}, progress)
 
 
-def _collected(pool: ThreadPoolExecutor, pending: set[Future[Outcome | None]], progress: Progress) -> list[Outcome]:
+def _collect_outcomes(
+    pool: ThreadPoolExecutor, pending: set[Future[Outcome | None]], progress: Progress
+) -> list[Outcome]:
     """Return the outcomes in the order of their ends."""
     outcomes: list[Outcome] = []
     try:
         while pending:
-            done, pending = wait(pending, timeout=INTERVAL, return_when=FIRST_COMPLETED)
+            done, pending = wait(pending, timeout=DRAWING_INTERVAL, return_when=FIRST_COMPLETED)
             for outcome in filter(None, (future.result() for future in done)):
                 outcomes.append(outcome)
-                progress.finished(outcome.case, outcome.verdict, outcome.seconds)
+                progress.note_end(outcome.case, outcome.verdict, outcome.seconds)
             progress.draw()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -84,19 +86,19 @@ def _collected(pool: ThreadPoolExecutor, pending: set[Future[Outcome | None]], p
     return outcomes
 
 
-def attempt(case: Case, options: Options, run_one: Callable[[Case, Options], Judgement] | None = None) -> Outcome:
+def attempt_case(case: Case, options: Options, run_one: Callable[[Case, Options], Judgement] | None = None) -> Outcome:
     """Run one case and return its outcome, whatever that is: only KeyboardInterrupt passes through."""
     try:
-        return became.judged((run_one or run_case)(case, options))
+        return became.judged_outcome((run_one or run_case)(case, options))
     except Unsupported as reason:
-        return became.skipped(case, str(reason))
-    except PROBLEMS as problem:
-        return became.problem(case, str(problem))
+        return became.skipped_outcome(case, str(reason))
+    except CASE_PROBLEMS as problem:
+        return became.error_outcome(case, str(problem))
     except (Exception, SystemExit) as error:  # one case's, which no other need suffer from
-        return became.problem(case, unexpected(error))
+        return became.error_outcome(case, unexpected_error_text(error))
 
 
-def unexpected(error: BaseException) -> str:
+def unexpected_error_text(error: BaseException) -> str:
     """Return an unexpected error, and where it was raised."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     return f"a mistake of the harness or of an adapter: {error!r} in {where.name}, {where.filename}:{where.lineno}"

@@ -11,36 +11,36 @@ from harness.core.case import traits
 from harness.core.case.case import Case
 from harness.core.case.traits import TrainerTraits
 from harness.core.evidence.records import Run
-from harness.core.evidence.store import TRAITS_FILE, evidence_file, load_run, save, write_text
-from harness.core.judge.clipping import factor, late_steps, with_gradients_after
-from harness.core.judge.measured import measured
+from harness.core.evidence.store import TRAITS_FILE, evidence_file, load_run, save_stored, write_text
+from harness.core.judge.clipping import gradient_factor, steps_clipped_late, with_gradients_after
+from harness.core.judge.measured import with_measured_traits
 from harness.core.judge.stored_trial import load_trial
 
 
-def write_measured(case: Case, folder: Path, declared: Mapping[str, TrainerTraits]) -> None:
+def write_measured_traits(case: Case, folder: Path, declared: Mapping[str, TrainerTraits]) -> None:
     """Write traits.json: by launch, what the trainer declares and what was measured of it. Then settle gradients."""
     runs = {name: load_run(folder / name, values=False) for name in case.launches}
     traits_by_launch = {}
     for name, launched in case.launches.items():
-        traits_by_launch[name] = traits.to_json(measured(launched, declared[name], runs[name]))
+        traits_by_launch[name] = traits.to_json(with_measured_traits(launched, declared[name], runs[name]))
     write_text(folder / TRAITS_FILE, json.dumps(traits_by_launch, indent=1))
-    if any(map(_altered_after_backward, runs.values())):
+    if any(map(_is_altered_after_backward, runs.values())):
         _settle_gradients(folder)
 
 
-def _altered_after_backward(run: Run) -> bool:
+def _is_altered_after_backward(run: Run) -> bool:
     """Return whether any gradients were multiplied between backward and the optimizer, by something other than torch."""
     steps = itertools.chain.from_iterable(evidence.steps for evidence in run.ranks.values())
-    return any(factor(step) not in (None, 1.0) for step in steps)
+    return any(gradient_factor(step) not in (None, 1.0) for step in steps)
 
 
 def _settle_gradients(folder: Path) -> None:
     """Rewrite the files of ranks whose clipping was given other gradients than those at the end of backward."""
     trial = load_trial(folder)
     for launch in trial.launches:
-        clipped_late = late_steps(launch)
+        clipped_late = steps_clipped_late(launch)
         runs = [launch.run, launch.repeat]
         for run in filter(None, runs if clipped_late else []):
             stored = load_run(Path(run.directory))
             for rank, evidence in with_gradients_after(stored, clipped_late).ranks.items():
-                save(evidence_file(Path(run.directory), rank), evidence)
+                save_stored(evidence_file(Path(run.directory), rank), evidence)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.core.case.case import Case, CaseError
-from harness.core.report.outcome import ranks_of
-from harness.core.run.selection import weight
+from harness.core.report.outcome import largest_world_size
+from harness.core.run.selection import count_processes
 from harness.core.run.verdicts import RecordedRun
 
 
 @dataclass(frozen=True)
-class Load:
+class CaseLoad:
     """What a case takes: so many slots for so many seconds."""
 
     name: str
@@ -21,11 +21,13 @@ class Load:
     seconds: float
 
     @property
-    def area(self) -> float:
+    def slot_seconds(self) -> float:
         return self.slots * self.seconds
 
 
-def remembered(runs: Iterable[RecordedRun], *, trainer: str, device: str, machine: str = "") -> dict[str, float]:
+def remembered_seconds(
+    runs: Iterable[RecordedRun], *, trainer: str, device: str, machine: str = ""
+) -> dict[str, float]:
     """Return how many seconds each case took when it last ended, on this machine rather than on others.
 
     trainer: its name (`verdicts.name_of_trainer`)."""
@@ -38,33 +40,44 @@ def remembered(runs: Iterable[RecordedRun], *, trainer: str, device: str, machin
     return seconds
 
 
-def loads(cases: Sequence[Case], seconds: Mapping[str, float], slots: int | None = None) -> list[Load]:
-    """Return what the cases take, on a machine of so many slots. An unknown case takes what known ones take by processes."""
+def estimate_loads(cases: Sequence[Case], seconds: Mapping[str, float], slots: int | None = None) -> list[CaseLoad]:
+    """Return the load of each case: its name, the slots that it takes, and its seconds.
+
+    seconds: by name of the cases that are known. slots: of the machine; no case takes more, unless it is None. An unknown
+    case takes its number of processes times the known cases' mean seconds per process. It is one second per process if no
+    case is known.
+    """
     timed_cases = [case for case in cases if case.name in seconds]
-    each = sum(seconds[case.name] for case in timed_cases) / sum(map(weight, timed_cases)) if timed_cases else 1.0
+    each = (
+        sum(seconds[case.name] for case in timed_cases) / sum(map(count_processes, timed_cases)) if timed_cases else 1.0
+    )
     return [
-        Load(case.name, min(ranks_of(case), slots or ranks_of(case)), seconds.get(case.name, each * weight(case)))
+        CaseLoad(
+            case.name,
+            min(largest_world_size(case), slots or largest_world_size(case)),
+            seconds.get(case.name, each * count_processes(case)),
+        )
         for case in cases
     ]
 
 
 # ---- a machine
 
-ORDERS: tuple[Callable[[Load], tuple[float, ...]], ...] = (
+LOAD_ORDERS: tuple[Callable[[CaseLoad], tuple[float, ...]], ...] = (
     lambda load: (-load.slots, -load.seconds),
-    lambda load: (-load.area, -load.slots),
+    lambda load: (-load.slot_seconds, -load.slots),
     lambda load: (-load.seconds, -load.slots),
 )
 """Widest first leaves no gaps; but what is long and narrow must not begin last."""
 
 
-def in_order(case_loads: Sequence[Load], slots: int) -> list[Load]:
+def order_loads(case_loads: Sequence[CaseLoad], slots: int) -> list[CaseLoad]:
     """Return the loads with the largest first, in that sense of it that ends soonest."""
-    orders = [sorted(case_loads, key=lambda load: (*order(load), load.name)) for order in ORDERS]
+    orders = [sorted(case_loads, key=lambda load: (*order(load), load.name)) for order in LOAD_ORDERS]
     return min(orders, key=lambda order: makespan(order, slots))
 
 
-def answering_soon(order: Sequence[Load], first: Sequence[str], long: Container[str]) -> list[Load]:
+def order_for_early_answers(order: Sequence[CaseLoad], first: Sequence[str], long: Container[str]) -> list[CaseLoad]:
     """Return the loads in an order in which verdicts come soon.
 
     `first` begin, in their order. The references of `long` take minutes of one core each. They are spread evenly over the first
@@ -81,7 +94,7 @@ def answering_soon(order: Sequence[Load], first: Sequence[str], long: Container[
     return [*(by_name[name] for name in first), *spread]
 
 
-def makespan(order: Iterable[Load], slots: int) -> float:
+def makespan(order: Iterable[CaseLoad], slots: int) -> float:
     """Return the seconds until the last load ends, where each begins as soon as its slots are free, and none before those
     ahead of it."""
     free = slots
@@ -99,22 +112,22 @@ def makespan(order: Iterable[Load], slots: int) -> float:
 # ---- several machines
 
 
-def share(cases: Sequence[Case], seconds: Mapping[str, float], shard: str) -> list[Case]:
+def cases_of_shard(cases: Sequence[Case], seconds: Mapping[str, float], shard: str) -> list[Case]:
     """Return part I of N of the cases, "I/N", in their order. Raises CaseError.
 
     Every machine that is given the same finds the same parts, which are disjoint, complete and about equally long."""
-    part, parts = parsed(shard)
+    part, parts = parse_shard(shard)
     filled = [0.0] * parts
     chosen_names = set()
-    for load in sorted(loads(cases, seconds), key=lambda load: (-load.area, load.name)):
+    for load in sorted(estimate_loads(cases, seconds), key=lambda load: (-load.slot_seconds, load.name)):
         lightest = filled.index(min(filled))
-        filled[lightest] += load.area
+        filled[lightest] += load.slot_seconds
         if lightest == part - 1:
             chosen_names.add(load.name)
     return [case for case in cases if case.name in chosen_names]
 
 
-def parsed(shard: str) -> tuple[int, int]:
+def parse_shard(shard: str) -> tuple[int, int]:
     """Return I and N of a shard, "I/N". Raises CaseError."""
     words = shard.split("/")
     if len(words) != 2 or not all(word.isdecimal() for word in words) or not 1 <= int(words[0]) <= int(words[1]):

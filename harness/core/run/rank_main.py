@@ -23,10 +23,10 @@ from harness.core.case.case import Case
 from harness.core.case.loading import from_json
 from harness.core.evidence import relies_on
 from harness.core.evidence.format import version_of
-from harness.core.evidence.fused import Block, apart, blocks, saved_apart
-from harness.core.evidence.names import renamed
+from harness.core.evidence.fused import Block, blocks, split_fused, split_fused_checkpoint
+from harness.core.evidence.names import with_reference_names
 from harness.core.evidence.records import Collective, RankEvidence
-from harness.core.evidence.store import CHECKPOINT_FILE, evidence_file, save, write_text
+from harness.core.evidence.store import CHECKPOINT_FILE, evidence_file, save_stored, write_text
 from harness.core.launch import inflight
 from harness.core.run.exports import read_export
 from harness.core.trainers import StartedTrainer
@@ -46,15 +46,15 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
     """Run the trainer under the probe; see `watched`. For further keys of the options, what rings run around a rank."""
     import torch  # noqa: F401
 
-    _refuse_lacking()
+    _refuse_lacking_torch()
     with contextlib.ExitStack() as around:
         for key, wrapper in rings.entries_of("rank_wrappers").items():
             if key in options:
                 around.enter_context(rings.load(wrapper)(options, int(os.environ.get("RANK", 0))))
-        return watched(options)
+        return run_watched(options)
 
 
-def watched(options: dict[str, Any]) -> StartedTrainer:
+def run_watched(options: dict[str, Any]) -> StartedTrainer:
     """Run the trainer under the probe and store the evidence of this rank; return the trainer.
 
     options: case, trainer, weights, device, fault ("FILE.py:NAME" or None), directory (of the evidence), checkpoints,
@@ -68,47 +68,51 @@ def watched(options: dict[str, Any]) -> StartedTrainer:
 
     settings = settings_before_the_trainer()
     case = from_json(options["case"])
-    adapter = trainers.load(options["trainer"])
+    adapter = trainers.load_adapter(options["trainer"])
     checkpoints = Path(options["checkpoints"])
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     checkpoints_of_case.tell(checkpoints)
     _share_compiled_code(options.get("compile_cache"))
-    with trainers.starting(options["trainer"]):
+    with trainers.raising_cannot_start(options["trainer"]):
         adapter.importable()
-    _refuse_lacking()  # of the modules, too, that the trainer imports
+    _refuse_lacking_torch()  # of the modules, too, that the trainer imports
     fired_calls = _apply_fault(options, rank)
     row_length = functools.partial(_row_length, case)
-    probe = Probe(rank, world_size, on_issue=_note_inflight(), row_length=row_length, settings=settings)
+    probe = Probe(rank, world_size, on_issue=_inflight_recorder(), row_length=row_length, settings=settings)
     probe.install()
     try:
-        trainer = _started(adapter, case, options)
+        trainer = _start_trainer(adapter, case, options)
         probe.attach(trainer.model_parts)
         if case.resume:
             trainer.resume(checkpoints)
-            probe.resumed(case.steps.start - 1)
+            probe.note_resume(case.steps.start - 1)
         started_file(Path(options["directory"]), rank).touch()
         train_and_write(trainer, case, options, probe)
         reported = {
             metrics.step: (metrics.loss, metrics.grad_norm, metrics.lr, metrics.largest) for metrics in trainer.metrics
         }
-        evidence = probe.evidence(reported, bool(fired_calls) if options.get("fault") else None, _numbers(trainer))
+        evidence = probe.evidence(
+            reported, bool(fired_calls) if options.get("fault") else None, _reported_numbers(trainer)
+        )
         launch_facts = {"reports": getattr(trainer, "reports", adapter.reports), "launch": options.get("launch", "")}
-        evidence = dataclasses.replace(in_the_references_words(evidence, adapter, case, probe.starts), **launch_facts)
+        evidence = dataclasses.replace(
+            in_the_references_words(evidence, adapter, case, probe.fused_starts), **launch_facts
+        )
     finally:
         probe.remove()
-    save(evidence_file(Path(options["directory"]), rank), _with_export(evidence, case, options))
+    save_stored(evidence_file(Path(options["directory"]), rank), _with_exported_tensors(evidence, case, options))
     adapter.stop()
     return trainer
 
 
-def _refuse_lacking() -> None:
+def _refuse_lacking_torch() -> None:
     """Raises CannotStart if torch lacks what the probe relies on."""
     if missing := relies_on.lacking_for_probe():
         raise trainers.CannotStart(missing)
 
 
-def _numbers(trainer: StartedTrainer) -> dict[int, Mapping[str, trainers.Number]]:
+def _reported_numbers(trainer: StartedTrainer) -> dict[int, Mapping[str, trainers.Number]]:
     """Return, by step, the other numbers that the trainer reports."""
     return {metrics.step: metrics.numbers for metrics in trainer.metrics}
 
@@ -126,18 +130,18 @@ def in_the_references_words(
     )
     fqn = with_tied_output(case, adapter.fqn)
     starts_by_fqn = {fqn(name): start for name, start in starts.items()}
-    return apart(renamed(with_adapter_facts, fqn), _fused(adapter, case), starts_by_fqn)
+    return split_fused(with_reference_names(with_adapter_facts, fqn), _fused_blocks(adapter, case), starts_by_fqn)
 
 
-def _fused(adapter: trainers.Adapter, case: Case) -> dict[str, tuple[Block, ...]]:
+def _fused_blocks(adapter: trainers.Adapter, case: Case) -> dict[str, tuple[Block, ...]]:
     rows = {fqn: shape[0] for fqn, shape in case.model.parameter_shapes().items()}
     return {name: blocks(parts, rows) for name, parts in adapter.fused(case).items()}
 
 
-def _started(adapter: trainers.Adapter, case: Case, options: dict[str, Any]) -> StartedTrainer:
+def _start_trainer(adapter: trainers.Adapter, case: Case, options: dict[str, Any]) -> StartedTrainer:
     """Start the trainer. If parameters do not fit the seed weights, rank 0 writes the model's shapes."""
     try:
-        with trainers.starting(options["trainer"]):
+        with trainers.raising_cannot_start(options["trainer"]):
             return adapter.start(case, Path(options["weights"]), options["device"])
     except ValueError as error:
         if hasattr(error, "shapes") and int(os.environ.get("RANK", 0)) == 0:
@@ -156,21 +160,21 @@ def train_and_write(trainer: StartedTrainer, case: Case, options: dict[str, Any]
     pending = []
     if saved_step is not None and saved_step < last_step:
         trainer.train(saved_step)
-        with probe.saving() if probe else contextlib.nullcontext():
+        with probe.saving_checkpoint() if probe else contextlib.nullcontext():
             pending.append(trainer.save(checkpoints))
     trainer.train(last_step)
     if probe:
-        probe.trained()
+        probe.finish_training()
     if saved_step == last_step or case.cut_short:
         pending.append(trainer.save(checkpoints))
     for pending_save in pending:
         if hasattr(pending_save, "result"):
             pending_save.result()
     if probe:
-        _export(trainer, case, options)
+        _export_model(trainer, case, options)
 
 
-def _export(trainer: StartedTrainer, case: Case, options: dict[str, Any]) -> None:
+def _export_model(trainer: StartedTrainer, case: Case, options: dict[str, Any]) -> None:
     """Export the model if the case requests it. The export is complete once every rank is done."""
     if case.features.export and case.last_step is None:
         import torch.distributed as dist
@@ -180,7 +184,7 @@ def _export(trainer: StartedTrainer, case: Case, options: dict[str, Any]) -> Non
             dist.barrier()
 
 
-def _with_export(evidence: RankEvidence, case: Case, options: dict[str, Any]) -> RankEvidence:
+def _with_exported_tensors(evidence: RankEvidence, case: Case, options: dict[str, Any]) -> RankEvidence:
     """Return the evidence, of rank 0 with what was exported. Rank 0 deletes the export."""
     folder = Path(options["directory"]) / EXPORT
     if not case.features.export or case.last_step is not None or evidence.rank != 0:
@@ -213,33 +217,35 @@ def reference(options: dict[str, Any]) -> None:
     partial = directory / ".weights.partial.npz"
     np.savez(partial, **trained.weights)  # type: ignore[arg-type]
     os.replace(partial, directory / "weights.npz")
-    save(directory / "reference.npz", trained)
+    save_stored(directory / "reference.npz", trained)
 
 
 def checkpoint(options: dict[str, Any]) -> None:
     """Read the latest checkpoint, in a process that trains nothing, and leave checkpoint.npz. Options as of `watched`."""
-    from harness.core.evidence.checkpoint_index import TIED, read
+    from harness.core.evidence.checkpoint_index import TIED_OUTPUT_FQN, read_checkpoint_index
 
     case = from_json(options["case"])
-    adapter = trainers.load(options["trainer"])
-    fused = _fused(adapter, case)
-    checkpoint_tensors = read(Path(options["checkpoints"]), {*case.model.parameter_shapes(), TIED, *fused}, adapter.fqn)
-    save(Path(options["directory"]) / CHECKPOINT_FILE, saved_apart(checkpoint_tensors, fused))
+    adapter = trainers.load_adapter(options["trainer"])
+    fused = _fused_blocks(adapter, case)
+    checkpoint_tensors = read_checkpoint_index(
+        Path(options["checkpoints"]), {*case.model.parameter_shapes(), TIED_OUTPUT_FQN, *fused}, adapter.fqn
+    )
+    save_stored(Path(options["directory"]) / CHECKPOINT_FILE, split_fused_checkpoint(checkpoint_tensors, fused))
 
 
 def unwatched(options: dict[str, Any]) -> StartedTrainer:
     """Run the trainer alone, as a user does: rank 0 leaves the losses that it reports in losses.json. Options as of
     `watched`."""
     case = from_json(options["case"])
-    adapter = trainers.load(options["trainer"])
+    adapter = trainers.load_adapter(options["trainer"])
     rank = int(os.environ.get("RANK", 0))
     directory = Path(options["directory"])
     checkpoints_of_case.tell(Path(options["checkpoints"]))
     _share_compiled_code(options.get("compile_cache"))
-    with trainers.starting(options["trainer"]):
+    with trainers.raising_cannot_start(options["trainer"]):
         adapter.importable()
     _apply_fault(options, rank)
-    trainer = _started(adapter, case, options)
+    trainer = _start_trainer(adapter, case, options)
     if case.resume:
         trainer.resume(Path(options["checkpoints"]))
     train_and_write(trainer, case, options)
@@ -278,9 +284,9 @@ def _share_compiled_code(folder: str | None) -> None:
         config.compile_threads = 1
 
 
-def _note_inflight() -> Callable[[Collective], None]:
+def _inflight_recorder() -> Callable[[Collective], None]:
     """Return a function that puts a collective on record before it is issued, so that a hang can be explained from outside."""
-    record = inflight.current()
+    record = inflight.current_inflight()
 
     def note(call: Collective) -> None:
         if record is not None:

@@ -14,15 +14,15 @@ from harness import ROOT
 from harness.core import trainers
 from harness.core.case.case import Case, to_json
 from harness.core.evidence.format import version_of
-from harness.core.evidence.own_folders import REFERENCE_FOLDER, emptied
+from harness.core.evidence.own_folders import REFERENCE_FOLDER, empty_own_folder
 from harness.core.evidence.reading import read_json
 from harness.core.evidence.store import EvidenceError, write_text
 from harness.core.judge import golden
-from harness.core.launch import Exit, Job, launch, machine, pool_of_references
-from harness.core.run.locks import only_one
+from harness.core.launch import Exit, Job, launch, machine, reference_slot_pool
+from harness.core.run.locks import exclusive_lock
 from harness.core.run.options import Options
-from harness.core.run.reference_memory import does_not_fit_now
-from harness.reference.kernels import kind_of_cpu, noise_alike
+from harness.core.run.reference_memory import reason_not_fitting_now
+from harness.reference.kernels import cpu_kind, has_same_noise
 from harness.reference.record import ReferenceRun
 
 REFERENCE_ENTRY = "harness.core.run.rank_main:reference"
@@ -31,7 +31,7 @@ WHOLE = "whole.json"
 REFERENCE_PACKAGES = ("torch", "numpy", "torchao")  # what the reference's numbers depend on, beside its sources
 
 
-def hard_link(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
     """Make a hard link where the file system has them, so that ten cases of one recipe share one file; else a copy."""
     try:
         os.link(source, target)
@@ -46,43 +46,43 @@ def reference_folder(case: Case, options: Options, noise: Sequence[str] | None =
 
     noise: what to measure in addition, by TrainerTraits.noise_key; None: what this case needs and no golden holds.
     """
-    noise = unknown_noise(case, options) if noise is None else noise
+    noise = noise_to_measure(case, options) if noise is None else noise
     noise_suffix = "".join(f"-{key.replace(' ', '-')}" for key in noise)
-    device = "cpu" if options.device == "cpu" else f"{options.device}-{machine.kind_of_gpu()}"
+    device = "cpu" if options.device == "cpu" else f"{options.device}-{machine.gpu_model()}"
     folder = options.out / ".reference" / f"{golden.recipe_name(case)}-{reference_key(case)}-{device}{noise_suffix}"
-    with only_one(folder.with_suffix(".lock")):
-        if not is_whole(folder):
+    with exclusive_lock(folder.with_suffix(".lock")):
+        if not is_undamaged(folder):
             _launch_reference(case, folder, options, noise)
     return folder
 
 
-def unknown_noise(case: Case, options: Options) -> tuple[str, ...]:
+def noise_to_measure(case: Case, options: Options) -> tuple[str, ...]:
     """Return the keys of the noise that this case needs and no golden holds.
 
     A golden holds the noise of its recipe on the kind of CPU that made it. Another recipe, seed or device has its own, measured
     once."""
-    is_known = case.exact or (options.device == "cpu" and _golden_knows(case, options))
+    is_known = case.exact or (options.device == "cpu" and _golden_has_noise(case, options))
     return () if is_known else (_noise_key(case, options),)
 
 
 def takes_long(case: Case, options: Options) -> bool:
     """Return whether the case's reference takes many times as long as the usual one: it emulates 8 bits, or measures noise."""
-    return bool(case.training.quantize) or bool(unknown_noise(case, options))
+    return bool(case.training.quantize) or bool(noise_to_measure(case, options))
 
 
 def _noise_key(case: Case, options: Options) -> str:
-    return trainers.traits_of(trainers.load(options.trainer), case).noise_key(case)
+    return trainers.traits_of(trainers.load_adapter(options.trainer), case).noise_key(case)
 
 
-def _golden_knows(case: Case, options: Options) -> bool:
+def _golden_has_noise(case: Case, options: Options) -> bool:
     """Return whether a golden holds the noise of this case.
 
     A recipe of no file may be that of one all the same. A file's is left to the check `golden`, which says what to do."""
     try:
-        accepted = golden.load(case)
+        accepted = golden.load_golden(case)
     except golden.GoldenError:
         return bool(case.file)
-    if not noise_alike(accepted.environment.get("cpu", ""), kind_of_cpu()):
+    if not has_same_noise(accepted.environment.get("cpu", ""), cpu_kind()):
         return False
     noise = accepted.noise.get(_noise_key(case, options))
     return bool(case.file) or (noise is not None and set(noise.distance) == set(case.model.parameter_shapes()))
@@ -93,7 +93,7 @@ def reference_key(case: Case) -> str:
     for source in sorted((ROOT / "harness" / "reference").glob("*.py")):
         digest.update(source.read_bytes())
     digest.update(version_of(ReferenceRun).encode())
-    digest.update(f"{package_versions()} {kind_of_cpu()}".encode())
+    digest.update(f"{package_versions()} {cpu_kind()}".encode())
     if case.training.data is not None and Path(case.training.data).exists():
         stat = Path(case.training.data).stat()
         digest.update(f"{stat.st_size} {stat.st_mtime_ns}".encode())
@@ -102,10 +102,10 @@ def reference_key(case: Case) -> str:
 
 def package_versions() -> str:
     """Return the versions of what computes."""
-    return "".join(f"{package} {_version(package)}" for package in REFERENCE_PACKAGES)
+    return "".join(f"{package} {_package_version(package)}" for package in REFERENCE_PACKAGES)
 
 
-def _version(package: str) -> str:
+def _package_version(package: str) -> str:
     """Return a package's version; empty where it is not installed: torchao is needed by recipes in 8 bits only."""
     try:
         return importlib.metadata.version(package)
@@ -114,11 +114,11 @@ def _version(package: str) -> str:
 
 
 def _launch_reference(case: Case, folder: Path, options: Options, noise: Sequence[str]) -> None:
-    if reason := does_not_fit_now(case, options.device, noise=bool(noise)):
+    if reason := reason_not_fitting_now(case, options.device, noise=bool(noise)):
         raise EvidenceError(reason)
     partial_folder = folder.with_name(folder.name + ".partial")
     for stale_folder in (partial_folder, folder):
-        emptied(stale_folder, REFERENCE_FOLDER).rmdir()
+        empty_own_folder(stale_folder, REFERENCE_FOLDER).rmdir()
     options_of_entry = {
         "case": to_json(case),
         "directory": str(partial_folder.resolve()),
@@ -128,31 +128,31 @@ def _launch_reference(case: Case, folder: Path, options: Options, noise: Sequenc
     job = Job(
         partial_folder, 1, REFERENCE_ENTRY, options_of_entry, timeout=max(options.timeout, 600.0), device=options.device
     )
-    (rank_exit,) = launch(job, pool=pool_of_references() if options.device == "cpu" else None)
+    (rank_exit,) = launch(job, pool=reference_slot_pool() if options.device == "cpu" else None)
     if rank_exit.how != "ok":
         raise EvidenceError(
-            f"the reference run of case {case.name!r} failed, nothing can be judged: {why_failed(rank_exit)}"
+            f"the reference run of case {case.name!r} failed, nothing can be judged: {failure_text(rank_exit)}"
         )
-    write_text(partial_folder / WHOLE, json.dumps({name: state_of(partial_folder / name) for name in FILES}))
+    write_text(partial_folder / WHOLE, json.dumps({name: file_state(partial_folder / name) for name in FILES}))
     partial_folder.rename(folder)
 
 
-def is_whole(folder: Path) -> bool:
+def is_undamaged(folder: Path) -> bool:
     """Return whether the files are as they were made. Case folders have links to them, so that who damages one there would
     damage the cache."""
     try:
-        return all(state_of(folder / name) == state for name, state in read_json(folder / WHOLE).items())
+        return all(file_state(folder / name) == state for name, state in read_json(folder / WHOLE).items())
     except (OSError, ValueError, AttributeError):
         return False
 
 
-def state_of(file: Path) -> list[int]:
+def file_state(file: Path) -> list[int]:
     """Return what changes when the file's bytes do: its size, and when it was written, in nanoseconds."""
     status = file.stat()
     return [status.st_size, status.st_mtime_ns]
 
 
-def why_failed(rank_exit: Exit) -> str:
+def failure_text(rank_exit: Exit) -> str:
     if rank_exit.how == "signal" and rank_exit.signal == "SIGKILL":
         return "it was killed by SIGKILL, as the kernel does when memory runs out; request a smaller model or batch"
     return f"{rank_exit.error or rank_exit.signal}\n{rank_exit.stack}".rstrip()

@@ -9,25 +9,25 @@ from harness.core.case.case import Case
 from harness.core.launch import machine
 from harness.core.plan.slices import BYTES
 
-LAYER = (12, 4)
+LAYER_ACTIVATIONS = (12, 4)
 """Numbers that a layer keeps of a token until backward, in dim and ffn_dim. Measured: 14 (float64) or 20 (float32), and 4."""
-LOGITS = 3
+LOGIT_COPIES = 3
 """The same of the output, in vocab_size: log-softmax, its gradient and that of the logits."""
 
 
-def never_fits(case: Case, device: str) -> str:
+def reason_never_fits(case: Case, device: str) -> str:
     """Return why this machine has too little memory, whatever else runs on it; empty if it may do."""
-    return _too_large(case, device, machine.memory(), "this machine has", noise=False)
+    return _reason_too_large(case, device, machine.total_memory(), "this machine has", noise=False)
 
 
-def does_not_fit_now(case: Case, device: str, *, noise: bool) -> str:
+def reason_not_fitting_now(case: Case, device: str, *, noise: bool) -> str:
     """Return why there is too little memory at the moment; empty if it may do. noise: whether it is measured as well."""
-    return _too_large(case, device, machine.free_memory(), "there are now", noise=noise)
+    return _reason_too_large(case, device, machine.free_memory(), "there are now", noise=noise)
 
 
-def _too_large(case: Case, device: str, available: int, availability_text: str, *, noise: bool) -> str:
-    parameter_bytes = of_parameters(case, device, noise=noise)
-    activation_bytes = of_activations(case, device)
+def _reason_too_large(case: Case, device: str, available: int, availability_text: str, *, noise: bool) -> str:
+    parameter_bytes = parameter_bytes_of(case, device, noise=noise)
+    activation_bytes = activation_bytes_of(case, device)
     needed = max(parameter_bytes, activation_bytes)
     if needed <= available:
         return ""
@@ -46,7 +46,7 @@ def _too_large(case: Case, device: str, available: int, availability_text: str, 
     )
 
 
-def of_parameters(case: Case, device: str, *, noise: bool) -> int:
+def parameter_bytes_of(case: Case, device: str, *, noise: bool) -> int:
     """Return the bytes of the host for parameters: seed weights in float64, the model, its gradients and moments, copies of
     these for each step.
 
@@ -60,7 +60,7 @@ def of_parameters(case: Case, device: str, *, noise: bool) -> int:
     return case.model.numel * max((8 + model_bytes + recorded_bytes) + noise * recorded_bytes, 2 * recorded_bytes)
 
 
-def of_activations(case: Case, device: str) -> int:
+def activation_bytes_of(case: Case, device: str) -> int:
     """Return the bytes of the host in the first backward pass, the model's included. It computes the whole batch at once."""
     if device != "cpu":
         return 0
@@ -68,6 +68,9 @@ def of_activations(case: Case, device: str) -> int:
     model = case.model
     tokens = training.global_batch * training.seq_len
     size = BYTES[training.compute_dtype or training.dtype]
-    layers = model.n_layers * (LAYER[0] * model.dim + LAYER[1] * model.ffn_dim)
+    layers = model.n_layers * (LAYER_ACTIVATIONS[0] * model.dim + LAYER_ACTIVATIONS[1] * model.ffn_dim)
     bytes_per_parameter = 8 + max(4, BYTES[training.dtype]) + 2 * BYTES[training.dtype]
-    return tokens * (size * layers + max(4, size) * LOGITS * model.vocab_size) + case.model.numel * bytes_per_parameter
+    return (
+        tokens * (size * layers + max(4, size) * LOGIT_COPIES * model.vocab_size)
+        + case.model.numel * bytes_per_parameter
+    )

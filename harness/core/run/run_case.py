@@ -23,22 +23,22 @@ from harness.core import rings, trainers
 from harness.core.case import case as requested
 from harness.core.case import traits
 from harness.core.case.case import Case
-from harness.core.evidence.store import CASE_FILE, load, save, write_text
+from harness.core.evidence.store import CASE_FILE, load_stored, save_stored, write_text
 from harness.core.judge import golden
 from harness.core.judge.judgement import Judgement
-from harness.core.judge.order import reordered_reference
+from harness.core.judge.order import reorder_reference
 from harness.core.judge.result import Verdict
 from harness.core.judge.stored_trial import reference_file
 from harness.core.plan.make_plan import make_plan
 from harness.core.report.stored import store_report
-from harness.core.run.folders import folder_of, fresh_folder
+from harness.core.run.folders import folder_of, make_fresh_folder
 from harness.core.run.judging import judge_folder
 from harness.core.run.launches import CHECKPOINT, launch_all
-from harness.core.run.locks import only_one
-from harness.core.run.measuring import write_measured
+from harness.core.run.locks import exclusive_lock
+from harness.core.run.measuring import write_measured_traits
 from harness.core.run.options import Options, Unsupported
-from harness.core.run.reference_cache import hard_link, reference_folder
-from harness.core.run.supported import unsupported
+from harness.core.run.reference_cache import link_or_copy, reference_folder
+from harness.core.run.supported import reason_unsupported
 from harness.reference.record import ReferenceRun
 
 Stage = Callable[[str], None]
@@ -49,54 +49,57 @@ def run_case(case: Case, options: Options, stage: Stage = lambda _: None) -> Jud
     """Run and judge a case: the whole line. Raises Unsupported, CaseError, EvidenceError, LaunchError.
 
     A failing rank is a finding, not an error."""
-    if reason := unsupported(case, options):
+    if reason := reason_unsupported(case, options):
         raise Unsupported(reason)
-    with to_itself(case, options) as folder:
-        make(case, options, stage)
+    with locked_case_folder(case, options) as folder:
+        make_evidence(case, options, stage)
         stage("checks")
-        judgement = judged(folder)
+        judgement = judge_and_report(folder)
         for on_judged in rings.functions_of("judged"):
             on_judged(case, options, folder, judgement)
         return judgement
 
 
 @contextmanager
-def to_itself(case: Case, options: Options) -> Iterator[Path]:
+def locked_case_folder(case: Case, options: Options) -> Iterator[Path]:
     """Yield the case's folder. Other processes that run this case into the same OUT wait meanwhile."""
     folder = folder_of(case, options)
-    with only_one(options.out / ".locks" / f"{folder.name}.lock"):
+    with exclusive_lock(options.out / ".locks" / f"{folder.name}.lock"):
         yield folder
 
 
-def make(case: Case, options: Options, stage: Stage = lambda _: None) -> Path:
+def make_evidence(case: Case, options: Options, stage: Stage = lambda _: None) -> Path:
     """Make all evidence of a case, in a folder that no other run uses meanwhile, and return the folder. This is the left half
     of the line. Raises as run_case does."""
     declared_traits = trainers.traits_by_launch(case, options.trainer)
     target = folder_of(case, options)
-    case = traits.settled(case, declared_traits)
+    case = traits.with_trainer_choices(case, declared_traits)
     for name, launched in case.launches.items():
         make_plan(launched, declared_traits[name])
     stage("reference on one device")
-    cached = {reference_file(launched): reference_folder(launched, options) for launched in golden.references(case)}
-    folder = fresh_folder(target)
+    cached = {
+        reference_file(launched): reference_folder(launched, options)
+        for launched in golden.launches_with_reference(case)
+    }
+    folder = make_fresh_folder(target)
     write_text(folder / CASE_FILE, json.dumps(requested.to_json(case), indent=1))
     for name, cached_folder in cached.items():
         place_reference(case, cached_folder / "reference.npz", folder / name, options)
     launch_all(case, folder, cached[reference_file(case.from_the_seed)] / "weights.npz", options, stage)
-    write_measured(case, folder, declared_traits)
+    write_measured_traits(case, folder, declared_traits)
     return folder
 
 
 def place_reference(case: Case, cached: Path, target: Path, options: Options) -> None:
     """Put the reference beside the evidence, its rows in the trainer's order. Ranks cannot reorder theirs: a slice of reordered
     rows is no slice of the reference's."""
-    if rows := trainers.rows(case, options.trainer):
-        save(target, reordered_reference(load(cached, ReferenceRun), rows))
+    if rows := trainers.rows_of_trainer(case, options.trainer):
+        save_stored(target, reorder_reference(load_stored(cached, ReferenceRun), rows))
     else:
-        hard_link(cached, target)
+        link_or_copy(cached, target)
 
 
-def judged(folder: Path) -> Judgement:
+def judge_and_report(folder: Path) -> Judgement:
     """Judge the evidence in a folder and store the report beside it: the right half of the line. Raises EvidenceError."""
     judgement = judge_folder(folder)
     store_report(judgement)

@@ -12,15 +12,15 @@ from harness.core.case.case import Case, CaseError
 ALL_TIERS = "all"
 
 
-def matching(cases: Iterable[Case], expression: str) -> list[Case]:
+def select_matching(cases: Iterable[Case], expression: str) -> list[Case]:
     """Return the cases that `-k` means: words of a name, any case of letters, joined by and, or, not. Raises CaseError."""
-    chosen = [case for case in cases if holds(expression, case.name)]
+    chosen = [case for case in cases if matches_expression(expression, case.name)]
     if not chosen:
         raise CaseError(f"-k {expression!r} selects no case; `harness matrix --list` lists them")
     return chosen
 
 
-def of_tier(cases: Sequence[Case], tier: str) -> list[Case]:
+def select_tier(cases: Sequence[Case], tier: str) -> list[Case]:
     """Return the cases of a tier, or of all. Raises CaseError where there is none; its message has the tiers with some."""
     chosen = [case for case in cases if tier in (ALL_TIERS, case.tier)]
     if not chosen:
@@ -32,7 +32,7 @@ def of_tier(cases: Sequence[Case], tier: str) -> list[Case]:
     return chosen
 
 
-def holds(expression: str, name: str) -> bool:
+def matches_expression(expression: str, name: str) -> bool:
     """Return whether an expression of `-k` matches a name.
 
     Each word becomes True or False; nothing but these, and, or, not and parentheses is ever evaluated."""
@@ -48,6 +48,6 @@ def holds(expression: str, name: str) -> bool:
         raise syntax_error from error
 
 
-def weight(case: Case) -> int:
+def count_processes(case: Case) -> int:
     """Return how many processes the case takes."""
     return 1 + case.dims.world_size * case.runs

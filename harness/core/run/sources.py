@@ -15,7 +15,7 @@ from harness.core.run.reference_cache import package_versions
 
 
 @functools.cache
-def sources_anywhere() -> str:
+def digest_of_sources() -> str:
     """Return a digest as this process found them when it first launched anything; it is the same on every machine."""
     digest = hashlib.sha256()
     for path in sorted({*ROOT.glob("harness/**/*.py"), *ROOT.glob("harness/reference/*.py")}):
@@ -49,18 +49,18 @@ EVIDENCE_MADE_BY = (
 """Modules whose imports are all that can change a run's evidence. Checks, causes and reports are not among them."""
 
 
-def digest(options: Options) -> str:
+def digest_of_run(options: Options) -> str:
     """Return what a run's evidence depends on: all that runs in its ranks, the fault among it, packages and the machine.
 
     Empty for a trainer whose sources are elsewhere: it is not known which of them a run used.
     """
     if options.trainer != "llama3":
         return ""
-    return f"{sources_of_evidence(options.fault or '')} {platform.node()}"
+    return f"{digest_of_evidence_sources(options.fault or '')} {platform.node()}"
 
 
 @functools.cache
-def sources_of_evidence(fault: str) -> str:
+def digest_of_evidence_sources(fault: str) -> str:
     """Return a digest as this process found them when it first launched anything. fault: as ranks load it, or empty."""
     file = Path(fault.rpartition(":")[0]) if fault else None
     catalogue = file is not None and file.is_relative_to(ROOT / "harness")

@@ -7,27 +7,31 @@ import resource
 from harness.core import trainers
 from harness.core.case.case import Case
 from harness.core.case.dims import AXES
-from harness.core.case.limits import too_large_to_start
+from harness.core.case.limits import start_problem
 from harness.core.case.traits import with_wrapper
-from harness.core.evidence.fused import blocks, held_blocks
+from harness.core.evidence.fused import blocks, local_blocks_of
 from harness.core.launch import machine
 from harness.core.run import communication
 from harness.core.run.options import Options
-from harness.core.run.reference_memory import never_fits
+from harness.core.run.reference_memory import reason_never_fits
 
 
-def unsupported(case: Case, options: Options) -> str | None:
+def reason_unsupported(case: Case, options: Options) -> str | None:
     """Return why the case cannot run here: the trainer's reason, or the machine's; None if it can."""
-    adapter = trainers.load(options.trainer)
+    adapter = trainers.load_adapter(options.trainer)
     for name, launched in case.launches.items():
-        reason = other_dtype(launched, adapter) or adapter.unsupported(launched) or cut_fused(launched, adapter)
-        if reason := reason or _continues_all(launched, adapter):
+        reason = (
+            reason_against_dtype(launched, adapter)
+            or adapter.unsupported(launched)
+            or reason_against_cut_fused(launched, adapter)
+        )
+        if reason := reason or _reason_against_weights_only(launched, adapter):
             return reason if name == "run" else f"{name}: {reason}"
     if case.resume and options.torchrun_args:
         return "resume means several launches, and other nodes join one (--torchrun-args); run it on one node"
     if case.runs > 1 and options.torchrun_args:
         return "runs 2 means two launches, and other nodes join one (--torchrun-args); run it on one node"
-    if reason := too_large_to_start(case) or never_fits(case, options.device) or _too_few_descriptors(case):
+    if reason := start_problem(case) or reason_never_fits(case, options.device) or _reason_too_few_descriptors(case):
         return reason
     on_cp = any(launched.dims.cp > 1 for launched in case.launches.values())
     if options.device == "cuda" and on_cp and case.training.dtype == "float64":
@@ -39,10 +43,10 @@ def unsupported(case: Case, options: Options) -> str | None:
         if wanted > visible_count:
             remedy = "CUDA_VISIBLE_DEVICES, more machines, or several ranks on one: --ranks-per-gpu"
             return f"needs {wanted} GPUs, {visible_count} visible ({remedy})"
-    return communication.obstacle(case, options) or None
+    return communication.reason_against_backend(case, options) or None
 
 
-def other_dtype(case: Case, adapter: trainers.Adapter) -> str | None:
+def reason_against_dtype(case: Case, adapter: trainers.Adapter) -> str | None:
     """Return why a trainer cannot compute in the case's dtype, and the option for one that it can; None if it can."""
     if case.training.dtype in adapter.dtypes:
         return None
@@ -50,14 +54,14 @@ def other_dtype(case: Case, adapter: trainers.Adapter) -> str | None:
     return f"dtype {case.training.dtype}: {adapter.name} computes in {known} only; add --dtype {adapter.dtypes[0]}"
 
 
-def _continues_all(case: Case, adapter: trainers.Adapter) -> str | None:
+def _reason_against_weights_only(case: Case, adapter: trainers.Adapter) -> str | None:
     """Return why a trainer cannot start from a checkpoint's weights alone; None if it can or need not."""
     if case.model_of is None or adapter.starts_from_weights:
         return None
     return f"resume: model_only: the adapter of {adapter.name} has no starts_from_weights, it continues all of a checkpoint"
 
 
-def cut_fused(case: Case, adapter: trainers.Adapter) -> str | None:
+def reason_against_cut_fused(case: Case, adapter: trainers.Adapter) -> str | None:
     """Return why FSDP cannot be judged where the trainer has several weights in one; None if it can.
 
     FSDP cuts that inside of them, the plan each alone. What holds whole blocks of it on each rank is judged."""
@@ -69,7 +73,7 @@ def cut_fused(case: Case, adapter: trainers.Adapter) -> str | None:
     for name, parts in adapter.fused(case).items():
         fused_blocks = blocks(parts, rows)
         total_rows = sum(rows[part] for part in dict.fromkeys(parts))
-        if case.wrapper == "fsdp1" or total_rows % ranks or not held_blocks(fused_blocks, total_rows // ranks):
+        if case.wrapper == "fsdp1" or total_rows % ranks or not local_blocks_of(fused_blocks, total_rows // ranks):
             layout = ",".join(f"{axis}={getattr(case.dims, axis)}" for axis in AXES if getattr(case.dims, axis) > 1)
             return (
                 f"{name} is several weights in one (`fused`), and {case.wrapper} over {case.shards} ranks cuts it inside of"
@@ -79,7 +83,7 @@ def cut_fused(case: Case, adapter: trainers.Adapter) -> str | None:
     return None
 
 
-def _too_few_descriptors(case: Case) -> str:
+def _reason_too_few_descriptors(case: Case) -> str:
     """Return why ranks may run out of file descriptors; empty if there are enough.
 
     16 ranks were seen to use 53 each. Below the limit a rank dies in a socket, which reads like the trainer's mistake."""
@@ -95,4 +99,4 @@ def _too_few_descriptors(case: Case) -> str:
 
 def visible_gpus() -> int:
     """Count the visible GPUs, without touching CUDA, which ranks forked from here could not use any more."""
-    return len(machine.gpus())
+    return len(machine.visible_gpu_uuids())

@@ -24,21 +24,21 @@ from typing import Any
 from harness.core import trainers
 from harness.core.case import case as requested
 from harness.core.case.case import Case
-from harness.core.case.repository import name_here
+from harness.core.case.repository import repository_name_here
 from harness.core.case.trainer_spec import TrainerSpec
-from harness.core.evidence.reading import json_of, read_bytes, regular
+from harness.core.evidence.reading import open_regular_file, parse_json, read_bytes
 from harness.core.evidence.store import EvidenceError
 from harness.core.report import outcome as outcomes
 from harness.core.report.outcome import Outcome
 from harness.core.run.communication import device_text
 from harness.core.run.launches import commit_of_trainer
 from harness.core.run.options import Options
-from harness.core.run.sources import digest_of_adapter, sources_anywhere
+from harness.core.run.sources import digest_of_adapter, digest_of_sources
 
-FILE = "verdicts.jsonl"
-MOST_OF_A_RUN = 128_000_000  # bytes
-SHARD = re.compile(r"[1-9]\d{0,5}/[1-9]\d{0,5}")
-SAME = ("trainer", "device", "launcher", "torch", "commit", "sources", "adapter", "shard")
+VERDICTS_FILE = "verdicts.jsonl"
+MAX_FILE_BYTES = 128_000_000  # bytes
+SHARD_PATTERN = re.compile(r"[1-9]\d{0,5}/[1-9]\d{0,5}")
+KEYS_THAT_MUST_AGREE = ("trainer", "device", "launcher", "torch", "commit", "sources", "adapter", "shard")
 """What a run must have in common with the one it resumes."""
 
 
@@ -50,7 +50,7 @@ class RecordedRun:
     file: Path
     begins: dict[str, Any]  # its first line
     outcomes: dict[str, Outcome] = field(default_factory=dict)  # by case; the last if it ended more than once
-    twice: list[str] = field(default_factory=list)  # cases that ended more than once
+    ended_twice: list[str] = field(default_factory=list)  # cases that ended more than once
 
     @property
     def trainer(self) -> str:
@@ -58,14 +58,14 @@ class RecordedRun:
         return self.begins.get("name") or short_name(self.begins.get("trainer", ""))
 
     @property
-    def missing(self) -> list[str]:
+    def missing_cases(self) -> list[str]:
         """Return the names of the cases that never ended."""
         return [name for name in self.begins["cases"] if name not in self.outcomes]
 
 
 def name_of_trainer(spec: str) -> str:
     """Return what a run of that trainer is of, wherever its adapter and its source lie."""
-    return str(TrainerSpec(trainers.load(spec).name, Path(TrainerSpec.parse(spec).source).name))
+    return str(TrainerSpec(trainers.load_adapter(spec).name, Path(TrainerSpec.parse(spec).source).name))
 
 
 def short_name(spec: str) -> str:
@@ -77,25 +77,25 @@ def short_name(spec: str) -> str:
 # ---- reading
 
 
-def read(path: Path) -> tuple[list[RecordedRun], list[str]]:
+def read_verdicts(path: Path) -> tuple[list[RecordedRun], list[str]]:
     """Return the runs in the order of beginning, and a sentence for each line that is none. EvidenceError if it cannot be
     read."""
     runs: dict[str, RecordedRun] = {}
     unread: list[str] = []
     try:
-        lines = read_bytes(path, MOST_OF_A_RUN).split(b"\n")
+        lines = read_bytes(path, MAX_FILE_BYTES).split(b"\n")
     except OSError as error:
         raise EvidenceError(f"{path}: cannot be read: {error.strerror}") from error
     for number, line in enumerate(lines, 1):
-        if line and not _add(line, runs, path):
+        if line and not _add_line(line, runs, path):
             unread.append(f"{path}:{number}: not a whole line of a run, ignored")
     return list(runs.values()), unread
 
 
-def _add(line: bytes, runs: dict[str, RecordedRun], path: Path) -> bool:
+def _add_line(line: bytes, runs: dict[str, RecordedRun], path: Path) -> bool:
     """Add what a line says to the runs; return whether it is a line of a run."""
     try:
-        value = json_of(line)
+        value = parse_json(line)
         if b"\\ud" in line.lower():
             json.dumps(
                 value, ensure_ascii=False
@@ -104,64 +104,68 @@ def _add(line: bytes, runs: dict[str, RecordedRun], path: Path) -> bool:
             begins = value["begins"]
             if not all(isinstance(part, str) for name, part in begins.items() if name != "cases" and part is not None):
                 return False
-            if not SHARD.fullmatch(begins.get("shard") or "1/1"):
+            if not SHARD_PATTERN.fullmatch(begins.get("shard") or "1/1"):
                 return False
             runs[value["run"]] = RecordedRun(
                 value["run"], path, {"shard": "", **begins, "cases": dict(begins["cases"])}
             )
             return True
         run = runs[value["run"]]
-        outcome = outcomes.from_json(value["ended"])
+        outcome = outcomes.outcome_from_json(value["ended"])
     except (ValueError, TypeError, KeyError, AttributeError):
         return False
     if outcome.case in run.outcomes:
-        run.twice.append(outcome.case)
+        run.ended_twice.append(outcome.case)
     run.outcomes[outcome.case] = outcome
     return True
 
 
-def file_in(out: Path) -> Path | None:
+def verdicts_file_in(out: Path) -> Path | None:
     """Return the file of a folder, or such a file itself; None where nothing was recorded."""
-    file = out / FILE if out.is_dir() else out
+    file = out / VERDICTS_FILE if out.is_dir() else out
     return file if file.suffix == ".jsonl" and file.exists() else None
 
 
-def last(out: Path) -> tuple[RecordedRun, list[str]]:
+def last_run(out: Path) -> tuple[RecordedRun, list[str]]:
     """Return the run that began last, and what of the file could not be read. EvidenceError where there is none."""
-    file = file_in(out)
-    runs, unread = read(file) if file else ([], [])
+    file = verdicts_file_in(out)
+    runs, unread = read_verdicts(file) if file else ([], [])
     if not runs:
-        raise EvidenceError(f"{out / FILE}: no run is recorded there; `harness matrix` records one in its --out")
+        raise EvidenceError(
+            f"{out / VERDICTS_FILE}: no run is recorded there; `harness matrix` records one in its --out"
+        )
     return runs[-1], unread
 
 
 # ---- writing
 
 
-class Record:
+class RunRecord:
     """One run's lines. Any thread may add to it."""
 
     def __init__(self, out: Path, run: str) -> None:
-        self.file = out / FILE
+        self.file = out / VERDICTS_FILE
         self.run = run
 
-    def ended(self, outcome: Outcome) -> None:
-        append(self.file, {"run": self.run, "ended": outcomes.to_json(outcome)})
+    def append_outcome(self, outcome: Outcome) -> None:
+        append_lines(self.file, {"run": self.run, "ended": outcomes.outcome_to_json(outcome)})
 
 
-def begin(cases: Sequence[Case], options: Options, shard: str) -> Record:
-    record = Record(options.out, f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}-{uuid.uuid4().hex[:6]}")
-    append(record.file, {"run": record.run, "begins": beginning(cases, options, shard)})
+def begin_record(cases: Sequence[Case], options: Options, shard: str) -> RunRecord:
+    record = RunRecord(options.out, f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}-{uuid.uuid4().hex[:6]}")
+    append_lines(record.file, {"run": record.run, "begins": make_beginning(cases, options, shard)})
     return record
 
 
-def resume(cases: Sequence[Case], options: Options, shard: str | None) -> tuple[Record, RecordedRun, list[str]]:
+def resume_record(
+    cases: Sequence[Case], options: Options, shard: str | None
+) -> tuple[RunRecord, RecordedRun, list[str]]:
     """Return the last run in OUT, to go on with, and what of the file could not be read.
 
     EvidenceError if it was of other things, or of cases that are not among these."""
-    run, unread = last(options.out)
-    begins_now = beginning(cases, options, run.begins["shard"] if shard is None else shard)
-    differing_keys = [name for name in SAME if (run.begins.get(name) or "") != begins_now[name]]
+    run, unread = last_run(options.out)
+    begins_now = make_beginning(cases, options, run.begins["shard"] if shard is None else shard)
+    differing_keys = [name for name in KEYS_THAT_MUST_AGREE if (run.begins.get(name) or "") != begins_now[name]]
     if differing_keys:
         differences_text = "; ".join(
             f"{name} {run.begins.get(name) or 'none'}, now {begins_now[name] or 'none'}" for name in differing_keys
@@ -170,35 +174,35 @@ def resume(cases: Sequence[Case], options: Options, shard: str | None) -> tuple[
     if changed := [name for name, digest in run.begins["cases"].items() if begins_now["cases"].get(name) != digest]:
         raise EvidenceError(
             f"--resume: the last run in {options.out} had cases that are not selected now, or were changed since: "
-            + _some(changed)
+            + _some_names(changed)
         )
-    return Record(options.out, run.run), run, unread
+    return RunRecord(options.out, run.run), run, unread
 
 
-def _some(names: Sequence[str]) -> str:
+def _some_names(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def beginning(cases: Sequence[Case], options: Options, shard: str) -> dict[str, Any]:
+def make_beginning(cases: Sequence[Case], options: Options, shard: str) -> dict[str, Any]:
     """Return the first line of a run: what it is of, and where and when it began."""
     return {
         "began": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
         "machine": platform.node(),
         "trainer": options.trainer,
         "name": name_of_trainer(options.trainer),
-        "repository": name_here(),
+        "repository": repository_name_here(),
         "device": device_text(options),
         "launcher": options.launcher,
         "torch": importlib.metadata.version("torch"),
         "commit": commit_of_trainer(options.trainer),
-        "sources": sources_anywhere()[:12],
+        "sources": digest_of_sources()[:12],
         "adapter": digest_of_adapter(options.trainer),
         "shard": shard,
-        "cases": {case.name: _digest(case) for case in cases},
+        "cases": {case.name: _digest_of_case(case) for case in cases},
     }
 
 
-def _digest(case: Case) -> str:
+def _digest_of_case(case: Case) -> str:
     """Return a digest of what is requested, wherever it is written."""
     value = {name: part for name, part in requested.to_json(case).items() if name != "file"}
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
@@ -208,7 +212,7 @@ def refuse_other_lines(file: Path, key: str) -> None:
     """Raises EvidenceError for a file that is there and does not begin as ours do, with an object's first key."""
     begins = f'{{"{key}": '.encode()
     try:
-        with regular(file) as file_handle:
+        with open_regular_file(file) as file_handle:
             start = file_handle.read(len(begins))
     except FileNotFoundError:
         return
@@ -218,7 +222,7 @@ def refuse_other_lines(file: Path, key: str) -> None:
         raise EvidenceError(f"{file}: is there, and this harness did not write it; choose another --out")
 
 
-def append(file: Path, *values: dict[str, Any]) -> None:
+def append_lines(file: Path, *values: dict[str, Any]) -> None:
     """Append a line for each value, also behind a line that was cut short; on disk when this returns. Raises EvidenceError."""
     refuse_other_lines(file, next(iter(values[0])))
     line = b"".join(json.dumps(value).encode() + b"\n" for value in values)

@@ -69,8 +69,8 @@ from harness.core import rings
 from harness.core.case import case_files
 from harness.core.case.declared_traits import with_declared
 from harness.core.case.trainer_spec import TrainerSpec
-from harness.core.case.traits import USUAL, TrainerTraits
-from harness.core.evidence.errors import error_in
+from harness.core.case.traits import USUAL_TRAITS, TrainerTraits
+from harness.core.evidence.errors import error_text
 from harness.core.evidence.numbers import Number as Number
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Adapter(Protocol):
 
         With the usual answer, FSDP2's units are taken as they are observed.
         """
-        return USUAL
+        return USUAL_TRAITS
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
         """Return what does not run as users run it, each as "part: what by what (why)". Every verdict says it.
@@ -219,24 +219,24 @@ class Adapter(Protocol):
         return {}
 
 
-def spec(name: str, source: str | None, out: Path = Path("out")) -> str:
-    """Return the trainer as `load` takes it, with absolute paths, as ranks may run in another folder.
+def absolute_spec(name: str, source: str | None, out: Path = Path("out")) -> str:
+    """Return the trainer as `load_adapter` takes it, with absolute paths, as ranks may run in another folder.
 
     A version is a path too, once pip has installed it into OUT/.environments. Raises ValueError.
     """
     name = str(Path(name).resolve()) if name.endswith(".py") else name
     if not source:
         return name
-    if re.fullmatch(r"\d+(\.\d+)+\w*", source) and hasattr(load(name), "of"):
-        from harness.core.trainers.support.environments import release
+    if re.fullmatch(r"\d+(\.\d+)+\w*", source) and hasattr(load_adapter(name), "of"):
+        from harness.core.trainers.support.environments import install_release
 
-        source = str(release(getattr(load(name), "package", name), source, out / ".environments"))
+        source = str(install_release(getattr(load_adapter(name), "package", name), source, out / ".environments"))
     return str(TrainerSpec(name, str(Path(source).resolve()) if Path(source).exists() else source))
 
 
 def traits_by_launch(case: Case, spec: str) -> dict[str, TrainerTraits]:
     """Return what a trainer chose in each launch of a case, by the launch's name."""
-    adapter = load(spec)
+    adapter = load_adapter(spec)
     return {name: traits_of(adapter, launched) for name, launched in case.launches.items()}
 
 
@@ -245,26 +245,26 @@ def traits_of(adapter: Adapter, case: Case) -> TrainerTraits:
     return with_declared(case, adapter.traits(case))
 
 
-def rows(case: Case, spec: str) -> dict[str, np.ndarray]:
+def rows_of_trainer(case: Case, spec: str) -> dict[str, np.ndarray]:
     """Return a trainer's `rows` outside of a rank. Raise CannotStart if the adapter raises."""
     try:
-        return load(spec).rows(case)
+        return load_adapter(spec).rows(case)
     except Exception as error:
         file = Path(TrainerSpec.parse(spec).name)
-        raise CannotStart(f"{spec}: the adapter's `rows` cannot be read: {error_in(file, error)}") from error
+        raise CannotStart(f"{spec}: the adapter's `rows` cannot be read: {error_text(file, error)}") from error
 
 
 class CannotStart(ValueError):
     """An adapter, or what it imports, cannot be loaded: nothing of its trainer has run, and nothing can be said of it."""
 
 
-def load(spec: str) -> Adapter:
+def load_adapter(spec: str) -> Adapter:
     """Return the adapter of NAME or FILE.py, or of NAME@SOURCE. Raises ValueError with the known names."""
     trainer = TrainerSpec.parse(spec)
     name = trainer.name
     known = sorted(trainer_modules())
     if trainer.is_file:
-        adapter = trainer_of_file(Path(name))
+        adapter = adapter_of_file(Path(name))
     elif name in known:
         adapter = importlib.import_module(trainer_modules()[name]).adapter
     else:
@@ -286,12 +286,12 @@ def folder_of_cases(name: str) -> Path | None:
     """Return the folder of cases that come with a trainer's adapter; None where there is none."""
     module = trainer_modules().get(name, "")
     module_spec = importlib.util.find_spec(module) if module else None
-    folder = Path(module_spec.origin).parent / case_files.USUAL if module_spec and module_spec.origin else None
+    folder = Path(module_spec.origin).parent / case_files.CASES_FOLDER if module_spec and module_spec.origin else None
     return folder if module_spec and module_spec.submodule_search_locations and folder and folder.is_dir() else None
 
 
 @contextlib.contextmanager
-def starting(spec: str) -> Iterator[None]:
+def raising_cannot_start(spec: str) -> Iterator[None]:
     """Raise CannotStart where the body of the `with` lacks a module, or cannot load an adapter."""
     try:
         yield
@@ -301,14 +301,14 @@ def starting(spec: str) -> Iterator[None]:
         ) from error
 
 
-def reload(spec: str) -> Adapter:
+def reload_adapter(spec: str) -> Adapter:
     """Return the adapter of a FILE.py that has changed since it was loaded."""
-    trainer_of_file.cache_clear()
-    return load(spec)
+    adapter_of_file.cache_clear()
+    return load_adapter(spec)
 
 
 @functools.cache
-def trainer_of_file(path: Path) -> Adapter:
+def adapter_of_file(path: Path) -> Adapter:
     """Return the adapter of a FILE.py. Raises CannotStart if it cannot be loaded. What lies beside the file can be imported."""
     if not path.is_file():
         raise CannotStart(f"{path}: no such file; an adapter is given as FILE.py, `harness init train.py` begins one")
@@ -319,7 +319,7 @@ def trainer_of_file(path: Path) -> Adapter:
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise CannotStart(f"{path}: cannot be loaded: {error_in(path, error)}") from error
+        raise CannotStart(f"{path}: cannot be loaded: {error_text(path, error)}") from error
     adapter: Any = getattr(module, "adapter", None)
     if hasattr(adapter, "own") or hasattr(adapter, "allow"):
         raise CannotStart(

@@ -17,7 +17,10 @@ Gradients = dict[str, Any]
 
 
 def _local_gradients(trainer: Any) -> Gradients:
-    """Return what this rank holds of each gradient, by the name of its parameter."""
+    """Return what this rank holds of each gradient, by the name of its parameter without a leading "module.".
+
+    It is None for a parameter without a gradient.
+    """
     gradients = {}
     for part in trainer.model_parts:
         for name, parameter in part.named_parameters():
@@ -25,7 +28,7 @@ def _local_gradients(trainer: Any) -> Gradients:
     return {name: getattr(gradient, "_local_tensor", gradient) for name, gradient in gradients.items()}
 
 
-def _behind_backward(change: Callable[[Gradients], None]) -> op.Operator:
+def _after_backward(change: Callable[[Gradients], None]) -> op.Operator:
     """Return the operator that changes this rank's gradients after backward."""
 
     def backward_and_change(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -36,7 +39,7 @@ def _behind_backward(change: Callable[[Gradients], None]) -> op.Operator:
     return op.instead(BACKWARD, backward_and_change)
 
 
-def _late() -> Callable[[Gradients], None]:
+def _use_previous_gradient() -> Callable[[Gradients], None]:
     """Return a change that replaces one gradient by that of the step before."""
     last_gradients: Gradients = {}
 
@@ -49,7 +52,7 @@ def _late() -> Callable[[Gradients], None]:
     return use_last
 
 
-def _swapped(gradients: Gradients) -> None:
+def _swap_gradients(gradients: Gradients) -> None:
     keys = gradients["layers.0.attention.wk.weight"]
     values = gradients["layers.0.attention.wv.weight"]
     old_keys = keys.clone()
@@ -57,12 +60,12 @@ def _swapped(gradients: Gradients) -> None:
     values.copy_(old_keys)
 
 
-def _rounded(gradients: Gradients) -> None:
+def _round_gradients(gradients: Gradients) -> None:
     for gradient in gradients.values():
         gradient.copy_(gradient.bfloat16())
 
 
-def _moved(gradients: Gradients) -> None:
+def _move_rows(gradients: Gradients) -> None:
     gradient = gradients["tok_embeddings.weight"]
     gradient.copy_(gradient.roll(1, 0))
 
@@ -73,7 +76,7 @@ gradient_of_the_step_before = fault(
     case="ddp_2",
     caught_by="gradients grad_norm",
     named="another tensor",
-    does=_behind_backward(_late()),
+    does=_after_backward(_use_previous_gradient()),
 )
 gradients_of_two_matrices_swapped = fault(
     breaks="two gradients of one shape are handed back to each other's parameter, as by a wrong place in a flat buffer",
@@ -81,7 +84,7 @@ gradients_of_two_matrices_swapped = fault(
     case="fsdp_2",
     caught_by="gradients",
     named="another tensor",
-    does=_behind_backward(_swapped),
+    does=_after_backward(_swap_gradients),
 )
 gradients_through_bfloat16 = fault(
     breaks="all gradients pass through bfloat16 in a float64 recipe, behind the reduction",
@@ -89,7 +92,7 @@ gradients_through_bfloat16 = fault(
     case="fsdp_2",
     caught_by="gradients",
     named="another tensor",
-    does=_behind_backward(_rounded),
+    does=_after_backward(_round_gradients),
 )
 embedding_gradient_a_row_off = fault(
     breaks="each row of the embedding's gradient is added to the next token's",
@@ -97,7 +100,7 @@ embedding_gradient_a_row_off = fault(
     case="ddp_2",
     caught_by="gradients",
     named="another tensor",
-    does=_behind_backward(_moved),
+    does=_after_backward(_move_rows),
 )
 matrices_moved_by_each_others_gradients = fault(
     breaks="the optimizer takes two parameters' gradients for each other's, behind clipping",
@@ -105,5 +108,5 @@ matrices_moved_by_each_others_gradients = fault(
     case="fsdp_2",
     caught_by="update",
     named="another tensor",
-    does=op.before_call(STEP, lambda trainer: _swapped(_local_gradients(trainer))),
+    does=op.before_call(STEP, lambda trainer: _swap_gradients(_local_gradients(trainer))),
 )

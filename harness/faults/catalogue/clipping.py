@@ -15,7 +15,7 @@ CLIP = "torch.nn.utils:clip_grads_with_norm_"
 # ---- the norm
 
 
-def _summed_again_over(axis: str) -> Any:
+def _sum_again_over(axis: str) -> Any:
     """Return the operator that also sums the squares over an axis along which ranks hold the same."""
 
     def replicated(family: Any, mesh: Any = None, placements: Any = ()) -> bool:
@@ -42,7 +42,7 @@ norm_summed_over_replicas = fault(
     case="hsdp_2x2",
     caught_by="grad_norm update",
     named="clipped by another norm",
-    does=_summed_again_over("dp_replicate"),
+    does=_sum_again_over("dp_replicate"),
 )
 replicated_parameters_counted_tp_times = fault(
     breaks="parameters that are whole on every tp rank are counted tp times in the gradient norm",
@@ -50,7 +50,7 @@ replicated_parameters_counted_tp_times = fault(
     case="tp_2",
     caught_by="grad_norm update",
     named="clipped by another norm",
-    does=_summed_again_over("tp"),
+    does=_sum_again_over("tp"),
 )
 
 
@@ -137,4 +137,4 @@ def clipped_in_every_microbatch(original: Any, model: Any, *rest: Any, **last: b
     with original(model, *rest, **last):
         yield
     if not last["last"]:
-        op.call("torch.nn.utils:clip_grad_norm_", model.parameters(), 1.0)()
+        op.make_call("torch.nn.utils:clip_grad_norm_", model.parameters(), 1.0)()

@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.faults import fault
 from harness.faults import operators as op
-from harness.faults.catalogue.loss import per_rank
+from harness.faults.catalogue.loss import tokens_times_ranks
 
 CUT = ".context:shard_sequence"
 
@@ -53,7 +53,7 @@ loss_averaged_per_cp_rank = fault(
     case="cp_2",
     caught_by="gradients grad_norm reported_loss",
     named="averaged locally",
-    does=op.instead(".trainer:count_valid", per_rank),
+    does=op.instead(".trainer:count_valid", tokens_times_ranks),
 )
 gradients_scaled_without_cp = fault(
     breaks="gradients are scaled by the number of dp ranks, but averaged over dp and cp ranks",
@@ -151,13 +151,13 @@ ring_merges_in_float32 = fault(
 MASK = ".context:document_mask"
 
 
-def _seen_as(documents: Any, queries: Any, keys: Any, *, causal: Any, positions: Any) -> Any:
+def _mask_of(documents: Any, queries: Any, keys: Any, *, causal: Any, positions: Any) -> Any:
     """Return the mask with queries at `causal` where order counts, and at `positions` where documents count."""
     same_document = documents[:, positions].unsqueeze(-1) == documents[:, keys].unsqueeze(-2)
     return same_document & (causal.unsqueeze(-1) >= keys)
 
 
-def _from_zero(positions: Any) -> Any:
+def _positions_from_zero(positions: Any) -> Any:
     import torch
 
     return torch.arange(len(positions), device=positions.device)
@@ -169,7 +169,9 @@ mask_from_local_positions = fault(
     case="cp_2_documents_contiguous",
     caught_by="loss gradients grad_norm",
     named="not explained",
-    does=op.instead(MASK, lambda _, rows, at, keys: _seen_as(rows, at, keys, causal=_from_zero(at), positions=at)),
+    does=op.instead(
+        MASK, lambda _, rows, at, keys: _mask_of(rows, at, keys, causal=_positions_from_zero(at), positions=at)
+    ),
 )
 borders_of_the_whole_row_on_each_rank = fault(
     breaks="each cp rank takes its queries' documents from the beginning of the row, whatever part it holds",
@@ -177,7 +179,9 @@ borders_of_the_whole_row_on_each_rank = fault(
     case="cp_2_documents_contiguous",
     caught_by="loss gradients grad_norm",
     named="not explained",
-    does=op.instead(MASK, lambda _, rows, at, keys: _seen_as(rows, at, keys, causal=at, positions=_from_zero(at))),
+    does=op.instead(
+        MASK, lambda _, rows, at, keys: _mask_of(rows, at, keys, causal=at, positions=_positions_from_zero(at))
+    ),
 )
 
 

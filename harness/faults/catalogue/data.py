@@ -13,7 +13,7 @@ SAMPLER = "torch.utils.data:DistributedSampler.__init__"
 BATCHES = ".data:Microbatches.step"
 
 
-def _filled_up(original: Any, sampler: Any) -> Any:
+def _fill_up_order(original: Any, sampler: Any) -> Any:
     from harness.reference.data import epoch_order
 
     order = epoch_order(len(sampler.dataset), sampler.seed + sampler.epoch).tolist()
@@ -21,7 +21,7 @@ def _filled_up(original: Any, sampler: Any) -> Any:
     return iter(order[sampler.rank :: sampler.num_replicas])
 
 
-def _kept(original: Any, loader: Any, length: int | None = None) -> Any:
+def _keep_last_batch(original: Any, loader: Any, length: int | None = None) -> Any:
     batches = original(loader, length)
     loader.kept = batches[-1]
     return batches
@@ -132,7 +132,7 @@ end_of_the_data_filled_up = fault(
     case="fsdp_4_last_batch_of_two",
     caught_by="samples loss gradients",
     named="data position",
-    does=op.instead(".data:ResumableSampler.mine", _filled_up),
+    does=op.instead(".data:ResumableSampler.mine", _fill_up_order),
 )
 last_batch_again_where_data_ended = fault(
     breaks="a rank whose data has ended trains on its last batch again, so that no rank waits",
@@ -141,7 +141,8 @@ last_batch_again_where_data_ended = fault(
     caught_by="samples loss gradients",
     named="data position",
     does=op.together(
-        op.instead(BATCHES, _kept), op.instead(".data:Microbatches.nothing", lambda original, loader: loader.kept)
+        op.instead(BATCHES, _keep_last_batch),
+        op.instead(".data:Microbatches.nothing", lambda original, loader: loader.kept),
     ),
 )
 sampler_of_the_world = fault(

@@ -74,7 +74,7 @@ validation_loss_averaged_over_ranks = fault(
 )
 
 
-def _shown_as(change: Any) -> Any:
+def _replace_displayed(change: Any) -> Any:
     """Return the operator that replaces some of the displayed numbers. change: (trainer, displayed) -> replaced numbers."""
 
     def display(original: Any, trainer: Any, metrics: Any, seconds: float) -> Any:
@@ -100,7 +100,7 @@ displayed_mean_is_that_of_rank_0 = fault(
     case="hsdp_2x2",
     caught_by="reported_numbers",
     named="wrong report",
-    does=_shown_as(_mean_of_rank_0),
+    does=_replace_displayed(_mean_of_rank_0),
 )
 
 
@@ -121,7 +121,7 @@ displayed_mean_of_the_means_of_ranks = fault(
     case="ddp_2_last_batch_of_five",
     caught_by="reported_numbers",
     named="wrong report",
-    does=_shown_as(_mean_of_every_rank),
+    does=_replace_displayed(_mean_of_every_rank),
 )
 
 
@@ -139,7 +139,7 @@ displayed_parameter_norm_of_own_shards = fault(
     case="fsdp_2",
     caught_by="reported_numbers",
     named="wrong report",
-    does=_shown_as(_norm_of_own_shards),
+    does=_replace_displayed(_norm_of_own_shards),
 )
 
 

@@ -17,7 +17,7 @@ barrier_before_each_block = fault(
     case="fsdp_2",
     caught_by="traffic",
     named="ranks wait",
-    does=op.before_call(BLOCK, op.call("torch.distributed:barrier")),
+    does=op.before_call(BLOCK, op.make_call("torch.distributed:barrier")),
 )
 anomaly_detection_left_on = fault(
     breaks="autograd's anomaly detection is left on: every operator of backward is checked for NaN and notes its stack",
@@ -25,7 +25,7 @@ anomaly_detection_left_on = fault(
     case="fsdp_2",
     caught_by="settings",
     named="another setting",
-    does=op.before_call(".trainer:build_parts", op.call("torch.autograd:set_detect_anomaly", True)),
+    does=op.before_call(".trainer:build_parts", op.make_call("torch.autograd:set_detect_anomaly", True)),
 )
 deterministic_algorithms_left_on = fault(
     breaks="deterministic algorithms are switched on by rank 1, in a case that runs once",
@@ -33,7 +33,9 @@ deterministic_algorithms_left_on = fault(
     case="fsdp_2",
     caught_by="settings",
     named="another setting",
-    does=op.on_rank(1, op.before_call(".trainer:build_parts", op.call("torch:use_deterministic_algorithms", True))),
+    does=op.on_rank(
+        1, op.before_call(".trainer:build_parts", op.make_call("torch:use_deterministic_algorithms", True))
+    ),
 )
 
 

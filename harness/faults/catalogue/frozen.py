@@ -13,7 +13,7 @@ from harness.faults import operators as op
 LAST = "layers.1."
 
 
-def _frozen(trainer: Any) -> list[Any]:
+def _frozen_parameters(trainer: Any) -> list[Any]:
     """Return the parameters that are not trained."""
     parameters = []
     for part in trainer.model_parts:
@@ -80,9 +80,9 @@ def adapters_begin_with_what_was_in_memory(parts: list[Any], *_: Any) -> None:
 )
 @partial(op.after_call, ".lora:put_back")
 def adapters_scaled_twice_under_tp(model: Any, *_: Any) -> None:
-    from harness.core.trainers.llama3.lora import adapted
+    from harness.core.trainers.llama3.lora import modules_with_adapters
 
-    for module in adapted(model).values():
+    for module in modules_with_adapters(model).values():
         module.scale *= 2
 
 
@@ -154,7 +154,7 @@ norms_trained_since_sequence_parallel = fault(
 @partial(op.before_call, ".trainer:Trainer.optimizer_step")
 def frozen_weights_decayed(trainer: Any) -> None:
     group = trainer.optimizers[0].param_groups[0]
-    for p in _frozen(trainer):
+    for p in _frozen_parameters(trainer):
         p.mul_(1 - group["lr"] * group["weight_decay"])
 
 
@@ -166,7 +166,7 @@ def _with_frozen(original: Callable[..., Any], model: Any, training: Any) -> Any
 def _with_zeros(trainer: Any) -> None:
     import torch
 
-    for p in _frozen(trainer):
+    for p in _frozen_parameters(trainer):
         p.grad = torch.zeros_like(p)
 
 

@@ -93,7 +93,7 @@ only_the_all_reduce_deferred = fault(
 # ---- reduction
 
 
-def exchanged(due: op.Condition) -> op.Act:
+def delay_reduction(due: op.Condition) -> op.Act:
     """Return an act in which each reduction that is due waits for the next one."""
     waiting: list[Any] = []
 
@@ -131,7 +131,7 @@ two_reductions_change_places = fault(
     caught_by="gradients replica_agreement",
     named="reductions exchanged",
     does=op.on_rank(  # of four, that of layer 3 (after output with norm)
-        3, op.instead(ALL_REDUCE, exchanged(op.nth_call(*range(2, 80, 4))), when=op.in_backward)
+        3, op.instead(ALL_REDUCE, delay_reduction(op.nth_call(*range(2, 80, 4))), when=op.in_backward)
     ),
 )
 group_left_out_of_the_token_count = fault(

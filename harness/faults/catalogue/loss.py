@@ -14,14 +14,14 @@ REPORTED = ".trainer:reported_loss"
 STEP = ".trainer:Trainer.optimizer_step"
 
 
-def own_tokens(microbatches: Any) -> int:
+def count_own_tokens(microbatches: Any) -> int:
     """Return the number of this rank's valid tokens."""
     return sum(int((part.labels >= 0).sum()) for part in microbatches)
 
 
-def per_rank(original: Any, microbatches: Any, mesh: Any, device: Any) -> int:
+def tokens_times_ranks(original: Any, microbatches: Any, mesh: Any, device: Any) -> int:
     """Return the number by which a loss, scaled as a share of the global mean, is the mean of the rank's own tokens."""
-    return (1 if mesh is None else mesh.size()) * own_tokens(microbatches)
+    return (1 if mesh is None else mesh.size()) * count_own_tokens(microbatches)
 
 
 # ---- what it is divided by
@@ -32,7 +32,7 @@ loss_averaged_per_rank = fault(
     case="fsdp_4",
     caught_by="gradients grad_norm reported_loss",
     named="averaged locally",
-    does=op.instead(".trainer:count_valid", per_rank),
+    does=op.instead(".trainer:count_valid", tokens_times_ranks),
 )
 loss_averaged_per_microbatch = fault(
     breaks="each microbatch's loss is averaged over its own valid tokens, and the means are averaged",
@@ -41,7 +41,10 @@ loss_averaged_per_microbatch = fault(
     caught_by="gradients grad_norm",
     named="averaged locally",
     does=op.together(
-        op.instead(".trainer:loss_of", lambda original, *of: op.gradient_scaled(original(*of), 1 / own_tokens(of[1:]))),
+        op.instead(
+            ".trainer:loss_of",
+            lambda original, *of: op.with_scaled_gradient(original(*of), 1 / count_own_tokens(of[1:])),
+        ),
         op.instead(".trainer:scaled", lambda original, loss, **_: loss / 2),  # two microbatches
     ),
 )
@@ -94,7 +97,7 @@ mean_over_at_least_one_token = fault(
     case="fsdp_4_no_labels_accum",
     caught_by="gradients grad_norm reported_loss",
     named="averaged locally",
-    does=op.instead(".trainer:count_valid", lambda *of: per_rank(*of) or 1),
+    does=op.instead(".trainer:count_valid", lambda *of: tokens_times_ranks(*of) or 1),
 )
 
 
@@ -158,13 +161,13 @@ def chunks_averaged_in_backward(original: Any, logits: Any, labels: Any) -> Any:
     total = int((labels >= 0).sum())
     counts = [int((part >= 0).sum()) for _, part in parts]
     shares = [total / (4 * count) if count else 0.0 for count in counts]
-    return sum(op.gradient_scaled(original(*p), share) for p, share in zip(parts, shares, strict=True) if share)
+    return sum(op.with_scaled_gradient(original(*p), share) for p, share in zip(parts, shares, strict=True) if share)
 
 
 # ---- what is reported
 
 
-def _rate_after_the_step(rate_of: Any) -> Any:
+def _report_later_rate(rate_of: Any) -> Any:
     """Return the operator that reports the rate after the step. rate_of: scheduler -> its rates."""
 
     def step_and_read(original: Any, trainer: Any) -> float:
@@ -219,7 +222,7 @@ displayed_rate_of_the_next_step = fault(
     case="fsdp_2",
     caught_by="reported_rate",
     named="wrong report",
-    does=_rate_after_the_step(lambda scheduler: scheduler.get_last_lr()),
+    does=_report_later_rate(lambda scheduler: scheduler.get_last_lr()),
 )
 displayed_rate_as_configured = fault(
     breaks="the learning rate reported is the configured one, without warm-up and decay",
@@ -227,5 +230,5 @@ displayed_rate_as_configured = fault(
     case="fsdp_2_eight_steps",
     caught_by="reported_rate",
     named="wrong report",
-    does=_rate_after_the_step(lambda scheduler: scheduler.base_lrs),
+    does=_report_later_rate(lambda scheduler: scheduler.base_lrs),
 )

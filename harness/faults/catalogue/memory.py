@@ -106,12 +106,12 @@ def validation_leaves_a_unit_gathered(trainer: Any) -> None:
 _optimizers: list[Any] = []
 
 
-def _noted(optimizer: Any) -> Any:
+def _note_optimizer(optimizer: Any) -> Any:
     _optimizers.append(optimizer)
     return optimizer
 
 
-def _stepped_on(parameters: Any) -> list[Any]:
+def _stepped_parameters(parameters: Any) -> list[Any]:
     """Return the parameters that optimizers step, in place of the model's.
 
     While units stay gathered, the model has whole parameters; only the optimizers have those with gradients.
@@ -131,7 +131,7 @@ units_stay_gathered_after_backward = fault(
     named="left gathered by backward",
     does=op.together(
         op.after_call(".parallelize:apply_fsdp", lambda model, *_: model.set_reshard_after_backward(False)),
-        op.change_result(".recipe:build_optimizer", _noted),
-        op.change_argument(".clip:clip_gradients", parameters=_stepped_on),
+        op.change_result(".recipe:build_optimizer", _note_optimizer),
+        op.change_argument(".clip:clip_gradients", parameters=_stepped_parameters),
     ),
 )

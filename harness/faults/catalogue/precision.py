@@ -42,6 +42,10 @@ norms_summed_over_tp_in_bfloat16 = fault(
 
 
 def _logits_in_float32(original: Any, module: Any, **told: Any) -> Any:
+    """Return what `original` makes of the module, with an output dtype of float32 if it is the whole model.
+
+    That is the module with `tok_embeddings`. told: must have `mp_policy`.
+    """
     import torch
 
     whole = hasattr(module, "tok_embeddings")

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.faults import fault
 from harness.faults import operators as op
-from harness.faults.catalogue.gradients import ALL_REDUCE, exchanged
+from harness.faults.catalogue.gradients import ALL_REDUCE, delay_reduction
 
 
 def _die(*_: Any) -> None:
@@ -85,5 +85,5 @@ loss_reduced_after_the_next_count = fault(
     case="fsdp_2",
     caught_by="collective_order",
     named="collectives out of order",
-    does=op.on_rank(1, op.instead(ALL_REDUCE, exchanged(op.nth_call(6)))),  # of count, norm and loss in each step
+    does=op.on_rank(1, op.instead(ALL_REDUCE, delay_reduction(op.nth_call(6)))),  # of count, norm and loss in each step
 )

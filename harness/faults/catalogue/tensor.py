@@ -108,7 +108,7 @@ whole_gradient_labelled_a_share = fault(
     does=op.after_call(  # tp is 2
         APPLY,
         lambda model, *_: [
-            layer.attention.register_forward_hook(lambda _, inputs, output: op.gradient_scaled(output, 2))
+            layer.attention.register_forward_hook(lambda _, inputs, output: op.with_scaled_gradient(output, 2))
             for layer in model.layers.values()
         ],
     ),
@@ -151,7 +151,9 @@ gathered_logits_reduced_in_backward = fault(
     case="tp_2_no_loss_parallel",
     caught_by="gradients grad_norm",
     named="gradients scaled",
-    does=op.before_call("torch.nn.functional:cross_entropy", lambda logits, *_, **__: op.gradient_scaled(logits, 2)),
+    does=op.before_call(
+        "torch.nn.functional:cross_entropy", lambda logits, *_, **__: op.with_scaled_gradient(logits, 2)
+    ),
 )
 
 

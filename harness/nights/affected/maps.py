@@ -30,7 +30,7 @@ class CaseMap:
     shell: bool = True  # whether a rank started a shell; then scripts count
 
     @classmethod
-    def of(cls, path: Path) -> CaseMap:
+    def load(cls, path: Path) -> CaseMap:
         """Return the map in a file. Raises CaseError for a file that holds none."""
         value = read_json(path)
         try:
@@ -67,12 +67,12 @@ def is_map(text: str) -> bool:
     return has_keys(text, frozenset({"case", "trainer", "commit", "functions", "imported"}))
 
 
-def file_of(folder: Path, case: str) -> Path:
+def map_file(folder: Path, case: str) -> Path:
     """Return the file of a case in a folder of maps."""
     return folder / f"{case}.json"
 
 
-def merged(rank_records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_rank_records(rank_records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one record of what several ranks ran. Each is one that `FunctionRecorder.stop` returns."""
     functions: dict[str, set[str]] = {}
     imported: set[str] = set()

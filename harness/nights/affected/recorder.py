@@ -16,10 +16,14 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-TOOL = 4  # of sys.monitoring's six; the library names 0, 1, 2 and 5
-STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn")
-SCRIPTS = ("sh", "bash", "zsh", "make", "env", "xargs")
-PROCESSES = ("multiprocessing.popen_fork", "multiprocessing.popen_spawn_posix", "multiprocessing.popen_forkserver")
+TOOL_ID = 4  # of sys.monitoring's six; the library names 0, 1, 2 and 5
+PROCESS_START_EVENTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn")
+SHELLS = ("sh", "bash", "zsh", "make", "env", "xargs")
+PROCESS_MODULES = (
+    "multiprocessing.popen_fork",
+    "multiprocessing.popen_spawn_posix",
+    "multiprocessing.popen_forkserver",
+)
 """The modules that are imported once a process of multiprocessing starts."""
 
 
@@ -36,24 +40,24 @@ class FunctionRecorder:
         self.profiles: list[cProfile.Profile] = []  # one a thread
         self.lost = ""  # why some functions may be missing
         self.shell = False  # whether a shell ran, or what may be a script
-        self.on = self.ours = False
-        self.earlier: dict[str, str] = {}
+        self.is_on = self.is_own_profile = False
+        self.earlier_modules: dict[str, str] = {}
         """Modules that are imported already, with their files: what ran of them is not known."""
-        self.before = {name for name in PROCESSES if name in sys.modules}
+        self.process_modules_before = {name for name in PROCESS_MODULES if name in sys.modules}
 
     def start(self) -> None:
         """Record from here on. The functions that are running now count too."""
-        self.earlier = dict(imported(self.root))
+        self.earlier_modules = dict(imported_modules(self.root))
         self._add_callers(sys._getframe())
         if sys.version_info >= (3, 12):
-            self._monitor()
+            self._start_monitoring()
         else:
-            threading.setprofile(self._thread_begins)
-            self._profile()
-        self.on = True
-        sys.addaudithook(self._audit)  # it can never be removed, so it looks whether we are on
+            threading.setprofile(self._record_new_thread)
+            self._start_profile()
+        self.is_on = True
+        sys.addaudithook(self._handle_audit_event)  # it can never be removed, so it looks whether we are on
 
-    def _monitor(self) -> None:
+    def _start_monitoring(self) -> None:
         """Record every function that starts, once, by sys.monitoring."""
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
 
@@ -61,9 +65,9 @@ class FunctionRecorder:
             self.codes.add(code)
             return monitoring.DISABLE
 
-        monitoring.use_tool_id(TOOL, "harness")
-        monitoring.register_callback(TOOL, monitoring.events.PY_START, record_call)
-        monitoring.set_events(TOOL, monitoring.events.PY_START)
+        monitoring.use_tool_id(TOOL_ID, "harness")
+        monitoring.register_callback(TOOL_ID, monitoring.events.PY_START, record_call)
+        monitoring.set_events(TOOL_ID, monitoring.events.PY_START)
 
     def _add_callers(self, frame: FrameType | None) -> None:
         """Add the functions of a frame and of all its callers."""
@@ -71,31 +75,31 @@ class FunctionRecorder:
             self.codes.add(frame.f_code)
             frame = frame.f_back
 
-    def _profile(self) -> None:
+    def _start_profile(self) -> None:
         """Profile the calls of this thread from here on."""
         self.profiles.append(cProfile.Profile())
-        self.ours = True
+        self.is_own_profile = True
         self.profiles[-1].enable(subcalls=False, builtins=False)
-        self.ours = False
+        self.is_own_profile = False
 
-    def _thread_begins(self, frame: FrameType, *_: Any) -> None:
+    def _record_new_thread(self, frame: FrameType, *_: Any) -> None:
         """Count the functions of a new thread, and profile it from here on."""
         self._add_callers(frame)
-        if self.on:
-            self._profile()
+        if self.is_on:
+            self._start_profile()
 
-    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _handle_audit_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Note events after which functions may run unseen, and whether a shell starts."""
-        if not self.on:
+        if not self.is_on:
             return
         if event == "sys.setprofile" and sys.version_info < (3, 12):
-            if self.ours or sys._getframe(1).f_globals.get("__name__") == "threading":
+            if self.is_own_profile or sys._getframe(1).f_globals.get("__name__") == "threading":
                 return  # a thread that begins
             self.lost = self.lost or "the trainer set a profiler of its own"
         elif event == "os.fork":
             self.lost = self.lost or "the trainer forked a process"
-        elif event in STARTS:
-            self.shell = self.shell or not _is_plain(event, arguments)
+        elif event in PROCESS_START_EVENTS:
+            self.shell = self.shell or not _starts_plain_program(event, arguments)
             if "python" in str(arguments[0]):
                 self.lost = self.lost or "the trainer started another Python"
 
@@ -105,10 +109,10 @@ class FunctionRecorder:
         "lost" is why functions may be missing, "shell" whether one ran. Files are relative to the root.
         A script that ran counts as imported. A function within another, or a lambda, counts as the outermost one around it.
         """
-        self.on = False
+        self.is_on = False
         if sys.version_info >= (3, 12):
-            sys.monitoring.set_events(TOOL, 0)  # type: ignore[attr-defined, unused-ignore]
-            sys.monitoring.free_tool_id(TOOL)  # type: ignore[attr-defined, unused-ignore]
+            sys.monitoring.set_events(TOOL_ID, 0)  # type: ignore[attr-defined, unused-ignore]
+            sys.monitoring.free_tool_id(TOOL_ID)  # type: ignore[attr-defined, unused-ignore]
         else:
             threading.setprofile(None)
             for frame in sys._current_frames().values():  # a profile has what returned
@@ -116,42 +120,42 @@ class FunctionRecorder:
             self.profiles[0].disable()
             for profile in self.profiles:
                 self.codes |= {entry.code for entry in profile.getstats() if isinstance(entry.code, CodeType)}
-        if {name for name in PROCESSES if name in sys.modules} - self.before:
+        if {name for name in PROCESS_MODULES if name in sys.modules} - self.process_modules_before:
             self.lost = self.lost or "the trainer started a process"
         if getattr(sys.modules.get("torch._dynamo.utils"), "counters", {}).get("frames"):
             self.lost = self.lost or "compiled code calls functions that are not seen"
         functions: dict[str, set[str]] = {}
         for code in tuple(self.codes):
-            if file := _below(code.co_filename, self.root):
+            if file := _path_below(code.co_filename, self.root):
                 functions.setdefault(file, set()).add(code.co_qualname.partition(".<locals>")[0])
         names_by_file = {file: sorted(names - {"<module>"}) for file, names in sorted(functions.items())}
         return {
             "functions": {file: names for file, names in names_by_file.items() if names},
-            "imported": sorted({*dict(imported(self.root)).values(), *names_by_file}),
-            "earlier": self.earlier,
+            "imported": sorted({*dict(imported_modules(self.root)).values(), *names_by_file}),
+            "earlier": self.earlier_modules,
             "lost": self.lost,
             "shell": self.shell,
         }
 
 
-def imported(root: str) -> Iterator[tuple[str, str]]:
+def imported_modules(root: str) -> Iterator[tuple[str, str]]:
     """Return this process's modules below a folder with their files, relative to it. root: without symbolic links."""
     for name, module in tuple(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and (inside := _below(file, root)):
+        if isinstance(file, str) and (inside := _path_below(file, root)):
             yield name, inside
 
 
-def _below(file: str, root: str) -> str:
+def _path_below(file: str, root: str) -> str:
     """Return the path relative to the root; empty for one that is not below it."""
     real = "" if file.startswith("<") else os.path.realpath(file)  # "<string>"; a script's may be relative
     return os.path.relpath(real, root) if real.startswith(root + os.sep) else ""
 
 
-def _is_plain(event: str, arguments: tuple[Any, ...]) -> bool:
+def _starts_plain_program(event: str, arguments: tuple[Any, ...]) -> bool:
     """Return whether a program starts that is neither a shell nor a script."""
     program = os.path.basename(str(arguments[0]))
-    return event != "os.system" and program not in SCRIPTS and not program.endswith(".sh")
+    return event != "os.system" and program not in SHELLS and not program.endswith(".sh")
 
 
 def main(root: str, modules: list[str]) -> None:

@@ -12,45 +12,45 @@ from harness.core.case import case as requested
 from harness.core.case.case import Case, CaseError
 from harness.core.case.case_files import path_of
 from harness.core.case.trainer_repository import repository_of
-from harness.core.evidence.git import git
-from harness.nights.affected.maps import CaseMap, file_of
-from harness.nights.affected.sources import Changes, between
+from harness.core.evidence.git import run_git
+from harness.nights.affected.maps import CaseMap, map_file
+from harness.nights.affected.sources import SourceChanges, changes_between
 
 
 @dataclass(frozen=True)
-class Affected:
+class AffectedCases:
     """The cases that can be affected, of those that were requested, and the reason of each."""
 
     cases: tuple[Case, ...]
-    why: dict[str, str]  # by name
-    asked: int  # how many cases were looked at
+    reasons: dict[str, str]  # by name
+    requested_count: int  # how many cases were looked at
     base: str
 
     def sentence(self) -> str:
         """Return what was selected, and the commonest reasons."""
         counts: dict[str, int] = {}
-        for reason in self.why.values():
+        for reason in self.reasons.values():
             counts[reason] = counts.get(reason, 0) + 1
         commonest = sorted(counts.items(), key=lambda item: -item[1])
         reasons = "".join(f"\n  {count:>4} x  {reason}" for reason, count in commonest[:8])
-        return f"{len(self.cases)} of {self.asked} cases can be affected by what changed since {self.base}{reasons}"
+        return f"{len(self.cases)} of {self.requested_count} cases can be affected by what changed since {self.base}{reasons}"
 
 
-def affected(cases: Sequence[Case], base: str, trainer: str, name: str, folder: Path) -> Affected:
+def select_affected(cases: Sequence[Case], base: str, trainer: str, name: str, folder: Path) -> AffectedCases:
     """Return the cases that run what changed since `base` in the repository of `trainer`. Raises CaseError.
 
     name: the trainer's, without its source. folder: of maps. A map of another commit than `base` is as good: what
     changed between the two counts as well.
     """
     root = repository_of(trainer)
-    commit = git(root, "rev-parse", "--verify", "--quiet", f"{base}^{{commit}}").stdout.strip()
+    commit = run_git(root, "rev-parse", "--verify", "--quiet", f"{base}^{{commit}}").stdout.strip()
     if not commit:
         raise CaseError(f"--changed {base}: {root} has no such commit")
-    maps = {case.name: _read(folder, case, name) for case in cases}
+    maps = {case.name: _read_map(folder, case, name) for case in cases}
     if not any(maps.values()):
         raise CaseError(f"{folder}: no map of these cases of {name}; `harness matrix --map DIR` makes one")
     changes_by_commit = {
-        case_map.commit: _since(root, case_map.commit, commit) for case_map in maps.values() if case_map
+        case_map.commit: _changes_since_map(root, case_map.commit, commit) for case_map in maps.values() if case_map
     }
     case_folders = _folders_of_cases(cases, root)
     reasons = {}
@@ -63,21 +63,21 @@ def affected(cases: Sequence[Case], base: str, trainer: str, name: str, folder: 
         )
         if reason:
             reasons[case.name] = reason
-    return Affected(tuple(case for case in cases if case.name in reasons), reasons, len(cases), base)
+    return AffectedCases(tuple(case for case in cases if case.name in reasons), reasons, len(cases), base)
 
 
-def _read(folder: Path, case: Case, name: str) -> CaseMap | None:
+def _read_map(folder: Path, case: Case, name: str) -> CaseMap | None:
     """Return the map of a case. None if there is none, or if it is of another trainer."""
-    path = file_of(folder, case.name)
-    case_map = CaseMap.of(path) if path.exists() else None
+    path = map_file(folder, case.name)
+    case_map = CaseMap.load(path) if path.exists() else None
     return case_map if case_map and case_map.trainer == name else None
 
 
-def _since(root: Path, mapped: str, base: str) -> Changes:
+def _changes_since_map(root: Path, mapped: str, base: str) -> SourceChanges:
     """Return what changed from the map's commit to `base`, and from there to the files that are there now."""
-    changes = between(root, base, None)
+    changes = changes_between(root, base, None)
     if mapped != base:
-        changes.add(between(root, mapped, base))
+        changes.add(changes_between(root, mapped, base))
     return changes
 
 
@@ -87,24 +87,24 @@ def _folders_of_cases(cases: Iterable[Case], root: Path) -> set[PurePath]:
     return {PurePath(folder.relative_to(root)) for folder in folders if folder.is_relative_to(root)}
 
 
-def reason_for(case: Case, case_map: CaseMap, changes: Changes, case_folders: set[PurePath]) -> str:
+def reason_for(case: Case, case_map: CaseMap, changes: SourceChanges, case_folders: set[PurePath]) -> str:
     """Return why the case can be affected; empty if it cannot."""
     if case_map.case != json.loads(json.dumps(requested.to_json(case))):
         return "the case itself changed"
-    if case_map.lost and changes.python:
-        return f"{case_map.lost}, which may run {min(changes.python)}"
-    if data := sorted(file for file in changes.data if not _is_known(file, case_map, case_folders)):
+    if case_map.lost and changes.python_files:
+        return f"{case_map.lost}, which may run {min(changes.python_files)}"
+    if data := sorted(file for file in changes.other_files if not _cannot_affect(file, case_map, case_folders)):
         return f"no Python: {data[0]}{_more_text(data)}"
     run_files = case_map.imported | case_map.shared
     folders: set[PurePath] = set()
     for file in run_files:
         folders.update(PurePath(file).parents)
-    for file in sorted(changes.new):
+    for file in sorted(changes.new_files):
         if PurePath(file.removesuffix("/__init__.py")).parent in folders:
             return f"new beside what is imported: {file}"
-    for file in sorted(changes.gone & run_files):
+    for file in sorted(changes.gone_files & run_files):
         return f"gone: {file}"
-    for file, why in sorted(changes.whole.items()):
+    for file, why in sorted(changes.whole_files.items()):
         if file in run_files:
             return f"{why}: {file}"
     for file, names in sorted(changes.functions.items()):
@@ -120,7 +120,7 @@ def _more_text(names: Sequence[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
-def _is_known(file: str, case_map: CaseMap, case_folders: set[PurePath]) -> bool:
+def _cannot_affect(file: str, case_map: CaseMap, case_folders: set[PurePath]) -> bool:
     """Return whether a file that is no Python is a script that no rank started, or has the definitions of cases."""
     return (
         file.endswith(".sh") and not case_map.shell or file.endswith(".yaml") and PurePath(file).parent in case_folders

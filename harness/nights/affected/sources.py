@@ -8,99 +8,103 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.core.case.case import CaseError
-from harness.core.evidence.git import git
+from harness.core.evidence.git import run_git
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-PROSE = (".md", ".rst", ".png", ".svg", ".jpg", ".gif")
+PROSE_SUFFIXES = (".md", ".rst", ".png", ".svg", ".jpg", ".gif")
 PROSE_PLACES = (".github/", ".ci/", "LICENSE", "CODEOWNERS", ".gitignore", ".gitattributes", ".pre-commit-config.yaml")
 """What no rank reads."""
-LINK = "120000"
+LINK_MODE = "120000"
 """Git's mode of a symbolic link. What a rank imports through one is recorded as the file that it leads to."""
-COMPILERS = {"jit", "njit", "script", "kernel"}
+COMPILING_DECORATORS = {"jit", "njit", "script", "kernel"}
 """Last names of decorators that read a function's source, as triton.jit and torch.jit.script do: it is never called."""
 
 
 @dataclass
-class Changes:
+class SourceChanges:
     """Differences between two versions of a repository."""
 
     functions: dict[str, set[str]] = field(default_factory=dict)  # by file; in a file that both versions have
-    whole: dict[str, str] = field(default_factory=dict)  # file -> why all of it counts
-    data: set[str] = field(default_factory=set)  # files that are no Python, and symbolic links that lead elsewhere
-    new: set[str] = field(default_factory=set)  # Python files
-    gone: set[str] = field(default_factory=set)  # Python files
+    whole_files: dict[str, str] = field(default_factory=dict)  # file -> why all of it counts
+    other_files: set[str] = field(
+        default_factory=set
+    )  # files that are no Python, and symbolic links that lead elsewhere
+    new_files: set[str] = field(default_factory=set)  # Python files
+    gone_files: set[str] = field(default_factory=set)  # Python files
 
-    def add(self, other: Changes) -> None:
+    def add(self, other: SourceChanges) -> None:
         """Take on what differs between two other versions as well."""
         for file, names in other.functions.items():
             self.functions.setdefault(file, set()).update(names)
-        self.whole |= other.whole
-        self.data |= other.data
-        self.new |= other.new
-        self.gone |= other.gone
+        self.whole_files |= other.whole_files
+        self.other_files |= other.other_files
+        self.new_files |= other.new_files
+        self.gone_files |= other.gone_files
 
     @property
-    def python(self) -> set[str]:
+    def python_files(self) -> set[str]:
         """Return every Python file that differs."""
-        return {*self.functions, *self.whole} | self.new | self.gone
+        return {*self.functions, *self.whole_files} | self.new_files | self.gone_files
 
 
-def between(root: Path, old: str, new: str | None) -> Changes:
+def changes_between(root: Path, old: str, new: str | None) -> SourceChanges:
     """Return what changed between two commits, or from a commit to the files that are there now. Raises CaseError."""
-    changes = Changes()
-    for status, file, linked in _files(root, old, new):
+    changes = SourceChanges()
+    for status, file, linked in _differing_files(root, old, new):
         if linked or not file.endswith(".py"):
-            if not (file.endswith(PROSE) or file.startswith(PROSE_PLACES)):
-                changes.data.add(file)
+            if not (file.endswith(PROSE_SUFFIXES) or file.startswith(PROSE_PLACES)):
+                changes.other_files.add(file)
         elif status in "AD":
-            (changes.new if status == "A" else changes.gone).add(file)
+            (changes.new_files if status == "A" else changes.gone_files).add(file)
         else:
-            names, reason = compared(
-                _text(root, old, file), _text(root, new, file), lambda name: _is_mentioned(root, old, name)
+            names, reason = compare_sources(
+                _text_at_commit(root, old, file),
+                _text_at_commit(root, new, file),
+                lambda name: _is_mentioned(root, old, name),
             )
             if reason:
-                changes.whole[file] = reason
+                changes.whole_files[file] = reason
             if names:
                 changes.functions[file] = names
     return changes
 
 
-def _files(root: Path, old: str, new: str | None) -> Iterator[tuple[str, str, bool]]:
+def _differing_files(root: Path, old: str, new: str | None) -> Iterator[tuple[str, str, bool]]:
     """Yield of each file that differs its status, its name, and whether it was a symbolic link or became one.
 
     Of the files that are there now, those are yielded too that git does not know yet.
     """
-    diff = git(root, "diff", "--raw", "--no-renames", "-z", old, *([new] if new else []), "--")
+    diff = run_git(root, "diff", "--raw", "--no-renames", "-z", old, *([new] if new else []), "--")
     if diff.returncode:
         raise CaseError(f"{root}: git knows no {old}: {diff.stderr.strip()}")
     fields = diff.stdout.split("\0")
     for change_words, file in zip(fields[::2], fields[1::2], strict=False):
         mode_before, mode_after, _, _, status = change_words.removeprefix(":").split(" ")
-        yield status, file, status != "A" and LINK in (mode_before, mode_after)
+        yield status, file, status != "A" and LINK_MODE in (mode_before, mode_after)
     if new is None:
-        for file in git(root, "ls-files", "--others", "--exclude-standard", "-z").stdout.split("\0"):
+        for file in run_git(root, "ls-files", "--others", "--exclude-standard", "-z").stdout.split("\0"):
             if file:
                 yield "A", file, False
 
 
-def _text(root: Path, commit: str | None, file: str) -> str:
+def _text_at_commit(root: Path, commit: str | None, file: str) -> str:
     """Return the text of a file at a commit.
 
     commit: None for the files that are there now. A sparse checkout has only some of them, and the rest in git's index.
     """
     if commit is None and (root / file).exists():
         return (root / file).read_text(encoding="utf-8", errors="replace")
-    return git(root, "show", f"{commit or ''}:{file}").stdout
+    return run_git(root, "show", f"{commit or ''}:{file}").stdout
 
 
 def _is_mentioned(root: Path, commit: str, name: str) -> bool:
     """Return whether any Python file of the commit has the word."""
-    return not git(
+    return not run_git(
         root, "grep", "--quiet", "--word-regexp", "--fixed-strings", "-e", name, commit, "--", "*.py"
     ).returncode
 
 
-def compared(old: str, new: str, is_mentioned: Callable[[str], bool] = lambda _: False) -> tuple[set[str], str]:
+def compare_sources(old: str, new: str, is_mentioned: Callable[[str], bool] = lambda _: False) -> tuple[set[str], str]:
     """Return the functions whose bodies differ, and why more than these counts (empty if not).
 
     Comments, docstrings and positions do not count. A new function of a module is nothing by itself: who calls it changed, too.
@@ -108,8 +112,8 @@ def compared(old: str, new: str, is_mentioned: Callable[[str], bool] = lambda _:
     Whatever else differs (a signature, a class, a constant, an import, a function that is gone) is met at import.
     """
     try:
-        old_parts = _Parts(old)
-        new_parts = _Parts(new)
+        old_parts = _SourceParts(old)
+        new_parts = _SourceParts(new)
     except (SyntaxError, ValueError):
         return set(), "it cannot be parsed"
     changed = {
@@ -117,11 +121,11 @@ def compared(old: str, new: str, is_mentioned: Callable[[str], bool] = lambda _:
     }
     known_names = old_parts.names | old_parts.bodies.keys()
     known_names |= {name for name in new_parts.bodies.keys() - known_names if "." not in name and is_mentioned(name)}
-    is_import_changed = old_parts.at_import(known_names) != new_parts.at_import(known_names)
+    is_import_changed = old_parts.nodes_run_at_import(known_names) != new_parts.nodes_run_at_import(known_names)
     return changed, "code that runs at import" if is_import_changed else ""
 
 
-class _Parts(ast.NodeTransformer):
+class _SourceParts(ast.NodeTransformer):
     """A file's outermost functions by qualified name, and all that is left without their bodies."""
 
     def __init__(self, text: str) -> None:
@@ -144,14 +148,14 @@ class _Parts(ast.NodeTransformer):
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Function:
-        return self._function(node)
+        return self._visit_function(node)
 
     def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> Function:
-        return self._function(node)
+        return self._visit_function(node)
 
-    def _function(self, node: Function) -> Function:
+    def _visit_function(self, node: Function) -> Function:
         """Store the body under the name of the function, and empty it. A function that a compiler reads stays whole."""
-        if any(_last_name(decorator) in COMPILERS for decorator in node.decorator_list):
+        if any(_last_name(decorator) in COMPILING_DECORATORS for decorator in node.decorator_list):
             return node
         name = ".".join([*self.path, node.name])
         body = "\n".join(ast.dump(statement) for statement in _without_docstring(node.body))
@@ -159,7 +163,7 @@ class _Parts(ast.NodeTransformer):
         node.body = []
         return node
 
-    def at_import(self, known: set[str]) -> list[str]:
+    def nodes_run_at_import(self, known: set[str]) -> list[str]:
         """Return what runs at import, without plain functions of the module whose names are not known."""
         return [
             ast.dump(node)

@@ -24,56 +24,71 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.core.case.case import Case
-from harness.core.evidence.git import git as quiet_git
-from harness.core.run.folders import fresh_folder, without_source
+from harness.core.evidence.git import run_git as quiet_git
+from harness.core.run.folders import make_fresh_folder, name_without_source
 from harness.core.run.options import Options, Unsupported
 from harness.nights.bisect import BisectError
-from harness.nights.bisect.checkouts import JudgedAt, how_to_judge
-from harness.nights.bisect.search import Found, Judged, Tell, both_sides, line_of, read, relative
+from harness.nights.bisect.checkouts import JudgeCheckout, files_and_judge
+from harness.nights.bisect.search import (
+    JudgedRevision,
+    PrintProgress,
+    SearchResult,
+    add_judgement,
+    judge_both_sides,
+    revision_text,
+    with_verdict,
+)
 
-BROKEN_LATER = ("good", "bad")
+TERMS_IF_BROKEN = ("good", "bad")
 """Git's words for the earlier and the later side if a commit broke something. Git keeps these words for that."""
-FIXED_LATER = ("broken", "fixed")
+TERMS_IF_FIXED = ("broken", "fixed")
 """The words for the earlier and the later side of a search for what fixed."""
 
 
 def bisect(
-    repo: Path, good: str, bad: str, cases: Sequence[Case], options: Options, tell: Tell, *, until: float = math.inf
-) -> Found:
+    repo: Path,
+    good: str,
+    bad: str,
+    cases: Sequence[Case],
+    options: Options,
+    tell: PrintProgress,
+    *,
+    until: float = math.inf,
+) -> SearchResult:
     """Find the commit that broke a check, or that fixed it where the good one is the later one.
 
     until: by time.monotonic(), after which no other commit is looked at. Raises BisectError.
     Leaves each commit's evidence in OUT/bisect/COMMIT/.
     """
     began = time.monotonic()
-    files, judged_at = how_to_judge(options, repo)
-    good_commit = resolve(repo, good)
-    bad_commit = resolve(repo, bad)
-    with clone(repo, files) as checkout:
-        fixed = precedes(checkout, bad_commit, good_commit)
+    files, judged_at = files_and_judge(options, repo)
+    good_commit = resolve_commit(repo, good)
+    bad_commit = resolve_commit(repo, bad)
+    with temporary_clone(repo, files) as checkout:
+        fixed = is_proper_ancestor(checkout, bad_commit, good_commit)
         earlier, later = (bad_commit, good_commit) if fixed else (good_commit, bad_commit)
-        terms = FIXED_LATER if fixed else BROKEN_LATER
-        judge = Judge(checkout, cases, dataclasses.replace(options, out=options.out / "bisect"), judged_at)
-        sides = both_sides(judge, good_commit, bad_commit, tell)
-        names = () if terms == BROKEN_LATER else (f"--term-old={terms[0]}", f"--term-new={terms[1]}")
-        git_output = git(
+        terms = TERMS_IF_FIXED if fixed else TERMS_IF_BROKEN
+        judge = CommitJudge(checkout, cases, dataclasses.replace(options, out=options.out / "bisect"), judged_at)
+        sides = judge_both_sides(judge, good_commit, bad_commit, tell)
+        names = () if terms == TERMS_IF_BROKEN else (f"--term-old={terms[0]}", f"--term-new={terms[1]}")
+        git_output = run_git(
             checkout, "bisect", "start", *names, later, earlier, "--", *(path.strip("/") for path in files)
         )
         judged = [*sides]
-        while (step := left(git_output)) is not None and time.monotonic() < until:
-            revision = relative(judge.look(git(checkout, "rev-parse", "HEAD").strip()), *sides)
+        while (step := remaining_text(git_output)) is not None and time.monotonic() < until:
+            revision = with_verdict(judge.judge_revision(run_git(checkout, "rev-parse", "HEAD").strip()), *sides)
             judged.append(revision)
-            tell(f"{line_of(revision)}\n{'':9}  {step}")
-            git_output = git(checkout, "bisect", term(revision, terms, fixed=fixed), ok=(0, 2))
-        return conclude(git_output, judged, checkout, time.monotonic() - began, fixed=fixed)
+            tell(f"{revision_text(revision)}\n{'':9}  {step}")
+            git_output = run_git(checkout, "bisect", bisect_term(revision, terms, fixed=fixed), ok=(0, 2))
+        return build_search_result(git_output, judged, checkout, time.monotonic() - began, fixed=fixed)
 
 
-def precedes(repo: Path, earlier: str, later: str) -> bool:
+def is_proper_ancestor(repo: Path, earlier: str, later: str) -> bool:
     """Return whether the first commit is an ancestor of the second, and another one."""
-    return earlier != later and git(repo, "merge-base", earlier, later, ok=(0, 1)).strip() == earlier
+    return earlier != later and run_git(repo, "merge-base", earlier, later, ok=(0, 1)).strip() == earlier
 
 
-def term(revision: Judged, terms: tuple[str, str], *, fixed: bool) -> str:
+def bisect_term(revision: JudgedRevision, terms: tuple[str, str], *, fixed: bool) -> str:
     """Return the word for git: that of the earlier or the later side, or "skip". terms: of the earlier and the later side."""
     earlier, later = terms
     if revision.verdict == "good":
@@ -83,58 +98,62 @@ def term(revision: Judged, terms: tuple[str, str], *, fixed: bool) -> str:
     return "skip"
 
 
-def conclude(git_output: str, judged: list[Judged], checkout: Path, seconds: float, *, fixed: bool = False) -> Found:
+def build_search_result(
+    git_output: str, judged: list[JudgedRevision], checkout: Path, seconds: float, *, fixed: bool = False
+) -> SearchResult:
     """Return what the search found. git_output: of the last `git bisect`, which names the commit, or those that remain."""
     by_commit = {revision.commit: revision for revision in judged}
     earlier = [revision for revision in judged if revision.verdict == ("bad" if fixed else "good")]
-    last_before = max(earlier, key=lambda revision: int(git(checkout, "rev-list", "--count", revision.commit)))
+    last_before = max(earlier, key=lambda revision: int(run_git(checkout, "rev-list", "--count", revision.commit)))
     if match := re.search(r"^([0-9a-f]{40}) is the first (bad|fixed) commit", git_output, re.MULTILINE):
-        return Found(by_commit[match[1]], last_before, tuple(judged), (), seconds, fixed=fixed)
+        return SearchResult(by_commit[match[1]], last_before, tuple(judged), (), seconds, fixed=fixed)
     candidates = re.findall(r"^([0-9a-f]{40})$", git_output, re.MULTILINE)
     names = tuple(by_commit[candidate].name if candidate in by_commit else candidate[:9] for candidate in candidates)
-    unfinished = left(git_output) or ""
-    return Found(None, last_before, tuple(judged), names, seconds, fixed=fixed, unfinished=unfinished)
+    unfinished = remaining_text(git_output) or ""
+    return SearchResult(None, last_before, tuple(judged), names, seconds, fixed=fixed, unfinished=unfinished)
 
 
 @dataclass(frozen=True)
-class Judge:
+class CommitJudge:
     """A judge of commits, by runs of the cases in one checkout."""
 
     checkout: Path
     cases: Sequence[Case]
     options: Options
-    judged_at: JudgedAt
-    what: str = "commit"
+    judge_checkout: JudgeCheckout
+    revision_kind: str = "commit"
 
-    def look(self, commit: str) -> Judged:
+    def judge_revision(self, commit: str) -> JudgedRevision:
         """Run the cases at this commit; the search sets the verdict."""
         began = time.monotonic()
-        git(self.checkout, "checkout", "--quiet", "--detach", commit)
-        forget_bytecode(self.checkout)
-        date, _, subject = git(self.checkout, "show", "--no-patch", "--format=%cs %s", commit).strip().partition(" ")
-        revision = Judged(commit, date, subject, "")
+        run_git(self.checkout, "checkout", "--quiet", "--detach", commit)
+        delete_bytecode(self.checkout)
+        date, _, subject = (
+            run_git(self.checkout, "show", "--no-patch", "--format=%cs %s", commit).strip().partition(" ")
+        )
+        revision = JudgedRevision(commit, date, subject, "")
         for case in self.cases:
-            revision = self._with_case(revision, case)
+            revision = self._add_case(revision, case)
             if revision.problem:
                 break
         return dataclasses.replace(revision, seconds=time.monotonic() - began)
 
-    def _with_case(self, revision: Judged, case: Case) -> Judged:
+    def _add_case(self, revision: JudgedRevision, case: Case) -> JudgedRevision:
         """Return the revision with what a run of the case adds."""
         try:
-            judgement = self.judged_at(case, self.checkout, self.options)
+            judgement = self.judge_checkout(case, self.checkout, self.options)
         except Unsupported as refusal:
             return dataclasses.replace(revision, problem=f"{case.name}: {refusal}")
-        return read(revision, case, self._keep(judgement.folder, revision.commit), judgement)
+        return add_judgement(revision, case, self._move_evidence(judgement.folder, revision.commit), judgement)
 
-    def _keep(self, folder: Path, commit: str) -> Path:
+    def _move_evidence(self, folder: Path, commit: str) -> Path:
         """Move evidence out of the way of the next commit's. Return its new folder."""
-        new_folder = folder.parent / commit[:9] / without_source(folder.name)
-        fresh_folder(new_folder).rmdir()
+        new_folder = folder.parent / commit[:9] / name_without_source(folder.name)
+        make_fresh_folder(new_folder).rmdir()
         return folder.rename(new_folder)
 
 
-def git(folder: Path, *arguments: str, ok: tuple[int, ...] = (0,)) -> str:
+def run_git(folder: Path, *arguments: str, ok: tuple[int, ...] = (0,)) -> str:
     """Return what git prints, in English whatever the user speaks. Raises BisectError with its complaint."""
     process = quiet_git(folder, *arguments)
     if process.returncode not in ok:
@@ -142,19 +161,19 @@ def git(folder: Path, *arguments: str, ok: tuple[int, ...] = (0,)) -> str:
     return process.stdout
 
 
-def resolve(repo: Path, name: str) -> str:
+def resolve_commit(repo: Path, name: str) -> str:
     """Return the full hash of a commit. Raises BisectError if the repository does not have it."""
     try:
-        return git(repo, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").strip()
+        return run_git(repo, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").strip()
     except BisectError:
         raise BisectError(f"{repo}: no commit {name!r} there; --repo is a clone of the trainer's repository") from None
 
 
 @contextmanager
-def clone(repo: Path, files: Sequence[str]) -> Iterator[Path]:
+def temporary_clone(repo: Path, files: Sequence[str]) -> Iterator[Path]:
     """Yield a clone that is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="harness-bisect-") as folder:
-        yield cloned(repo, Path(folder) / "trainer", files)
+        yield make_clone(repo, Path(folder) / "trainer", files)
 
 
 def remove_clone(folder: Path) -> None:
@@ -166,15 +185,15 @@ def remove_clone(folder: Path) -> None:
         return
     foreign = "it" if folder.is_symlink() or not (folder / ".git/objects/info/alternates").is_file() else ""
     if not foreign:
-        changed = git(folder, "status", "--porcelain", "--ignored", "--untracked-files=all").splitlines()
+        changed = run_git(folder, "status", "--porcelain", "--ignored", "--untracked-files=all").splitlines()
         foreign = next((line[3:] for line in changed if "__pycache__/" not in line), "")
-        foreign = foreign or git(folder, "stash", "list").strip()
+        foreign = foreign or run_git(folder, "stash", "list").strip()
     if foreign:
         raise BisectError(f"{folder}: {foreign} is not of a clone that this harness made; choose another --out")
     shutil.rmtree(folder)
 
 
-def forget_bytecode(folder: Path) -> None:
+def delete_bytecode(folder: Path) -> None:
     """Delete all compiled files below a folder.
 
     Python finds them by the second and the size of the source, and two commits may have both alike.
@@ -183,15 +202,15 @@ def forget_bytecode(folder: Path) -> None:
         shutil.rmtree(compiled)
 
 
-def cloned(repo: Path, checkout: Path, files: Sequence[str]) -> Path:
+def make_clone(repo: Path, checkout: Path, files: Sequence[str]) -> Path:
     """Make a clone that borrows the repository's objects. It has only those files of each commit, none yet."""
-    git(repo, "clone", "--quiet", "--shared", "--no-checkout", str(repo.resolve()), str(checkout))
+    run_git(repo, "clone", "--quiet", "--shared", "--no-checkout", str(repo.resolve()), str(checkout))
     if files:
-        git(checkout, "sparse-checkout", "set", "--no-cone", *files)
+        run_git(checkout, "sparse-checkout", "set", "--no-cone", *files)
     return checkout
 
 
-def left(git_output: str) -> str | None:
+def remaining_text(git_output: str) -> str | None:
     """Return how much is left to search, in words. None where git has come to an end."""
     if re.search(r"^Bisecting: a merge base must be tested", git_output, re.MULTILINE):
         return "where the two branches parted comes first"

@@ -13,30 +13,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.core.case.case import Case
-from harness.core.run.matrix import PROBLEMS, unexpected
+from harness.core.run.matrix import CASE_PROBLEMS, unexpected_error_text
 from harness.core.run.options import Options
 from harness.nights.bisect import BisectError, commits
-from harness.nights.bisect.search import Found, Tell
+from harness.nights.bisect.search import PrintProgress, SearchResult
 from harness.nights.bisect.side_by_side import bisect_report
-from harness.nights.changes import Change, State, differs, differs_text, state
+from harness.nights.changes import Change, State, case_state, differences_text, night_differences
 from harness.nights.history import Night
-from harness.nights.history_text import Told
-from harness.nights.nights import Culprit, of_night
+from harness.nights.history_text import SeriesChanges
+from harness.nights.nights import Culprit, name_of_night
 
 
 @dataclass(frozen=True)
-class Where:
+class SearchSettings:
     """Everything that a search for culprits needs besides the cases to search for."""
 
     repo: Path | None  # a clone of the trainer; None if none is named
     cases: Mapping[str, Case]  # by name
     options: Options
     until: float  # by time.monotonic(), when no other commit is begun
-    tell: Tell
+    tell: PrintProgress
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CulpritQuery:
     """Cases of one cause, and the two nights between which a search begins."""
 
     cases: tuple[str, ...]  # the one of fewest ranks in front
@@ -46,54 +46,54 @@ class Wanted:
     fixed: bool  # the good night is the later one
 
     @property
-    def later(self) -> Night:
+    def later_night(self) -> Night:
         """Return the later one of the two nights."""
         return self.good if self.fixed else self.bad
 
     @property
-    def commits(self) -> tuple[str, str]:
+    def good_and_bad_commit(self) -> tuple[str, str]:
         """Return the commits of the good night and of the bad one; empty where one was not recorded."""
-        return self.good.of("commit"), self.bad.of("commit")
+        return self.good.recorded_value("commit"), self.bad.recorded_value("commit")
 
 
-def searched(series_changes: Told, settings: Where) -> list[Culprit]:
+def find_culprits(series_changes: SeriesChanges, settings: SearchSettings) -> list[Culprit]:
     """Search for all that is newly broken and was green in an earlier night, then for what is newly fixed."""
     culprits: list[Culprit] = []
-    for query in wanted(series_changes):
-        culprits.append(culprit(query, settings, culprits))
+    for query in culprit_queries(series_changes):
+        culprits.append(find_culprit(query, settings, culprits))
     return culprits
 
 
-def wanted(series_changes: Told) -> list[Wanted]:
+def culprit_queries(series_changes: SeriesChanges) -> list[CulpritQuery]:
     """Return one search for each cause and pair of nights: first for what is newly broken, then for what is fixed."""
     cases_by_query: dict[tuple[str, bool, int, int], list[str]] = {}
     nights: dict[int, Night] = {}
-    for change in [*series_changes.newly_broken, *series_changes.of(State.FIXED)]:
-        good_and_bad = _nights(change, series_changes.nights)
+    for change in [*series_changes.newly_broken, *series_changes.changes_to(State.FIXED)]:
+        good_and_bad = _good_and_bad_night(change, series_changes.nights)
         if good_and_bad is not None:
             good, bad = good_and_bad
             nights |= {id(good): good, id(bad): bad}
-            key = (_cause(change), change.state == State.FIXED, id(good), id(bad))
+            key = (_cause_of_change(change), change.state == State.FIXED, id(good), id(bad))
             cases_by_query.setdefault(key, []).append(change.case)
-    queries: list[Wanted] = []
+    queries: list[CulpritQuery] = []
     for (cause, fixed, good_id, bad_id), cases in cases_by_query.items():
-        sizes = {case: _size(nights[bad_id], case) for case in cases}
+        sizes = {case: _case_size(nights[bad_id], case) for case in cases}
         smallest_first = tuple(sorted(cases, key=sizes.__getitem__))
-        queries.append(Wanted(smallest_first, cause, nights[good_id], nights[bad_id], fixed))
+        queries.append(CulpritQuery(smallest_first, cause, nights[good_id], nights[bad_id], fixed))
     return queries
 
 
-def _nights(change: Change, nights: Sequence[Night]) -> tuple[Night, Night] | None:
+def _good_and_bad_night(change: Change, nights: Sequence[Night]) -> tuple[Night, Night] | None:
     """Return the good night and the bad night to search between. None if the case was never good."""
     if change.state == State.FIXED:
         return (change.now, change.before) if change.before else None
     earlier = nights[: next(index for index, night in enumerate(nights) if night is change.now)]
-    good_nights = (night for night in reversed(earlier) if state(night.outcomes.get(change.case)) == "good")
+    good_nights = (night for night in reversed(earlier) if case_state(night.outcomes.get(change.case)) == "good")
     good = next(good_nights, None)
     return (good, change.now) if good else None
 
 
-def _cause(change: Change) -> str:
+def _cause_of_change(change: Change) -> str:
     """Return the cause of a failure, or of the failure that was fixed."""
     if change.state == State.FIXED and change.before:
         outcome_before = change.before.outcomes[change.case]
@@ -101,41 +101,43 @@ def _cause(change: Change) -> str:
     return change.text
 
 
-def _size(night: Night, case: str) -> tuple[int, float]:
+def _case_size(night: Night, case: str) -> tuple[int, float]:
     """Return what a run of the case costs: its ranks, then its seconds."""
     outcome = night.outcomes[case]
     return outcome.ranks, outcome.seconds
 
 
-def culprit(query: Wanted, settings: Where, earlier_culprits: Sequence[Culprit] = ()) -> Culprit:
+def find_culprit(query: CulpritQuery, settings: SearchSettings, earlier_culprits: Sequence[Culprit] = ()) -> Culprit:
     """Search for the commit that broke or fixed the cases. Return it, or why it was not found.
 
     earlier_culprits: of other causes, whose commits are tried first.
     """
-    good, bad = query.commits
-    open_culprit = Culprit(query.cases, of_night(query.later), query.cause, good, bad, query.fixed)
-    if problem := not_to_search(query, settings):
+    good, bad = query.good_and_bad_commit
+    open_culprit = Culprit(query.cases, name_of_night(query.later_night), query.cause, good, bad, query.fixed)
+    if problem := reason_not_to_search(query, settings):
         return dataclasses.replace(open_culprit, problem=problem)
     settings.tell(f"{query.cases[0]}: what {'fixed' if query.fixed else 'broke'} it, between {good} and {bad}?")
     try:
-        search_result = _tried(query, settings, earlier_culprits) or _search(query, settings, good, bad)
-    except (BisectError, *PROBLEMS) as error:
+        search_result = _search_known_culprits(query, settings, earlier_culprits) or _search_commits(
+            query, settings, good, bad
+        )
+    except (BisectError, *CASE_PROBLEMS) as error:
         problem = str(error)
-        if other_changes := _besides_commits(query):
+        if other_changes := _other_differences(query):
             problem += f"; also changed: {other_changes}"
         return dataclasses.replace(open_culprit, problem=problem)
     except Exception as error:  # one search's, for which no other need be given up
-        return dataclasses.replace(open_culprit, problem=unexpected(error))
-    return _told(open_culprit, search_result)
+        return dataclasses.replace(open_culprit, problem=unexpected_error_text(error))
+    return _with_search_result(open_culprit, search_result)
 
 
-def not_to_search(query: Wanted, settings: Where) -> str:
+def reason_not_to_search(query: CulpritQuery, settings: SearchSettings) -> str:
     """Return why the search is not begun; empty where it is."""
-    good, bad = query.commits
+    good, bad = query.good_and_bad_commit
     if not good or not bad:
         return "the commit of one of the two nights is not known"
     if good == bad:
-        return f"both nights are of commit {good}; also changed: {_besides_commits(query)}"
+        return f"both nights are of commit {good}; also changed: {_other_differences(query)}"
     if dirty_commits := [commit for commit in (good, bad) if commit.endswith("-dirty")]:
         return f"{dirty_commits[0]}: sources were changed since the commit, it is not known to what"
     if settings.repo is None:
@@ -145,18 +147,20 @@ def not_to_search(query: Wanted, settings: Where) -> str:
     return "" if time.monotonic() < settings.until else "time was up before it was begun"
 
 
-def _besides_commits(query: Wanted) -> str:
+def _other_differences(query: CulpritQuery) -> str:
     """Return in one line what differs between the two nights besides the commit and the trainer."""
-    pairs = differs(query.good, query.bad)
-    return differs_text({name: pair for name, pair in pairs.items() if name not in ("commit", "trainer")})
+    pairs = night_differences(query.good, query.bad)
+    return differences_text({name: pair for name, pair in pairs.items() if name not in ("commit", "trainer")})
 
 
-def _tried(query: Wanted, settings: Where, earlier_culprits: Sequence[Culprit]) -> Found | None:
+def _search_known_culprits(
+    query: CulpritQuery, settings: SearchSettings, earlier_culprits: Sequence[Culprit]
+) -> SearchResult | None:
     """Return the result for a commit that broke or fixed other cases between the same nights, if it is this one's too.
 
     None if there is no such commit.
     """
-    good, bad = query.commits
+    good, bad = query.good_and_bad_commit
     known_culprits = [
         culprit
         for culprit in earlier_culprits
@@ -165,9 +169,9 @@ def _tried(query: Wanted, settings: Where, earlier_culprits: Sequence[Culprit]) 
     for before, commit in dict.fromkeys((culprit.before_commit, culprit.commit) for culprit in known_culprits):
         try:
             if query.fixed:
-                search_result = _search(query, settings, commit, before)
+                search_result = _search_commits(query, settings, commit, before)
             else:
-                search_result = _search(query, settings, before, commit)
+                search_result = _search_commits(query, settings, before, commit)
         except BisectError:  # it is another's
             continue
         if search_result.first:
@@ -175,14 +179,14 @@ def _tried(query: Wanted, settings: Where, earlier_culprits: Sequence[Culprit]) 
     return None
 
 
-def _search(query: Wanted, settings: Where, good: str, bad: str) -> Found:
+def _search_commits(query: CulpritQuery, settings: SearchSettings, good: str, bad: str) -> SearchResult:
     """Search between two commits, by the case of fewest ranks. Raises BisectError."""
     assert settings.repo
     case = settings.cases[query.cases[0]]
     return commits.bisect(settings.repo, good, bad, [case], settings.options, settings.tell, until=settings.until)
 
 
-def _told(open_culprit: Culprit, search_result: Found) -> Culprit:
+def _with_search_result(open_culprit: Culprit, search_result: SearchResult) -> Culprit:
     """Return the culprit with what the search found, or with the reason why it found none."""
     report = bisect_report(search_result)
     if search_result.fixed != open_culprit.fixed:

@@ -16,24 +16,24 @@ from harness.core.case import case_files
 from harness.core.case.case import Case
 from harness.core.evidence.reading import read_json
 from harness.core.judge.judgement import Judgement
-from harness.core.judge.result import Result, Verdict, one_cause
+from harness.core.judge.result import Result, Verdict, diagnosis_of_one_cause
 from harness.core.launch.python_path import module_command
-from harness.core.run.folders import folder_of, fresh_folder
+from harness.core.run.folders import folder_of, make_fresh_folder
 from harness.core.run.options import Options, Unsupported
 
-TRAINER = "llama3"
-FILES = ("/harness/",)
+OWN_TRAINER = "llama3"
+SPARSE_FILES = ("/harness/",)
 
 
-def judged_at(case: Case, checkout: Path, options: Options) -> Judgement:
+def judge_checkout(case: Case, checkout: Path, options: Options) -> Judgement:
     """Run the case at the commit of the checkout, and return its verdict.
 
     Raises Unsupported with the last words of the commit if it left none.
     """
     began = time.monotonic()
     folder = folder_of(case, options)
-    fresh_folder(folder).rmdir()
-    command = module_command("harness", "run", case.name, *_typed(case, options))
+    make_fresh_folder(folder).rmdir()
+    command = module_command("harness", "run", case.name, *_typed_options(case, options))
     environment = os.environ | {"PYTHONPATH": str(checkout), "HARNESS_SERVER": "own"}
     process = subprocess.run(
         command, cwd=checkout, env=environment, capture_output=True, encoding="utf-8", errors="replace", check=False
@@ -44,10 +44,10 @@ def judged_at(case: Case, checkout: Path, options: Options) -> Judgement:
         raise Unsupported(
             error_lines[-1].removeprefix("harness: ") if error_lines else f"exit code {process.returncode}"
         )
-    return _judgement(case, folder, read_json(verdict), time.monotonic() - began)
+    return _parse_judgement(case, folder, read_json(verdict), time.monotonic() - began)
 
 
-def _typed(case: Case, options: Options) -> list[str]:
+def _typed_options(case: Case, options: Options) -> list[str]:
     """Return the options as a person types them."""
     values = {"launcher": options.launcher, "device": options.device, "timeout": str(options.timeout)}
     values |= {"cases": str(case_files.path_of(case.file).parent), "out": str(options.out.resolve())}
@@ -59,7 +59,7 @@ def _typed(case: Case, options: Options) -> list[str]:
     return words
 
 
-def _judgement(case: Case, folder: Path, verdict: dict[str, Any], seconds: float) -> Judgement:
+def _parse_judgement(case: Case, folder: Path, verdict: dict[str, Any], seconds: float) -> Judgement:
     """Return the judgement that a commit wrote. Raises Unsupported if it is not written as today's are."""
     try:
         results = tuple(
@@ -68,5 +68,5 @@ def _judgement(case: Case, folder: Path, verdict: dict[str, Any], seconds: float
         )
     except (KeyError, ValueError) as error:
         raise Unsupported(f"its verdict is not written as today's are ({error!r})") from error
-    cause = one_cause(str(verdict["cause"])) if verdict.get("cause") else None
+    cause = diagnosis_of_one_cause(str(verdict["cause"])) if verdict.get("cause") else None
     return Judgement(case, folder, results, cause, seconds)

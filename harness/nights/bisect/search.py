@@ -15,20 +15,20 @@ from harness.core.report.cause_text import diagnosis_line
 from harness.core.run.rank_main import started_file
 from harness.nights.bisect import BisectError
 
-Check = tuple[str, str]  # case, check
-START = "start"
+CaseAndCheck = tuple[str, str]  # case, check
+START_CHECK = "start"
 """In place of a check, of a case whose ranks do not come to their first step."""
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedRevision:
     """One commit, or one version of a package, with its verdict."""
 
     commit: str  # or PACKAGE==VERSION
     date: str
     subject: str
     verdict: str  # good, bad or skip; empty while it is open
-    broken: frozenset[Check] = frozenset()
+    broken: frozenset[CaseAndCheck] = frozenset()
     causes: dict[str, str] = field(default_factory=dict)  # by broken case
     problem: str = ""  # why it was not judged by checks
     folders: dict[str, Path] = field(default_factory=dict)  # by case, of its evidence
@@ -48,12 +48,12 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search."""
 
-    first: Judged | None  # the first bad one (`fixed`: good one); None: skipped ones hide it, or time was up
-    before: Judged | None  # the nearest one before it that was not
-    judged: tuple[Judged, ...]
+    first: JudgedRevision | None  # the first bad one (`fixed`: good one); None: skipped ones hide it, or time was up
+    before: JudgedRevision | None  # the nearest one before it that was not
+    judged: tuple[JudgedRevision, ...]
     candidates: tuple[str, ...]  # which it may be, if `first` is None
     seconds: float
     what: str = "commit"  # or "version"
@@ -61,43 +61,48 @@ class Found:
     unfinished: str = ""  # what is left to search, if time was up
 
 
-Tell = Callable[[str], None]
+PrintProgress = Callable[[str], None]
 
 
-class Looks(Protocol):
+class RevisionJudge(Protocol):
     """A judge of commits, or of versions of a package."""
 
     @property
-    def what(self) -> str:
+    def revision_kind(self) -> str:
         """Return what it judges: "commit" or "version"."""
         ...
 
-    def look(self, commit: str) -> Judged:
+    def judge_revision(self, commit: str) -> JudgedRevision:
         """Run the cases at this commit; the search sets the verdict."""
         ...
 
 
-def both_sides(judge: Looks, first: str, last: str, tell: Tell) -> tuple[Judged, Judged]:
-    """Judge the good and the bad one. Return both. Raises BisectError.
+def judge_both_sides(
+    judge: RevisionJudge, first: str, last: str, tell: PrintProgress
+) -> tuple[JudgedRevision, JudgedRevision]:
+    """Return the good and the bad revision, both judged, and print each.
 
-    The search is for what differs between them: failing checks, or that the bad one does not start.
+    first: the good one. last: the bad one. Raises BisectError if one cannot be judged, or the bad one fails no check that
+    the good one keeps. The search is for what differs between them: failing checks, or that the bad one does not start.
     """
     sides = []
     for commit, verdict in ((first, "good"), (last, "bad")):
-        revision = judge.look(commit)
+        revision = judge.judge_revision(commit)
         if revision.problem and not (verdict == "bad" and revision.raised):
-            raise BisectError(f"the {verdict} {judge.what} {revision.name} cannot be judged: {revision.problem}")
+            raise BisectError(
+                f"the {verdict} {judge.revision_kind} {revision.name} cannot be judged: {revision.problem}"
+            )
         sides.append(dataclasses.replace(revision, verdict=verdict))
-        tell(line_of(sides[-1]))
+        tell(revision_text(sides[-1]))
     if not sides[1].broken - sides[0].broken:
         checks = ", ".join(check for _, check in sorted(sides[1].broken)) or "none"
         raise BisectError(
-            f"the bad {judge.what} fails no check that the good one keeps (broken on both sides: {checks})"
+            f"the bad {judge.revision_kind} fails no check that the good one keeps (broken on both sides: {checks})"
         )
     return sides[0], sides[1]
 
 
-def relative(revision: Judged, good: Judged, bad: Judged) -> Judged:
+def with_verdict(revision: JudgedRevision, good: JudgedRevision, bad: JudgedRevision) -> JudgedRevision:
     """Return the revision with its verdict, as seen from both ends.
 
     If the bad one does not start, one that ends with the same words is as bad, and one that starts is good.
@@ -115,28 +120,28 @@ def relative(revision: Judged, good: Judged, bad: Judged) -> Judged:
     return dataclasses.replace(revision, verdict="good")
 
 
-def read(revision: Judged, case: Case, folder: Path, judgement: Judgement) -> Judged:
+def add_judgement(revision: JudgedRevision, case: Case, folder: Path, judgement: Judgement) -> JudgedRevision:
     """Return the revision with what was judged of this case, whose evidence lies in the folder."""
     cause = diagnosis_line(judgement.diagnosis)
     revision = dataclasses.replace(revision, note=judgement.made.get("adapter", revision.note))
-    if not set_up(folder / "run", case):
+    if not has_started(folder / "run", case):
         return dataclasses.replace(
             revision,
             problem=f"{case.name}, before its first step: {cause}",
-            raised=_raised(judgement) or cause,
-            broken=revision.broken | {(case.name, START)},
+            raised=_first_error(judgement) or cause,
+            broken=revision.broken | {(case.name, START_CHECK)},
             causes=revision.causes | {case.name: cause},
             folders=revision.folders | {case.name: folder},
         )
     broken = {(case.name, result.check) for result in judgement.results if result.verdict is Verdict.FAIL}
-    if not broken and (reason := not_judged(judgement)):
+    if not broken and (reason := reason_not_judged(judgement)):
         return dataclasses.replace(revision, problem=f"{case.name}: {reason}")
     folders = revision.folders | {case.name: folder}
     causes = revision.causes | ({case.name: cause} if broken else {})
     return dataclasses.replace(revision, broken=revision.broken | broken, causes=causes, folders=folders)
 
 
-def _raised(judgement: Judgement) -> str:
+def _first_error(judgement: Judgement) -> str:
     """Return the first line of the error of the first rank that is to blame; empty without one."""
     for result in judgement.results:
         if result.check == "completed":
@@ -146,12 +151,12 @@ def _raised(judgement: Judgement) -> str:
     return ""
 
 
-def set_up(folder: Path, case: Case) -> bool:
+def has_started(folder: Path, case: Case) -> bool:
     """Return whether every rank of the case came to its first step."""
     return all(started_file(folder, rank).exists() for rank in range(case.dims.world_size))
 
 
-def not_judged(judgement: Judgement) -> str:
+def reason_not_judged(judgement: Judgement) -> str:
     """Return why the checks did not judge the case; empty where they did."""
     if judgement.verdict is not Verdict.UNKNOWN:
         return ""
@@ -159,7 +164,7 @@ def not_judged(judgement: Judgement) -> str:
     return next((f"{result.check}: {result.note}" for result in unknown), "nothing was judged")
 
 
-def line_of(revision: Judged) -> str:
+def revision_text(revision: JudgedRevision) -> str:
     """Return the line on a revision, and below it a line for each different cause."""
     reasons = [revision.problem] if revision.problem else list(dict.fromkeys(revision.causes.values()))
     if revision.note:

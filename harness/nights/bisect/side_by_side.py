@@ -15,45 +15,47 @@ from harness.core.judge.stored_trial import load_trial
 from harness.core.judge.tolerance import NoBound
 from harness.core.judge.trial import Trial
 from harness.core.plan.slices import slice_text
-from harness.nights.bisect.search import Found, Judged
+from harness.nights.bisect.search import JudgedRevision, SearchResult
 
 
-def bisect_data(search_result: Found) -> dict[str, Any]:
+def bisect_data(search_result: SearchResult) -> dict[str, Any]:
     """Return the fields of the search, and in "side_by_side" the facts of both sides for one case of each cause."""
     data = {field.name: getattr(search_result, field.name) for field in dataclasses.fields(search_result)}
     facts_of_cases = []
     if search_result.before:
-        for case in _shown_cases(search_result):
-            facts_of_cases.append(_seen(case, search_result.before, search_result.first))
+        for case in _one_case_per_cause(search_result):
+            facts_of_cases.append(_facts_data(case, search_result.before, search_result.first))
     return data | {"side_by_side": facts_of_cases}
 
 
-def _seen(case: str, before: Judged, first: Judged | None) -> dict[str, Any]:
+def _facts_data(case: str, before: JudgedRevision, first: JudgedRevision | None) -> dict[str, Any]:
     """Return the facts of a case on both sides, or the problem why they cannot be read."""
     sides = {"before": before, "first": first}
     data: dict[str, Any] = {"case": case}
     try:
-        data |= {name: facts(load_trial(revision.folders[case])) for name, revision in sides.items() if revision}
+        data |= {
+            name: first_step_facts(load_trial(revision.folders[case])) for name, revision in sides.items() if revision
+        }
     except EvidenceError as error:
         return {"case": case, "problem": str(error)}
     return data
 
 
-def _shown_cases(search_result: Found) -> list[str]:
+def _one_case_per_cause(search_result: SearchResult) -> list[str]:
     """Return one case of each cause."""
     if search_result.first is None or search_result.before is None:
         return []
-    bad, good = _sides(search_result)
+    bad, good = _bad_and_good(search_result)
     cases = dict.fromkeys(case for case, _ in sorted(bad.broken - good.broken))
     return sorted({bad.causes[case]: case for case in reversed(cases)}.values())
 
 
-def bisect_report(search_result: Found) -> str:
+def bisect_report(search_result: SearchResult) -> str:
     """Return the report as text: the commit, what it broke, the facts on both sides, and what was skipped."""
     judged = [revision for revision in search_result.judged if revision.verdict != "skip"]
     skipped = [revision for revision in search_result.judged if revision.verdict == "skip"]
     lines = [
-        *_who(search_result),
+        *_result_lines(search_result),
         "",
         f"  {len(judged)} {search_result.what}s judged, {len(skipped)} skipped, in {search_result.seconds:.0f} s",
     ]
@@ -65,25 +67,28 @@ def bisect_report(search_result: Found) -> str:
     return "\n".join(lines)
 
 
-def _who(search_result: Found) -> list[str]:
-    """Return the lines on the commit that was found, or on the candidates if none was found."""
+def _result_lines(search_result: SearchResult) -> list[str]:
+    """Return the lines on the commit that was found: its checks, causes, the commit before, and facts of both.
+
+    If none was found, they are the lines on the candidates.
+    """
     if search_result.first is None or search_result.before is None:
-        return _nobody(search_result)
+        return _candidate_lines(search_result)
     fixed = search_result.fixed
-    bad, good = _sides(search_result)
+    bad, good = _bad_and_good(search_result)
     broken_checks = sorted(bad.broken - good.broken)
     lines = [f"first {'good' if fixed else 'bad'} {search_result.what:<{8 - fixed}}{search_result.first.name}"]
     for case in dict.fromkeys(case for case, _ in broken_checks):
         checks = ", ".join(check for name, check in broken_checks if name == case)
-        lines.append(f"  {_did(search_result):<14}  {checks} of {case}")
-        lines.append(f"  {'it was' if fixed else 'diagnosis':<14}  {_cause(good, bad, case)}")
+        lines.append(f"  {_verb(search_result):<14}  {checks} of {case}")
+        lines.append(f"  {'it was' if fixed else 'diagnosis':<14}  {_cause_text(good, bad, case)}")
     lines.append(f"  {'last bad' if fixed else 'last good':<14}  {search_result.before.name}")
-    for case in _shown_cases(search_result):
-        lines += ["", *_side_by_side(search_result.before, search_result.first, case)]
+    for case in _one_case_per_cause(search_result):
+        lines += ["", *_facts_table(search_result.before, search_result.first, case)]
     return lines
 
 
-def _nobody(search_result: Found) -> list[str]:
+def _candidate_lines(search_result: SearchResult) -> list[str]:
     """Return the lines on a search that found no commit: the candidates, or what is left to search."""
     verdict = "good" if search_result.fixed else "bad"
     if search_result.unfinished and search_result.before:
@@ -97,7 +102,7 @@ def _nobody(search_result: Found) -> list[str]:
     return lines + [f"  {name}" for name in search_result.candidates]
 
 
-def _sides(search_result: Found) -> tuple[Judged, Judged]:
+def _bad_and_good(search_result: SearchResult) -> tuple[JudgedRevision, JudgedRevision]:
     """Return the bad one and the good one, whichever is the later."""
     assert search_result.first and search_result.before
     if search_result.fixed:
@@ -105,21 +110,23 @@ def _sides(search_result: Found) -> tuple[Judged, Judged]:
     return search_result.first, search_result.before
 
 
-def _did(search_result: Found) -> str:
+def _verb(search_result: SearchResult) -> str:
     """Return the verb for what the commit did to a check: "fixes" or "breaks"."""
     return "fixes" if search_result.fixed else "breaks"
 
 
-def _cause(good: Judged, bad: Judged, case: str) -> str:
+def _cause_text(good: JudgedRevision, bad: JudgedRevision, case: str) -> str:
     """Return the cause of the case in the bad one, with a remark if the good one has it too: then it is not the commit's."""
     cause = bad.causes[case]
     return f"{cause} (so it was before: look at the checks)" if good.causes.get(case) == cause else cause
 
 
-def _side_by_side(earlier: Judged, later: Judged, case: str) -> list[str]:
+def _facts_table(earlier: JudgedRevision, later: JudgedRevision, case: str) -> list[str]:
     """Return the table of the facts of a case on both sides. "!" marks the later fact where they differ."""
     try:
-        earlier_facts, later_facts = (facts(load_trial(revision.folders[case])) for revision in (earlier, later))
+        earlier_facts, later_facts = (
+            first_step_facts(load_trial(revision.folders[case])) for revision in (earlier, later)
+        )
     except EvidenceError as error:
         return [f"  {case}: nothing is shown side by side: {error}"]
     rows = [(case, earlier.label, later.label)]
@@ -133,18 +140,19 @@ def _side_by_side(earlier: Judged, later: Judged, case: str) -> list[str]:
         f"  {name:<{first_width}}  {earlier_text:<{second_width}}  {later_text}".rstrip()
         for name, earlier_text, later_text in rows
     ]
-    return [*lines, f"  evidence: {_shown(earlier, case)} and {_shown(later, case)}"]
+    return [*lines, f"  evidence: {_evidence_folder(earlier, case)} and {_evidence_folder(later, case)}"]
 
 
-def _shown(revision: Judged, case: str) -> Path:
+def _evidence_folder(revision: JudgedRevision, case: str) -> Path:
     """Return the folder with the evidence of the case."""
     return revision.folders[case]
 
 
-def facts(trial: Trial) -> dict[str, str]:
-    """Return facts on the first step of rank 0, by name: what it holds and moved, and over which ranks.
+def first_step_facts(trial: Trial) -> dict[str, str]:
+    """Return facts on the first step of rank 0, as text by name: what it holds and moved, and over which ranks.
 
-    Added are how far all ranks' gradients are off, and what a weaker test would look at.
+    Added are how far all ranks' gradients are off, and the losses and norms that it reported in all steps. Without evidence
+    of a step it is one fact that says so.
     """
     evidence = trial.ranks.get(0)
     if evidence is None or not evidence.steps:
@@ -157,7 +165,7 @@ def facts(trial: Trial) -> dict[str, str]:
         ranks_by_fact = {"it shards over": wrapper.shard_ranks, "it replicates over": wrapper.replicate_ranks}
         text_by_fact |= {fact: ranks_text(ranks) for fact, ranks in ranks_by_fact.items() if ranks}
     parameter = evidence.parameters[0]
-    local_slice = trial.holdings[0][parameter.fqn]
+    local_slice = trial.local_slices[0][parameter.fqn]
     shape = trial.plan.shapes.get(parameter.fqn, parameter.global_shape)
     text_by_fact[f"its {parameter.fqn}"] = "found nowhere"
     if local_slice:
@@ -169,18 +177,18 @@ def facts(trial: Trial) -> dict[str, str]:
             bytes_by_call[key] = bytes_by_call.get(key, 0) + call.bytes
     text_by_fact |= {key: bytes_text(count) for key, count in sorted(bytes_by_call.items())}
     text_by_fact["parameters kept"] = bytes_text(step.memory.get("parameters", 0))
-    text_by_fact["gradients of all ranks"] = _gradients(trial)
-    text_by_fact["losses reported"] = _curve(each_step.reported_loss for each_step in evidence.steps)
-    text_by_fact["norms reported"] = _curve(each_step.grad_norm for each_step in evidence.steps)
+    text_by_fact["gradients of all ranks"] = _gradient_text(trial)
+    text_by_fact["losses reported"] = _numbers_text(each_step.reported_loss for each_step in evidence.steps)
+    text_by_fact["norms reported"] = _numbers_text(each_step.grad_norm for each_step in evidence.steps)
     return text_by_fact
 
 
-def _curve(numbers: Iterable[float | None]) -> str:
+def _numbers_text(numbers: Iterable[float | None]) -> str:
     """Return the numbers in one line, with 12 digits; "none" if there are none."""
     return " ".join(f"{number:.12g}" for number in numbers if number is not None) or "none"
 
 
-def _gradients(trial: Trial) -> str:
+def _gradient_text(trial: Trial) -> str:
     """Return how far the gradient that differs most is from the reference's.
 
     A bound decides whether it differs: rounding differs from commit to commit.

@@ -16,12 +16,20 @@ from pathlib import Path
 from harness.core.case.case import Case
 from harness.core.case.trainer_spec import TrainerSpec
 from harness.core.evidence.store import EvidenceError
-from harness.core.run.folders import folder_of, fresh_folder
+from harness.core.run.folders import folder_of, make_fresh_folder
 from harness.core.run.judging import judge_folder
 from harness.core.run.options import Options
-from harness.core.trainers.support.environments import EnvironmentFailed, environment, run
+from harness.core.trainers.support.environments import EnvironmentFailed, environment, run_python
 from harness.nights.bisect import BisectError
-from harness.nights.bisect.search import Found, Judged, Tell, both_sides, line_of, read, relative
+from harness.nights.bisect.search import (
+    JudgedRevision,
+    PrintProgress,
+    SearchResult,
+    add_judgement,
+    judge_both_sides,
+    revision_text,
+    with_verdict,
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class Version:
         return f"{self.package}=={self.number}"
 
 
-def versions(text: str) -> list[Version]:
+def parse_versions(text: str) -> list[Version]:
     """Read versions, from the good one to the bad one, as in torch==2.11.0,2.12.0@/path/to/python,2.13.0.
 
     Raises BisectError.
@@ -58,28 +66,30 @@ def versions(text: str) -> list[Version]:
     return parsed_versions
 
 
-def search(requested: Sequence[Version], cases: Sequence[Case], cases_at: Path, options: Options, tell: Tell) -> Found:
+def search_versions(
+    requested: Sequence[Version], cases: Sequence[Case], cases_at: Path, options: Options, tell: PrintProgress
+) -> SearchResult:
     """Find the first version that fails a check. Raises BisectError.
 
     requested: from the good one to the bad one. Leaves each version's evidence in OUT/bisect/PACKAGE==VERSION/.
     """
     began = time.monotonic()
-    judge = Judge({str(version): version for version in requested}, cases, cases_at, options, tell)
+    judge = VersionJudge({str(version): version for version in requested}, cases, cases_at, options, tell)
     names = [str(version) for version in requested]
-    good, bad = both_sides(judge, names[0], names[-1], tell)
+    good, bad = judge_both_sides(judge, names[0], names[-1], tell)
     judged = {names[0]: good, names[-1]: bad}
-    while (name := halfway(names, judged)) is not None:
-        judged[name] = relative(judge.look(name), good, bad)
-        tell(line_of(judged[name]))
-    last_good, first_bad = border(names, judged)
+    while (name := next_to_judge(names, judged)) is not None:
+        judged[name] = with_verdict(judge.judge_revision(name), good, bad)
+        tell(revision_text(judged[name]))
+    last_good, first_bad = last_good_and_first_bad(names, judged)
     between = names[names.index(last_good) + 1 : names.index(first_bad) + 1]
     first = judged[first_bad] if len(between) == 1 else None
     all_judged = tuple(judged.values())
     seconds = time.monotonic() - began
-    return Found(first, judged[last_good], all_judged, () if first else tuple(between), seconds, what="version")
+    return SearchResult(first, judged[last_good], all_judged, () if first else tuple(between), seconds, what="version")
 
 
-def border(names: Sequence[str], judged: dict[str, Judged]) -> tuple[str, str]:
+def last_good_and_first_bad(names: Sequence[str], judged: dict[str, JudgedRevision]) -> tuple[str, str]:
     """Return the last good version before the first bad one, and the first bad one."""
     verdicts = {name: revision.verdict for name, revision in judged.items()}
     first_bad = next(name for name in names if verdicts.get(name) == "bad")
@@ -87,57 +97,59 @@ def border(names: Sequence[str], judged: dict[str, Judged]) -> tuple[str, str]:
     return next(name for name in reversed(names_before) if verdicts.get(name) == "good"), first_bad
 
 
-def halfway(names: Sequence[str], judged: dict[str, Judged]) -> str | None:
+def next_to_judge(names: Sequence[str], judged: dict[str, JudgedRevision]) -> str | None:
     """Return the version next to the middle of those between last good and first bad that are not judged yet.
 
     None if all of them are judged.
     """
-    last_good, first_bad = (names.index(name) for name in border(names, judged))
+    last_good, first_bad = (names.index(name) for name in last_good_and_first_bad(names, judged))
     unjudged = [index for index in range(last_good + 1, first_bad) if names[index] not in judged]
     return names[min(unjudged, key=lambda index: abs(2 * index - last_good - first_bad))] if unjudged else None
 
 
 @dataclass(frozen=True)
-class Judge:
+class VersionJudge:
     """A judge of versions, each in the environment of its own interpreter."""
 
-    wanted: dict[str, Version]
+    version_by_name: dict[str, Version]
     cases: Sequence[Case]
-    cases_at: Path
+    case_folder: Path
     options: Options
-    tell: Tell
-    what: str = "version"
+    print_progress: PrintProgress
+    revision_kind: str = "version"
 
-    def look(self, name: str) -> Judged:
+    def judge_revision(self, name: str) -> JudgedRevision:
         """Run the cases with this version; the search sets the verdict."""
         began = time.monotonic()
-        version = self.wanted[name]
-        revision = Judged(name, "", str(version.python or ""), "")
+        version = self.version_by_name[name]
+        revision = JudgedRevision(name, "", str(version.python or ""), "")
         try:
-            python = interpreter(version, self.options.out / ".environments", self.tell)
+            python = interpreter_with(version, self.options.out / ".environments", self.print_progress)
         except BisectError as error:
             return dataclasses.replace(revision, problem=str(error), seconds=time.monotonic() - began)
         for case in self.cases:
-            revision = self._with_case(revision, case, python)
+            revision = self._add_case(revision, case, python)
             if revision.problem:
                 break
         return dataclasses.replace(revision, seconds=time.monotonic() - began)
 
-    def _with_case(self, revision: Judged, case: Case, python: Path) -> Judged:
+    def _add_case(self, revision: JudgedRevision, case: Case, python: Path) -> JudgedRevision:
         """Return the revision with what a run of the case adds."""
         options = dataclasses.replace(self.options, out=self.options.out / "bisect" / revision.commit)
         folder = folder_of(case, options)
-        fresh_folder(folder).rmdir()
-        process = run(python, ["-m", "harness", "run", case.name, "--cases", str(self.cases_at), *typed(options)])
+        make_fresh_folder(folder).rmdir()
+        process = run_python(
+            python, ["-m", "harness", "run", case.name, "--cases", str(self.case_folder), *typed_options(options)]
+        )
         try:
-            return read(revision, case, folder, judge_folder(folder))
+            return add_judgement(revision, case, folder, judge_folder(folder))
         except EvidenceError as error:
             error_lines = process.stderr.strip().splitlines()
             reason = error_lines[-1].removeprefix("harness: ") if error_lines else str(error)
             return dataclasses.replace(revision, problem=f"{case.name}: {reason}")
 
 
-def typed(options: Options) -> list[str]:
+def typed_options(options: Options) -> list[str]:
     """Return the options as a person types them."""
     trainer = TrainerSpec.parse(options.trainer)
     values = {"trainer": trainer.name, "source": trainer.source, "launcher": options.launcher, "device": options.device}
@@ -150,13 +162,13 @@ def typed(options: Options) -> list[str]:
     return words
 
 
-def interpreter(version: Version, folder: Path, tell: Tell) -> Path:
+def interpreter_with(version: Version, folder: Path, tell: PrintProgress) -> Path:
     """Return an interpreter that has this version: the prepared one, or that of an environment made now. Raises BisectError."""
     try:
         python = version.python or environment(str(version), (folder / str(version)).absolute(), tell)
     except EnvironmentFailed as error:
         raise BisectError(str(error)) from error
-    process = run(python, ["-c", f"import importlib.metadata as m; print(m.version({version.package!r}))"])
+    process = run_python(python, ["-c", f"import importlib.metadata as m; print(m.version({version.package!r}))"])
     installed = process.stdout.strip().partition("+")[0]
     if installed != version.number.partition("+")[0]:
         raise BisectError(f"{python} has {version.package} {installed or 'not installed'}, not {version.number}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from harness.core.report.text import wrapped
+from harness.core.report.text import wrap_text
 from harness.recording.judged.figures import TIME, Shift
 from harness.recording.judged.structure import Difference
-from harness.recording.pages.compared import counted, listed, shifted
+from harness.recording.pages.compared import difference_count_text, difference_lines, shift_lines
 
 Costs = Mapping[str, float]
 
@@ -24,7 +24,7 @@ class ComparedCase:
     problem: str = ""  # why only verdicts and sums of bytes were compared
 
 
-def compared_runs(
+def lines_on_two_runs(
     first: str,
     second: str,
     run_differences: Sequence[tuple[str, str, str]],
@@ -40,19 +40,23 @@ def compared_runs(
     count = "1 case" if len(cases) == 1 else f"{len(cases)} cases"
     lines = [f"{first} -> {second}: {count}, {len(differing_cases) or 'none'} of them differ"]
     for name, was, now in run_differences:
-        lines += wrapped(f"{name}: {was} -> {now}", "  ", "    ")
-    for differences, names in _alike(differing_cases).items():
-        lines += ["", *wrapped(f"{', '.join(names)}: {counted(differences)}", "", "  "), *listed(differences)]
+        lines += wrap_text(f"{name}: {was} -> {now}", "  ", "    ")
+    for differences, names in _names_by_differences(differing_cases).items():
+        lines += [
+            "",
+            *wrap_text(f"{', '.join(names)}: {difference_count_text(differences)}", "", "  "),
+            *difference_lines(differences),
+        ]
     problems: dict[str, list[str]] = {}
     for case in cases:
         if case.problem:
             problems.setdefault(case.problem, []).append(case.case)
     for problem, names in problems.items():
-        lines += ["", *wrapped(f"structure not compared: {problem}: {', '.join(names)}", "", "  ")]
-    return [*lines, *_moved(cases, on_gpus=on_gpus)]
+        lines += ["", *wrap_text(f"structure not compared: {problem}: {', '.join(names)}", "", "  ")]
+    return [*lines, *_figures_table(cases, on_gpus=on_gpus)]
 
 
-def _alike(cases: Sequence[ComparedCase]) -> dict[tuple[Difference, ...], list[str]]:
+def _names_by_differences(cases: Sequence[ComparedCase]) -> dict[tuple[Difference, ...], list[str]]:
     """Return the names of the cases that differ alike, by their differences: these are printed once."""
     names_by_differences: dict[tuple[Difference, ...], list[str]] = {}
     for case in cases:
@@ -60,11 +64,11 @@ def _alike(cases: Sequence[ComparedCase]) -> dict[tuple[Difference, ...], list[s
     return names_by_differences
 
 
-def _moved(cases: Sequence[ComparedCase], *, on_gpus: bool) -> list[str]:
+def _figures_table(cases: Sequence[ComparedCase], *, on_gpus: bool) -> list[str]:
     """Return the table of all cases. A case with other verdicts or structure comes with its figures like the others."""
     rows: list[tuple[str, Shift]] = []
     for case in cases:
         rows += [(case.case, shift) for shift in case.figures]
     rows.sort(key=lambda row: row[1].order)
     timed = any(shift.unit == TIME for _, shift in rows)
-    return shifted(rows, "on CPU seconds measure no speed" if timed and not on_gpus else "")
+    return shift_lines(rows, "on CPU seconds measure no speed" if timed and not on_gpus else "")

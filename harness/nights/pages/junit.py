@@ -8,35 +8,35 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from harness.core.judge.result import Verdict
 from harness.core.report.outcome import Outcome
 
-NO_XML = {number: " " for number in (*range(32), 0xFFFE, 0xFFFF) if chr(number) not in "\t\n"}
+LETTERS_NOT_IN_XML = {number: " " for number in (*range(32), 0xFFFE, 0xFFFF) if chr(number) not in "\t\n"}
 
 
-def junit(outcomes: Sequence[Outcome], missing: Sequence[str] = ()) -> str:
+def junit_xml(outcomes: Sequence[Outcome], missing: Sequence[str] = ()) -> str:
     """Return the XML. What could not be judged is an error, a FAIL a failure. missing: sentences on cases without a verdict."""
     suite = Element("testsuite", name="harness", tests=str(len(outcomes) + bool(missing)))
     for outcome in outcomes:
-        _case(suite, outcome)
+        _add_test(suite, outcome)
     if missing:
         test = SubElement(suite, "testcase", classname="harness", name="every case has a verdict", time="0")
-        SubElement(test, "error", message=_text(missing[0])).text = _text("\n".join(missing))
+        SubElement(test, "error", message=_xml_text(missing[0])).text = _xml_text("\n".join(missing))
     for kind, name in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
         suite.set(kind, str(len(suite.findall(f"testcase/{name}"))))
     return tostring(suite, encoding="unicode", xml_declaration=True)
 
 
-def _case(suite: Element, outcome: Outcome) -> None:
+def _add_test(suite: Element, outcome: Outcome) -> None:
     """Add the test of a case to the suite."""
-    attributes = {"classname": "harness", "name": _text(outcome.case), "time": f"{outcome.seconds:.1f}"}
+    attributes = {"classname": "harness", "name": _xml_text(outcome.case), "time": f"{outcome.seconds:.1f}"}
     test = SubElement(suite, "testcase", attributes)
     if outcome.skipped:
-        SubElement(test, "skipped", message=_text(outcome.reason))
+        SubElement(test, "skipped", message=_xml_text(outcome.reason))
     elif outcome.failed:
         kind = "failure" if outcome.verdict == Verdict.FAIL else "error"
-        SubElement(test, kind, message=_text(outcome.cause or outcome.reason)).text = _text(
+        SubElement(test, kind, message=_xml_text(outcome.cause or outcome.reason)).text = _xml_text(
             outcome.report or outcome.reason
         )
 
 
-def _text(text: str) -> str:
+def _xml_text(text: str) -> str:
     """Return text without what XML cannot hold."""
-    return text.translate(NO_XML).encode("utf-8", "replace").decode()
+    return text.translate(LETTERS_NOT_IN_XML).encode("utf-8", "replace").decode()

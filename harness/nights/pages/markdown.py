@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from harness.core.evidence.text import visible
-from harness.core.report.causes import Shared, causes, checks_text, why
-from harness.core.report.grid import summary
+from harness.core.evidence.text import escape_control_characters
+from harness.core.report.causes import Shared, cause_or_reason, checks_text, shared_causes
+from harness.core.report.grid import counts_text
 from harness.core.report.outcome import Outcome
 
-MOST = 900_000  # bytes; a summary of more than a mebibyte is not shown at all
+MAX_SUMMARY_BYTES = 900_000  # bytes; a summary of more than a mebibyte is not shown at all
 
 
-def markdown(
+def markdown_summary(
     outcomes: Sequence[Outcome],
     provenance: Iterable[str],
     notes: Iterable[str] = (),
@@ -23,48 +23,48 @@ def markdown(
 
     notes: what is lacking or doubled in the runs. since: by case, the commit that broke it.
     """
-    heading = summary(outcomes, None) if outcomes else "no case came to its end"
+    heading = counts_text(outcomes, None) if outcomes else "no case came to its end"
     parts = [
-        f"## {_plain(heading)}",
-        *(f"**{_plain(line)}**" for line in notes),
-        *(_cause(shared, since or {}) for shared in causes(outcomes)),
+        f"## {_plain_text(heading)}",
+        *(f"**{_plain_text(line)}**" for line in notes),
+        *(_cause_section(shared, since or {}) for shared in shared_causes(outcomes)),
     ]
-    parts += [_all_cases(outcomes), *(_plain(line) for line in provenance)]
-    return _cut("\n\n".join(parts) + "\n")
+    parts += [_cases_table(outcomes), *(_plain_text(line) for line in provenance)]
+    return _cut_to_limit("\n\n".join(parts) + "\n")
 
 
-def _cause(shared: Shared, since: Mapping[str, str]) -> str:
+def _cause_section(shared: Shared, since: Mapping[str, str]) -> str:
     """Return the section of one cause: since which commit, its cases, and the command that runs the first one again."""
-    sections = [f"### {_plain(shared.text)}"]
+    sections = [f"### {_plain_text(shared.text)}"]
     culprits = dict.fromkeys(since[outcome.case] for outcome in shared.cases if outcome.case in since)
-    sections += [f"Since {_plain(culprit)}" for culprit in culprits]
-    sections.append("\n".join(_case(outcome, shared.text) for outcome in shared.cases))
+    sections += [f"Since {_plain_text(culprit)}" for culprit in culprits]
+    sections.append("\n".join(_case_line(outcome, shared.text) for outcome in shared.cases))
     if shared.cases and shared.cases[0].again:
         sections.append(f"    {_one_line(shared.cases[0].again)}")  # indented, Markdown shows it as it is
     return "\n\n".join(sections)
 
 
-def _case(outcome: Outcome, cause: str) -> str:
+def _case_line(outcome: Outcome, cause: str) -> str:
     """Return a line with the checks, and with the case's own cause if its numbers are others."""
-    own_cause = why(outcome) if why(outcome) != cause else ""
+    own_cause = cause_or_reason(outcome) if cause_or_reason(outcome) != cause else ""
     details = "; ".join(filter(None, (own_cause, checks_text(outcome))))
-    return f"- {_plain(outcome.verdict)} {_code(outcome.case)} {_plain(details)}".rstrip()
+    return f"- {_plain_text(outcome.verdict)} {_code_text(outcome.case)} {_plain_text(details)}".rstrip()
 
 
-def _all_cases(outcomes: Sequence[Outcome]) -> str:
+def _cases_table(outcomes: Sequence[Outcome]) -> str:
     """Return the table of all cases, folded away.
 
     Between the tags Markdown needs an empty line.
     """
     rows = ["| case | verdict | requested | checks |", "|---|---|---|---|"]
     for outcome in outcomes:
-        details = checks_text(outcome) or why(outcome)
-        cells = [_code(outcome.case), *map(_plain, (outcome.verdict, outcome.layout, details))]
+        details = checks_text(outcome) or cause_or_reason(outcome)
+        cells = [_code_text(outcome.case), *map(_plain_text, (outcome.verdict, outcome.layout, details))]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join([f"<details><summary>all {len(outcomes)} cases</summary>", "", *rows, "", "</details>"])
 
 
-def _plain(text: str) -> str:
+def _plain_text(text: str) -> str:
     """Return text in one line in which Markdown finds nothing to do, and GitHub neither a person, a link nor an issue.
 
     No address is made a link without the colon of its scheme or the dot after www; an entity hides neither from the reader.
@@ -80,30 +80,31 @@ def _entity(match: re.Match[str]) -> str:
     return f"&#{ord(match[0])};"
 
 
-def _code(text: str) -> str:
+def _code_text(text: str) -> str:
     """Return text as code. One with a letter that ends code or a cell is plain text."""
     line = _one_line(text)
-    return _plain(line) if set(line) & set("`|") or not line else f"`{line}`"
+    return _plain_text(line) if set(line) & set("`|") or not line else f"`{line}`"
 
 
 def _one_line(text: str) -> str:
     """Return text in one line."""
-    return " ".join(visible(text).split())
+    return " ".join(escape_control_characters(text).split())
 
 
-def _cut(text: str) -> str:
+def _cut_to_limit(text: str) -> str:
     """Return text without what is more than a summary may have. Causes come first, so that what is cut is the table."""
     encoded = text.encode()
-    if len(encoded) <= MOST:
+    if len(encoded) <= MAX_SUMMARY_BYTES:
         return text
     return (
-        encoded[:MOST].decode(errors="ignore").rpartition("\n")[0] + "\n\nThe rest is cut: a summary has a mebibyte.\n"
+        encoded[:MAX_SUMMARY_BYTES].decode(errors="ignore").rpartition("\n")[0]
+        + "\n\nThe rest is cut: a summary has a mebibyte.\n"
     )
 
 
-def annotated(outcomes: Sequence[Outcome]) -> list[str]:
+def github_annotations(outcomes: Sequence[Outcome]) -> list[str]:
     """Return an annotation for each cause, in the words of GitHub's workflow commands."""
-    return [_annotation(shared) for shared in causes(outcomes)]
+    return [_annotation(shared) for shared in shared_causes(outcomes)]
 
 
 def _annotation(shared: Shared) -> str:
@@ -111,11 +112,11 @@ def _annotation(shared: Shared) -> str:
     names = ", ".join(outcome.case for outcome in shared.cases)
     rerun_text = f"\nagain: {shared.cases[0].again}" if shared.cases[0].again else ""
     kind = "error" if shared.broken else "warning"
-    title = _escaped(names if len(names) < 80 else f"{len(shared.cases)} cases", also=":,")
-    return f"::{kind} title={title}::{_escaped(f'{shared.text}{rerun_text}')}"
+    title = _escape(names if len(names) < 80 else f"{len(shared.cases)} cases", also=":,")
+    return f"::{kind} title={title}::{_escape(f'{shared.text}{rerun_text}')}"
 
 
-def _escaped(text: str, *, also: str = "") -> str:
+def _escape(text: str, *, also: str = "") -> str:
     """Return text as GitHub's workflow commands need it. also: more letters to escape."""
     for letter in "%\r\n" + also:
         text = text.replace(letter, f"%{ord(letter):02X}")

@@ -24,7 +24,7 @@ from harness.core.evidence.text import bytes_text, ranks_text
 from harness.core.judge import tolerance
 from harness.core.judge.judgement import Judgement
 from harness.core.judge.losses import global_loss
-from harness.core.judge.measures import step_shown
+from harness.core.judge.measures import representative_step
 from harness.core.judge.stored_trial import load_trial
 from harness.core.judge.trial import Trial
 from harness.core.plan.slices import Slice, numel
@@ -55,18 +55,20 @@ def draw(trial: Trial, path: Path, title: str) -> None:
     grid = figure.add_gridspec(2, 2, height_ratios=(1.2, 1))
     fqn = shown_parameter(trial)
     planned = {rank: slices[fqn] for rank in trial.ranks if fqn in (slices := trial.plan.slices[rank])}
-    _draw_holdings(figure.add_subplot(grid[0, 0]), trial, fqn, planned, f"requested: {fqn}, by rank")
+    _draw_slices(figure.add_subplot(grid[0, 0]), trial, fqn, planned, f"requested: {fqn}, by rank")
     observed = {
-        rank: trial.holdings[rank].get(fqn) for rank in trial.ranks if rank in planned or fqn in trial.holdings[rank]
+        rank: trial.local_slices[rank].get(fqn)
+        for rank in trial.ranks
+        if rank in planned or fqn in trial.local_slices[rank]
     }
-    _draw_holdings(figure.add_subplot(grid[0, 1]), trial, fqn, observed, f"observed: bytes of {fqn}, by rank")
+    _draw_slices(figure.add_subplot(grid[0, 1]), trial, fqn, observed, f"observed: bytes of {fqn}, by rank")
     _draw_groups(figure.add_subplot(grid[1, 0]), trial)
     _draw_losses(figure.add_subplot(grid[1, 1]), trial)
     figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
-def _draw_holdings(axes: Any, trial: Trial, fqn: str, slice_by_rank: Mapping[int, Slice | None], title: str) -> None:
+def _draw_slices(axes: Any, trial: Trial, fqn: str, slice_by_rank: Mapping[int, Slice | None], title: str) -> None:
     """Draw the full tensor as a strip for every rank, and what the rank holds in the colour of its slice."""
     size = trial.plan.shapes[fqn][0]
     distinct_slices = sorted(
@@ -92,11 +94,11 @@ def _draw_groups(axes: Any, trial: Trial) -> None:
     """Draw one row a group of the plan, and of others over which tensors moved; dots are its members."""
     groups = used_groups(trial)
     for row, group in enumerate(groups):
-        color = "tab:green" if group.word == AS_REQUESTED else "tab:red" if group.moved else "0.7"
+        color = "tab:green" if group.comparison_text == AS_REQUESTED else "tab:red" if group.moved else "0.7"
         axes.plot(group.ranks, [row] * len(group.ranks), "o-", color=color, markersize=5)
     axes.set_yticks(range(len(groups)), list(map(group_label, groups)), fontsize=7 if len(groups) < 16 else 5)
     axes.set(
-        title=f"bytes moved in step {step_shown(trial)}, forward and backward, sum over the ranks of a group\n"
+        title=f"bytes moved in step {representative_step(trial)}, forward and backward, sum over the ranks of a group\n"
         "green: as requested, red: not as requested, grey: requested, but nothing moved",
         xlabel="rank",
     )
@@ -109,7 +111,7 @@ def group_label(group: UsedGroup) -> str:
     """Return the axis and ranks of a group, and the bytes observed and requested."""
     moved_text, requested_text = (bytes_text(count) if count else "0 B" for count in (group.moved, group.requested))
     text = f"{group.axis or 'not in the plan'} {ranks_text(group.ranks)}  {moved_text}"
-    return text if group.word == AS_REQUESTED or not group.axis else f"{text}, requested {requested_text}"
+    return text if group.comparison_text == AS_REQUESTED or not group.axis else f"{text}, requested {requested_text}"
 
 
 def _draw_losses(axes: Any, trial: Trial) -> None:

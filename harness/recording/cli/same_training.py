@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 DTYPES = ("compute", "float64", "float32", "bfloat16", "float16")
-OF_A = "_noise"
+NOISE_SUFFIX = "_noise"
 """What the folder of the noise is called, behind the name of the recording whose noise it is."""
 
 
@@ -61,5 +61,8 @@ def add_noise_of(parser: argparse.ArgumentParser) -> None:
         help="the job went on from the checkpoint that A's job saved after this step",
     )
     parser.add_argument(
-        "--noise-of", type=Path, metavar="N", help=f"the recording of A's noise; default A{OF_A} where it is there"
+        "--noise-of",
+        type=Path,
+        metavar="N",
+        help=f"the recording of A's noise; default A{NOISE_SUFFIX} where it is there",
     )

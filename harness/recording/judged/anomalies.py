@@ -9,17 +9,29 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from harness.core.evidence.keys import ranks_key, steps_text
-from harness.core.evidence.lost_peer import lost_a_peer
+from harness.core.evidence.lost_peer import is_lost_peer_error
 from harness.core.evidence.recording import Beside, Last
 from harness.core.evidence.summary import Summary
-from harness.core.evidence.text import names_text, ranks_text, some_ranks
+from harness.core.evidence.text import names_text, ranks_text, some_ranks_text
 from harness.core.judge.finding import Finding
-from harness.core.judge.local_training import averaged, local_by, not_averaged, partly_equal
-from harness.core.judge.observed import copied, differing, odd_ranks, out_of_order, replicas, together
+from harness.core.judge.local_training import (
+    averaging_steps,
+    find_partly_equal,
+    local_training_means,
+    never_averaged_families,
+)
+from harness.core.judge.observed import (
+    copied_families,
+    differing_by_step,
+    families_of_replicas,
+    find_odd_ranks,
+    group_ranks_by,
+    groups_out_of_order,
+)
 from harness.core.judge.result import Result, Verdict, verdict_of
-from harness.core.judge.separate_models import separate_models
-from harness.recording.judged.recorded_waits import alike, different_calls, issued_otherwise, waits
-from harness.recording.judged.stored_recording import Recording, exit_text, only_waited
+from harness.core.judge.separate_models import find_separate_models
+from harness.recording.judged.recorded_waits import diverging_ranks, find_different_calls, find_waits, ranks_by_text
+from harness.recording.judged.stored_recording import Recording, exit_text, is_ended_by_launcher
 
 GLOO = re.compile(r"\[/\S+\] |\. This is typically caused.*")
 
@@ -85,7 +97,7 @@ class Anomaly:
     label: Kind
     """Its kind, as the page has it."""
     text: str
-    """What is so, in words."""
+    """Description of it, in words."""
     ranks: tuple[int, ...] = ()
     """Global ranks, ascending; empty where it is of no rank."""
     step: int | None = None
@@ -93,7 +105,7 @@ class Anomaly:
 
     @classmethod
     def of_ranks(cls, label: Kind, ranks: Iterable[int], text: str, step: int | None = None) -> Anomaly:
-        """Return one of these ranks."""
+        """Return the anomaly of these ranks, which may come in any order and more than once."""
         return cls(label, text, tuple(sorted(set(ranks))), step)
 
     @property
@@ -117,11 +129,11 @@ def results_of_anomalies(recording: Recording) -> list[Result]:
     return [_result(check, of_check, len(recording.summaries)) for check, of_check in by_check.items()]
 
 
-def _result(check: str, found: Sequence[Anomaly], examined: int) -> Result:
+def _result(check: str, anomalies_of_check: Sequence[Anomaly], examined: int) -> Result:
     """Return what a check says that has these anomalies: FAIL if one of them fails it. examined: how many ranks."""
-    failing = [anomaly for anomaly in found if anomaly.verdict is Verdict.FAIL]
-    if found and not failing:
-        return Result(check, Verdict.UNKNOWN, examined, note=found[0].text)
+    failing = [anomaly for anomaly in anomalies_of_check if anomaly.verdict is Verdict.FAIL]
+    if anomalies_of_check and not failing:
+        return Result(check, Verdict.UNKNOWN, examined, note=anomalies_of_check[0].text)
     findings = [
         Finding(ranks=anomaly.ranks, step=anomaly.step, quantity=anomaly.label.lower(), note=anomaly.text)
         for anomaly in failing
@@ -132,108 +144,125 @@ def _result(check: str, found: Sequence[Anomaly], examined: int) -> Result:
 def anomalies(recording: Recording) -> list[Anomaly]:
     """Return all anomalies, the worst first. Further jobs come after the first one; their ranks without evidence are left out,
     for a process may be a rank again without others."""
-    jobs = enumerate(recording.others, start=2)
-    others = [
-        replace(one, text=f"in job {number}: {one.text}")
-        for number, job in jobs
-        for one in _of_job(job)
-        if one.label != Kind.NO_EVIDENCE
-    ]
-    return [*_of_job(recording), *others]
+    rows = _anomalies_of_job(recording)
+    for number, job in enumerate(recording.others, start=2):
+        for anomaly in _anomalies_of_job(job):
+            if anomaly.label != Kind.NO_EVIDENCE:
+                rows.append(replace(anomaly, text=f"in job {number}: {anomaly.text}"))
+    return rows
 
 
-def _of_job(recording: Recording) -> list[Anomaly]:
-    summaries = [one for _, one in sorted(recording.summaries.items())]
-    shared = _by_two_threads(summaries)
-    waiting = all(one.progress.ended != "raised" for one in summaries)  # of two threads each may wait for ever
-    return [
-        *_no_evidence(recording),
-        *_not_recorded(summaries),
-        *(shared if waiting else []),
-        *_ended(recording),
-        *_order(summaries),
-        *([] if waiting else shared),
-        *_separate(summaries),
-        *_untrained(summaries),
-        *_replicas(summaries),
-        *_partly(summaries),
-        *_not_finite(summaries),
-        *[
-            Anomaly.of_ranks(
-                Kind.UNLIKE_OTHERS,
-                one.ranks,
-                f"{one.what} on {some_ranks(one.ranks)}: {one.theirs}; on most: {one.most}",
-            )
-            for one in odd_ranks(summaries)[:4]
-            if one.what != "steps" or (recording.code or 0) >= 0  # a signal meets each rank in another step
-        ],
-    ]
+def _anomalies_of_job(recording: Recording) -> list[Anomaly]:
+    """Return the anomalies of one job, the worst first."""
+    summaries = [summary for _, summary in sorted(recording.summaries.items())]
+    two_threads = _two_thread_anomalies(summaries)
+    # of two threads each may wait for ever
+    no_rank_raised = all(summary.progress.ended != "raised" for summary in summaries)
+    rows = [*_missing_evidence_anomalies(recording), *_recorder_anomalies(summaries)]
+    if no_rank_raised:
+        rows += two_threads
+    rows += _exit_anomalies(recording)
+    rows += _order_anomalies(summaries)
+    if not no_rank_raised:
+        rows += two_threads
+    rows += _separate_model_anomalies(summaries)
+    rows += _no_gradient_anomalies(summaries)
+    rows += _replica_anomalies(summaries)
+    rows += _partly_equal_anomalies(summaries)
+    rows += _not_finite_anomalies(summaries)
+    for odd in find_odd_ranks(summaries)[:4]:
+        if odd.what != "steps" or (recording.code or 0) >= 0:  # a signal meets each rank in another step
+            text = f"{odd.what} on {some_ranks_text(odd.ranks)}: {odd.theirs}; on most: {odd.most}"
+            rows.append(Anomaly.of_ranks(Kind.UNLIKE_OTHERS, odd.ranks, text))
+    return rows
 
 
-def _no_evidence(recording: Recording) -> list[Anomaly]:
+def _missing_evidence_anomalies(recording: Recording) -> list[Anomaly]:
     rows = [Anomaly(Kind.NO_EVIDENCE, recording.nothing)] if recording.nothing else []
     missing = sorted(set(range(recording.world)) - set(recording.summaries) - set(recording.unreadable))
     if missing and recording.summaries:
-        text = f"from {some_ranks(missing)}: they ended before their first forward pass, or train nothing"
+        text = f"from {some_ranks_text(missing)}: they ended before their first forward pass, or train nothing"
         rows.append(Anomaly.of_ranks(Kind.NO_EVIDENCE, missing, text))
     return rows + [Anomaly(Kind.UNREADABLE, text, (rank,)) for rank, text in list(recording.unreadable.items())[:2]]
 
 
-def _not_recorded(summaries: Sequence[Summary]) -> list[Anomaly]:
-    """A mistake of the recorder's: what it saw before is no longer all."""
-    failed = together(summaries, lambda one: next(iter(one.recorder.failed), None))
+def _recorder_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
+    """Return the first error of the recorder itself: what it recorded before is no longer all."""
+    failed = group_ranks_by(summaries, lambda summary: next(iter(summary.recorder.failed), None))
     return [
-        Anomaly.of_ranks(Kind.NOT_RECORDED, ranks, f"on {some_ranks(ranks)}: {text}")
+        Anomaly.of_ranks(Kind.NOT_RECORDED, ranks, f"on {some_ranks_text(ranks)}: {text}")
         for text, ranks in list(failed.items())[:1]
     ]
 
 
-def _by_two_threads(summaries: Sequence[Summary]) -> list[Anomaly]:
+def _two_thread_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
     """Return each group over which several threads issue collectives at one time."""
-    found: dict[str, list[tuple[int, Beside]]] = defaultdict(list)
-    for one in summaries:
-        for beside in one.groups.beside:
-            found[ranks_key(beside.ranks)].append((one.rank, beside))
-    return [
-        Anomaly.of_ranks(Kind.TWO_THREADS, (rank for rank, _ in uses), _calls_of_threads(uses[0][1]))
-        for uses in found.values()
-    ]
+    uses_of_groups: dict[str, list[tuple[int, Beside]]] = defaultdict(list)
+    for summary in summaries:
+        for beside in summary.groups.beside:
+            uses_of_groups[ranks_key(beside.ranks)].append((summary.rank, beside))
+    rows = []
+    for uses in uses_of_groups.values():
+        ranks = [rank for rank, _ in uses]
+        rows.append(Anomaly.of_ranks(Kind.TWO_THREADS, ranks, _threads_text(uses[0][1])))
+    return rows
 
 
-def _calls_of_threads(one: Beside) -> str:
-    threads = ", ".join(one.threads[:2]) + ", .." * (len(one.threads) > 2)
+def _threads_text(beside: Beside) -> str:
+    threads = ", ".join(beside.threads[:2])
+    if len(beside.threads) > 2:
+        threads += ", .."
     return (
-        f"thread {threads} issues {', '.join(one.ops)} over {ranks_text(one.ranks)} while the thread that trains is at work,"
-        f" and that one issues {', '.join(one.trains)} over the same group ({one.group}): nothing fixes their order"
+        f"thread {threads} issues {', '.join(beside.ops)} over {ranks_text(beside.ranks)} while the thread that trains is at"
+        f" work, and that one issues {', '.join(beside.trains)} over the same group ({beside.group}): nothing fixes their"
+        " order"
     )
 
 
-def _ended(recording: Recording) -> list[Anomaly]:
-    """Ranks that raised, with their errors; ranks that died or exited; ranks that were killed, and in which collective. What
-    follows from another rank's exit comes last."""
-    raised = together(
-        recording.summaries.values(), lambda one: one.progress.error if one.progress.ended == "raised" else None
+def _exit_anomalies(recording: Recording) -> list[Anomaly]:
+    """Return how ranks ended that did not end well: raised, with their errors; died or exited; killed, and in which collective.
+
+    What follows from another rank's exit comes last.
+    """
+    raised = group_ranks_by(
+        recording.summaries.values(),
+        lambda summary: summary.progress.error if summary.progress.ended == "raised" else None,
     )
-    causes = sorted(raised.items(), key=lambda item: lost_a_peer(item[0]))[:3]
-    stopped = [rank for error, ranks in raised.items() if _by_hand(error) for rank in ranks]
-    own = [_raised(error, ranks) for error, ranks in causes if not lost_a_peer(error) and not _by_hand(error)]
-    own += _interrupted(recording, stopped)
-    peers = [rank for rank, one in recording.summaries.items() if one.progress.ended != "raised"]
-    ended = all(recording.summaries[rank].progress.ended == "ok" or only_waited(recording, rank) for rank in peers)
-    left = raised and all(map(lost_a_peer, raised)) and ended  # by peers that went on, or by each other
-    own += _waits(recording) if stopped or left or (recording.code or 0) < 0 else []
-    lost = [_raised(error, ranks) for error, ranks in causes if lost_a_peer(error)]
-    quiet = [rank for rank, one in recording.summaries.items() if one.progress.ended != "raised"]
-    told = {rank: f"{how}; {_last(recording, rank)}" for rank in quiet if (how := _how(recording, rank))}
-    by_exit = alike({rank: text for rank, text in told.items() if rank in recording.exits})[:4]
-    ends = [Anomaly.of_ranks(Kind.ENDED, ranks, f"{some_ranks(ranks)}: {text}") for text, ranks in by_exit]
-    waited = [row for row, (_, ranks) in zip(ends, by_exit, strict=True) if only_waited(recording, ranks[0])]
-    unheard = alike({rank: text for rank, text in told.items() if rank not in recording.exits})
-    gone = [Anomaly.of_ranks(Kind.ENDED_UNHEARD, ranks, f"{some_ranks(ranks)}, {text}") for text, ranks in unheard[:4]]
+    ranks_of_errors = sorted(raised.items(), key=lambda item: is_lost_peer_error(item[0]))[:3]
+    interrupted: list[int] = []
+    for error, ranks in raised.items():
+        if _is_by_hand(error):
+            interrupted += ranks
+    own = [
+        _error_anomaly(error, ranks)
+        for error, ranks in ranks_of_errors
+        if not is_lost_peer_error(error) and not _is_by_hand(error)
+    ]
+    own += _interrupt_anomalies(recording, interrupted)
+    peers = [rank for rank, summary in recording.summaries.items() if summary.progress.ended != "raised"]
+    have_peers_ended = all(
+        recording.summaries[rank].progress.ended == "ok" or is_ended_by_launcher(recording, rank) for rank in peers
+    )
+    # by peers that went on, or by each other
+    all_were_left = raised and all(map(is_lost_peer_error, raised)) and have_peers_ended
+    if interrupted or all_were_left or (recording.code or 0) < 0:
+        own += _wait_anomalies(recording)
+    lost = [_error_anomaly(error, ranks) for error, ranks in ranks_of_errors if is_lost_peer_error(error)]
+    exit_texts: dict[int, str] = {}
+    for rank in peers:
+        if words := _exit_words(recording, rank):
+            exit_texts[rank] = f"{words}; {_last_collective_text(recording, rank)}"
+    by_exit = ranks_by_text({rank: text for rank, text in exit_texts.items() if rank in recording.exits})[:4]
+    ends = [Anomaly.of_ranks(Kind.ENDED, ranks, f"{some_ranks_text(ranks)}: {text}") for text, ranks in by_exit]
+    waited = [row for row, (_, ranks) in zip(ends, by_exit, strict=True) if is_ended_by_launcher(recording, ranks[0])]
+    unheard = ranks_by_text({rank: text for rank, text in exit_texts.items() if rank not in recording.exits})
+    gone = [
+        Anomaly.of_ranks(Kind.ENDED_UNHEARD, ranks, f"{some_ranks_text(ranks)}, {text}") for text, ranks in unheard[:4]
+    ]
     first = [*own, *(row for row in ends if row not in waited)]
-    apart = _apart(recording)
-    rows = [*first, *lost, *waited, *gone] if first or apart else [*gone, *lost, *waited]
-    rows = [*apart, *rows, *_reached(recording)] if rows else []
+    different_calls = _different_call_anomalies(recording)
+    rows = [*first, *lost, *waited, *gone] if first or different_calls else [*gone, *lost, *waited]
+    rows = [*different_calls, *rows, *_progress_anomalies(recording)] if rows else []
     if recording.code and recording.summaries and not rows:
         rows.append(
             Anomaly(Kind.ENDED, f"the command, with {exit_text(recording.code)}; no rank is known to have ended so")
@@ -241,214 +270,255 @@ def _ended(recording: Recording) -> list[Anomaly]:
     return rows
 
 
-def _reached(recording: Recording) -> list[Anomaly]:
-    """How far ranks came, of a job that did not end well: the fewest ranks first."""
-    told = {
-        rank: one.progress.reached.text for rank, one in recording.summaries.items() if one.progress.reached is not None
+def _progress_anomalies(recording: Recording) -> list[Anomaly]:
+    """Return how far ranks came, of a job that did not end well: the fewest ranks first."""
+    progress_texts = {
+        rank: summary.progress.reached.text
+        for rank, summary in recording.summaries.items()
+        if summary.progress.reached is not None
     }
-    came = alike(told)
-    steps = {
-        text: one.progress.reached.step
-        for one in recording.summaries.values()
-        if one.progress.reached and (text := told[one.rank])
-    }
+    steps = {}
+    for summary in recording.summaries.values():
+        if summary.progress.reached and (text := progress_texts[summary.rank]):
+            steps[text] = summary.progress.reached.step
     return [
-        Anomaly.of_ranks(Kind.REACHED, ranks, f"{some_ranks(ranks)}: {text}", steps[text]) for text, ranks in came[:4]
+        Anomaly.of_ranks(Kind.REACHED, ranks, f"{some_ranks_text(ranks)}: {text}", steps[text])
+        for text, ranks in ranks_by_text(progress_texts)[:4]
     ]
 
 
-def _how(recording: Recording, rank: int) -> str:
-    """Empty where it ended well, as far as is known."""
+def _exit_words(recording: Recording, rank: int) -> str:
+    """Return how a rank ended. Empty if it ended well, as far as is known."""
     code = recording.exits.get(rank)
     if code is not None:
-        after = ", most likely sent by its launcher after another had ended" if only_waited(recording, rank) else ""
-        return f"{exit_text(code)}{after}" if code else ""
+        if not code:
+            return ""
+        by_launcher = is_ended_by_launcher(recording, rank)
+        after = ", most likely sent by its launcher after another had ended" if by_launcher else ""
+        return f"{exit_text(code)}{after}"
     if recording.summaries[rank].progress.ended:
         return ""
     if recording.code == 0:
         return "exit not reported; the command ended with exit code 0"
-    another = recording.code and any(
-        one.progress.ended == "raised" and not lost_a_peer(one.progress.error) for one in recording.summaries.values()
+    has_another_raised = recording.code and any(
+        summary.progress.ended == "raised" and not is_lost_peer_error(summary.progress.error)
+        for summary in recording.summaries.values()
     )
-    return "most likely killed by its launcher after another raised" if another else "killed or still running"
+    return (
+        "most likely killed by its launcher after another raised" if has_another_raised else "killed or still running"
+    )
 
 
-def _last(recording: Recording, rank: int) -> str:
+def _last_collective_text(recording: Recording, rank: int) -> str:
     if recording.summaries[rank].progress.ended:
         return "Python had begun to end by itself"
     last = recording.last.get(rank)
     if last is None:
         own = " over a group that torch has ranks of" if recording.summaries[rank].groups.own else ""
         return f"before any collective{own}"
-    return _issued(last)
+    return _collective_text(last)
 
 
-def _by_hand(error: str) -> bool:
+def _is_by_hand(error: str) -> bool:
     return error.startswith("KeyboardInterrupt")
 
 
-def _interrupted(recording: Recording, ranks: Sequence[int]) -> list[Anomaly]:
+def _interrupt_anomalies(recording: Recording, ranks: Sequence[int]) -> list[Anomaly]:
     """Group ranks by their last collective, for a job that hangs is often ended so. A rank that waits is one ahead."""
     lasts = {rank: recording.summaries[rank].progress.last for rank in ranks}
-    found = alike({rank: _issued(last) if last else "" for rank, last in lasts.items()})
-    return [
-        Anomaly.of_ranks(Kind.INTERRUPTED, ranks, f"{some_ranks(ranks)}, as by Ctrl-C{'; ' * bool(text)}{text}")
-        for text, ranks in found[:4]
-    ]
-
-
-def _waits(recording: Recording) -> list[Anomaly]:
-    """Ranks that others waited for, in a job that was ended from outside or by what came of it; first the one that went on to
-    another group than all its peers."""
-    odd = {} if different_calls(recording) else issued_otherwise(recording)
-    rows = [
-        Anomaly.of_ranks(Kind.CALLS_DIFFER, [rank], f"rank {rank} {text}")
-        for rank, text in odd.items()
-        if len(odd) == 1
-    ]
-    for one in waits(recording)[:4]:
-        what = f"{one.last.text} over {ranks_text(one.last.ranks)}, number {one.last.seq} of that group"
-        rows.append(
-            Anomaly.of_ranks(
-                Kind.WAITED_FOR, one.behind, f"{some_ranks(one.behind)}, by {some_ranks(one.ahead)} in {what}"
-            )
-        )
-    return rows
-
-
-def _apart(recording: Recording) -> list[Anomaly]:
-    """Members that issued different collectives under one number of a group, in a job that did not end well. What they then
-    raise or wait for follows from it."""
+    groups = ranks_by_text({rank: _collective_text(last) if last else "" for rank, last in lasts.items()})
     rows = []
-    for one in different_calls(recording)[:2]:
-        kinds = " and ".join(f"{text} on {some_ranks(ranks)}" for text, ranks in one.issued[:3])
-        ranks = [rank for _, ranks in one.issued for rank in ranks]
-        rows.append(
-            Anomaly.of_ranks(Kind.CALLS_DIFFER, ranks, f"number {one.number} over {ranks_text(one.members)} is {kinds}")
-        )
+    for last_text, ranks_of_text in groups[:4]:
+        text = f"{some_ranks_text(ranks_of_text)}, as by Ctrl-C"
+        if last_text:
+            text += f"; {last_text}"
+        rows.append(Anomaly.of_ranks(Kind.INTERRUPTED, ranks_of_text, text))
     return rows
 
 
-def _issued(last: Last) -> str:
-    over = f" over {ranks_text(last.ranks)}" * bool(last.ranks)  # of a new group, ranks may not be on record
+def _wait_anomalies(recording: Recording) -> list[Anomaly]:
+    """Return ranks that others waited for, in a job that was ended from outside or by what came of it.
+
+    A rank that went on to another group than all its peers comes first.
+    """
+    rows = []
+    diverging = {} if find_different_calls(recording) else diverging_ranks(recording)
+    if len(diverging) == 1:
+        for rank, text in diverging.items():
+            rows.append(Anomaly.of_ranks(Kind.CALLS_DIFFER, [rank], f"rank {rank} {text}"))
+    for wait in find_waits(recording)[:4]:
+        collective = f"{wait.last.text} over {ranks_text(wait.last.ranks)}, number {wait.last.seq} of that group"
+        text = f"{some_ranks_text(wait.behind)}, by {some_ranks_text(wait.ahead)} in {collective}"
+        rows.append(Anomaly.of_ranks(Kind.WAITED_FOR, wait.behind, text))
+    return rows
+
+
+def _different_call_anomalies(recording: Recording) -> list[Anomaly]:
+    """Return members that issued different collectives under one number of a group, in a job that did not end well. What they
+    then raise or wait for follows from it."""
+    rows = []
+    for calls in find_different_calls(recording)[:2]:
+        kinds = " and ".join(f"{text} on {some_ranks_text(ranks)}" for text, ranks in calls.issued[:3])
+        all_ranks: list[int] = []
+        for _, ranks in calls.issued:
+            all_ranks += ranks
+        text = f"number {calls.number} over {ranks_text(calls.members)} is {kinds}"
+        rows.append(Anomaly.of_ranks(Kind.CALLS_DIFFER, all_ranks, text))
+    return rows
+
+
+def _collective_text(last: Last) -> str:
+    over = f" over {ranks_text(last.ranks)}" if last.ranks else ""  # of a new group, ranks may not be on record
     return f"last collective: {last.text}{over}, number {last.seq} of that group"
 
 
-def _raised(error: str, ranks: Sequence[int]) -> Anomaly:
-    return Anomaly.of_ranks(Kind.RAISED, ranks, f"{some_ranks(ranks)}: {GLOO.sub('', error)}")
+def _error_anomaly(error: str, ranks: Sequence[int]) -> Anomaly:
+    return Anomaly.of_ranks(Kind.RAISED, ranks, f"{some_ranks_text(ranks)}: {GLOO.sub('', error)}")
 
 
-def _order(summaries: Sequence[Summary]) -> list[Anomaly]:
-    if any(not one.progress.ended or one.progress.ended == "raised" for one in summaries):
+def _order_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
+    if any(not summary.progress.ended or summary.progress.ended == "raised" for summary in summaries):
         return []  # who ended early issued less, and that is said
-    wrong = out_of_order(summaries)
-    shown = " ".join(ranks_text(ranks) for _, ranks in wrong[:3])
-    members = {rank for _, ranks in wrong for rank in ranks}
-    text = f"members of {shown} issued different collectives, or in another order"
-    return [Anomaly.of_ranks(Kind.ORDER, members, text)] if wrong else []
-
-
-def _separate(summaries: Sequence[Summary]) -> list[Anomaly]:
-    """The worst effect of a wrong mesh, which no check of a layout shows."""
-    found = separate_models(summaries)
-    if found is None or (found.own and any(one.equal for one in partly_equal(summaries))):
+    wrong = groups_out_of_order(summaries)
+    if not wrong:
         return []
-    more = f" and {len(found.sets) - 2} more sets of ranks" if len(found.sets) > 2 else ""
-    sets = " and ".join(ranks_text(ranks) for ranks in found.sets[:2]) + more
+    group_texts = " ".join(ranks_text(ranks) for _, ranks in wrong[:3])
+    members: set[int] = set()
+    for _, ranks in wrong:
+        members.update(ranks)
+    text = f"members of {group_texts} issued different collectives, or in another order"
+    return [Anomaly.of_ranks(Kind.ORDER, members, text)]
+
+
+def _separate_model_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
+    """Return one anomaly if sets of ranks train separate models, as nothing reduces gradients between them; else empty.
+
+    It is the worst effect of a wrong mesh, which no check of a layout shows.
+    """
+    separate = find_separate_models(summaries)
+    if separate is None or (separate.own and any(partly.equal for partly in find_partly_equal(summaries))):
+        return []
+    further = f" and {len(separate.sets) - 2} more sets of ranks" if len(separate.sets) > 2 else ""
+    sets = " and ".join(ranks_text(ranks) for ranks in separate.sets[:2]) + further
+    kind = Kind.SEPARATE_MODELS
     text = (
         f"nothing reduces gradients between {sets}: no collective joins them in forward or backward of step "
         f"{summaries[0].shown}, and none outside moves as much"
     )
-    held = f"{some_ranks(found.ranks)} held the same before the first step, and other bytes after step {found.step}"
-    if found.own:
+    if separate.own:
+        kind = Kind.NOT_KEPT_EQUAL
         text = f"no collective over a group that torch has ranks of joins {sets}; what own groups join is not recorded"
-    return [
-        Anomaly.of_ranks(
-            Kind.NOT_KEPT_EQUAL if found.own else Kind.SEPARATE_MODELS, found.ranks, f"{text}; {held}", found.step
-        )
-    ]
+    values_text = f"{some_ranks_text(separate.ranks)} held the same before the first step"
+    values_text += f", and other bytes after step {separate.step}"
+    return [Anomaly.of_ranks(kind, separate.ranks, f"{text}; {values_text}", separate.step)]
 
 
-def _untrained(summaries: Sequence[Summary]) -> list[Anomaly]:
-    """No gradient on any rank, in any step on record; an optimizer that takes them from elsewhere changes the parameters."""
-    if not summaries or not all(
-        one.contents.idle_steps and len({*one.contents.by_step.values()}) == 1 for one in summaries
-    ):
+def _no_gradient_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
+    """Return that no rank has a gradient in any step on record.
+
+    Empty if an optimizer takes gradients from elsewhere: it changes the parameters.
+    """
+    if not summaries:
         return []
-    if any({*one.contents.by_step} != {0, *one.contents.idle_steps} for one in summaries):
+    for summary in summaries:
+        if not summary.contents.idle_steps or len({*summary.contents.by_step.values()}) != 1:
+            return []
+    if any({*summary.contents.by_step} != {0, *summary.contents.idle_steps} for summary in summaries):
         return []
     when = steps_text(summaries[0].contents.idle_steps)
-    held = "parameters hold what they held before the first step"
-    text = f"optimizers found no gradient in {when}, in any parameter of any rank; {held}"
-    return [Anomaly.of_ranks(Kind.NOT_TRAINED, (one.rank for one in summaries), text)]
+    unchanged = "parameters hold what they held before the first step"
+    text = f"optimizers found no gradient in {when}, in any parameter of any rank; {unchanged}"
+    return [Anomaly.of_ranks(Kind.NOT_TRAINED, (summary.rank for summary in summaries), text)]
 
 
-def _replicas(summaries: Sequence[Summary]) -> list[Anomaly]:
-    local = [
-        Anomaly.of_ranks(Kind.NOT_AVERAGED, (one.rank for one in family), _not_averaged(family))
-        for family in not_averaged(replicas(summaries))[:1]
-    ]
-    own = [family for family in replicas(summaries) if not local_by(family)]
-    same = ((own, "the same parts as"), (copied(summaries), "copies of the same parameters as"))
-    for families, what in same:
-        for step, apart in differing(families).items():
-            most, others = apart[0]
-            many = f" (in {len(apart)} sets of replicas)" if len(apart) > 1 else ""
-            s = "s" * (len(others) == 1)
-            text = f"{some_ranks(others)} claim{s} {what} {some_ranks(most)}, and hold{s} other bytes after step {step}{many}"
-            family = next(family for family in families if {one.rank for one in family} >= {*most, *others})
-            return [
-                Anomaly.of_ranks(Kind.REPLICAS_DIFFER, others, text + _from_the_start(family, (*most, *others)), step),
-                *local,
-            ]
+def _replica_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
+    """Return at most two anomalies: replicas that differ, and replicas that train locally and are never averaged.
+
+    Of the former it is the first step after which they differ, of the latter the first set of replicas.
+    """
+    local = []
+    for family in never_averaged_families(families_of_replicas(summaries))[:1]:
+        ranks = [summary.rank for summary in family]
+        local.append(Anomaly.of_ranks(Kind.NOT_AVERAGED, ranks, _not_averaged_text(family)))
+    own = [family for family in families_of_replicas(summaries) if not local_training_means(family)]
+    same = ((own, "the same parts as"), (copied_families(summaries), "copies of the same parameters as"))
+    for families, claim in same:
+        for step, differing in differing_by_step(families).items():
+            majority, others = differing[0]
+            several_sets = f" (in {len(differing)} sets of replicas)" if len(differing) > 1 else ""
+            s = "s" if len(others) == 1 else ""
+            text = f"{some_ranks_text(others)} claim{s} {claim} {some_ranks_text(majority)}"
+            text += f", and hold{s} other bytes after step {step}{several_sets}"
+            family = _family_of(families, {*majority, *others})
+            text += _initial_equality_text(family, (*majority, *others))
+            return [Anomaly.of_ranks(Kind.REPLICAS_DIFFER, others, text, step), *local]
     return local
 
 
-def _not_averaged(family: Sequence[Summary]) -> str:
-    steps = steps_text(tuple(sorted({step for one in family for step in one.contents.by_step if step})))
-    who = some_ranks(one.rank for one in family)
-    return f"{who} train locally by {local_by(family)}, and are not the same again after any of {steps}"
+def _family_of(families: Iterable[Sequence[Summary]], ranks: set[int]) -> Sequence[Summary]:
+    """Return the first family that has all of these ranks."""
+    for family in families:
+        if ranks.issubset(summary.rank for summary in family):
+            return family
+    raise AssertionError(f"no family has all of the ranks {ranks}")
 
 
-def _partly(summaries: Sequence[Summary]) -> list[Anomaly]:
-    """An optimizer that shares what it steps on, and leaves the rest or all alone; parameters of one rank look like that, too.
-    If nothing joins the ranks, `_separate` says so already."""
-    rows, separate = [], separate_models(summaries)
-    for one in partly_equal(summaries)[:2]:
-        if one.equal:
-            text = f"{names_text(one.equal)} stayed equal, {names_text(one.differ)} did not"
-            text = f"{some_ranks(one.ranks)} began alike; {text}: nothing reduces the latter, or they are a rank's own"
-            rows.append(Anomaly.of_ranks(Kind.PARTLY_EQUAL, one.ranks, text))
+def _not_averaged_text(family: Sequence[Summary]) -> str:
+    recorded_steps: set[int] = set()
+    for summary in family:
+        recorded_steps.update(summary.contents.by_step)
+    steps = steps_text(tuple(sorted(step for step in recorded_steps if step)))
+    who = some_ranks_text(summary.rank for summary in family)
+    return f"{who} train locally by {local_training_means(family)}, and are not the same again after any of {steps}"
+
+
+def _partly_equal_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
+    """Return ranks that began equal, of which some or all parameters became unequal.
+
+    An optimizer that shares what it steps on, and leaves the rest or all alone, does that; parameters of one rank look like
+    that, too. If nothing joins the ranks, `_separate_model_anomalies` says so already.
+    """
+    rows = []
+    separate = find_separate_models(summaries)
+    for partly in find_partly_equal(summaries)[:2]:
+        who = some_ranks_text(partly.ranks)
+        if partly.equal:
+            text = f"{names_text(partly.equal)} stayed equal, {names_text(partly.differ)} did not"
+            text = f"{who} began alike; {text}: nothing reduces the latter, or they are a rank's own"
+            rows.append(Anomaly.of_ranks(Kind.PARTLY_EQUAL, partly.ranks, text))
         elif separate is None:
-            text = f"{some_ranks(one.ranks)} began alike, and {names_text(one.differ)} became unlike"
-            rows.append(
-                Anomaly.of_ranks(
-                    Kind.NOT_KEPT_EQUAL, one.ranks, f"{text}: nothing keeps them equal, or they are a rank's own"
-                )
-            )
+            text = f"{who} began alike, and {names_text(partly.differ)} became unlike"
+            text += ": nothing keeps them equal, or they are a rank's own"
+            rows.append(Anomaly.of_ranks(Kind.NOT_KEPT_EQUAL, partly.ranks, text))
     return rows
 
 
-def _from_the_start(summaries: Sequence[Summary], ranks: Sequence[int]) -> str:
-    """Whether they were made unlike each other, or became so; and whether something averages them, as local SGD does."""
-    family = [one for one in summaries if one.rank in ranks]
-    first = [one.contents.by_step.get(0) for one in family]
-    again = f"; the same again after {steps_text(steps)}" if (steps := averaged(family)) else ""
+def _initial_equality_text(summaries: Sequence[Summary], ranks: Sequence[int]) -> str:
+    """Say whether ranks were made unlike each other, or became so; and whether something averages them, as local SGD does."""
+    family = [summary for summary in summaries if summary.rank in ranks]
+    first = [summary.contents.by_step.get(0) for summary in family]
+    steps = averaging_steps(family)
+    again = f"; the same again after {steps_text(steps)}" if steps else ""
     if None in first:
         return again
-    return (
-        "; not all that these ranks held was the same before the first step"
-        if len(set(first)) > 1
-        else "; before the first step they held the same"
-    ) + again
+    if len(set(first)) > 1:
+        return "; not all that these ranks held was the same before the first step" + again
+    return "; before the first step they held the same" + again
 
 
-def _not_finite(summaries: Sequence[Summary]) -> list[Anomaly]:
-    steps = sorted({step for one in summaries for step in one.contents.not_finite})
-    if not steps:
+def _not_finite_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
+    all_steps: set[int] = set()
+    for summary in summaries:
+        all_steps.update(summary.contents.not_finite)
+    if not all_steps:
         return []
-    bad = {one.rank: one.contents.not_finite[steps[0]] for one in summaries if steps[0] in one.contents.not_finite}
-    names = list(dict.fromkeys(name for names in bad.values() for name in names))
-    when = f"after step {steps[0]}" if steps[0] else "before the first step"
-    text = f"{names_text(names)} {when}, on {some_ranks(bad)}"
-    return [Anomaly.of_ranks(Kind.NOT_FINITE, bad, text, steps[0])]
+    step = min(all_steps)
+    names_of_ranks = {
+        summary.rank: summary.contents.not_finite[step] for summary in summaries if step in summary.contents.not_finite
+    }
+    names: dict[str, None] = {}
+    for names_of_rank in names_of_ranks.values():
+        names.update(dict.fromkeys(names_of_rank))
+    when = f"after step {step}" if step else "before the first step"
+    text = f"{names_text(list(names))} {when}, on {some_ranks_text(names_of_ranks)}"
+    return [Anomaly.of_ranks(Kind.NOT_FINITE, names_of_ranks, text, step)]

@@ -13,14 +13,19 @@ from dataclasses import dataclass
 from harness.core.evidence.summary import Summary
 from harness.core.evidence.summary_parts import Use
 from harness.core.judge.measures import BLOCKED, HELD, MOVED, PARAMETERS, PEAK, SECONDS
-from harness.core.judge.observed import Moved, axes
+from harness.core.judge.observed import Moved, observed_axes
 from harness.recording.judged.stored_recording import Recording
-from harness.recording.judged.structure import numbered
+from harness.recording.judged.structure import number_alike_axes
 
-STEP, MEMORY, TRAFFIC, WAITS, EXPOSED = "step time", "memory", "traffic", "blocked", "exposed"
+STEP = "step time"
+MEMORY = "memory"
+TRAFFIC = "traffic"
+WAITS = "blocked"
+EXPOSED = "exposed"
 OF_AXES = (TRAFFIC, WAITS, EXPOSED)
 """Kinds of which nothing was there where a job has others of the kind and not this one."""
-BYTES, TIME = "bytes", "seconds"
+BYTES = "bytes"
+TIME = "seconds"
 CHANCE = 20
 """Chance alone may separate the steps of one in so many pairs of jobs."""
 
@@ -31,8 +36,8 @@ class Figure:
 
     kind: str
     """Kind: step time, memory, traffic, blocked or exposed."""
-    of: str
-    """What of that kind, in words."""
+    name: str
+    """Name among figures of that kind, in words."""
     values: tuple[float, ...]
     """A value for each step in which it was seen; a single one where it is the same in each, or of the whole job."""
 
@@ -42,28 +47,28 @@ class Figure:
 
     @property
     def value(self) -> float:
-        """Return the middle one."""
+        """Return the median of its values."""
         return statistics.median(self.values)
 
 
 Figures = Mapping[tuple[str, str], Figure]
-"""(kind, of) -> the figure."""
+"""(kind, name) -> the figure."""
 
 
 @dataclass(frozen=True)
 class Shift:
-    """A figure that two jobs have, and differ in."""
+    """A figure that two jobs have, and differ in. Fields are keys of the comparison document, so their names stay."""
 
     kind: str
     """Kind of the figure."""
     of: str
-    """What of that kind."""
+    """Name among figures of that kind."""
     unit: str
     """Unit: bytes or seconds."""
     one: float
-    """Value in the one, of its step in the middle."""
+    """Value in the first job: the median of its steps."""
     other: float
-    """Value in the other."""
+    """Value in the second job: the median of its steps."""
     within: bool | None
     """Whether the values of their steps overlap; None where they do not, and steps are too few to show the noise."""
     spread: tuple[tuple[float, float], tuple[float, float]]
@@ -76,90 +81,120 @@ class Shift:
         return (False, None, True).index(self.within), -size, -max(self.one, self.other)
 
 
-def by_name(found: Iterable[Figure]) -> Figures:
-    return {(one.kind, one.of): one for one in found}
+def figures_by_name(all_figures: Iterable[Figure]) -> Figures:
+    return {(figure.kind, figure.name): figure for figure in all_figures}
 
 
 def figures(recording: Recording, *, warm: bool = False) -> Figures:
-    """warm: whether the first step is like the others. If it is not, times are those of later steps, where there are some."""
-    return by_name(_of_job([one for _, one in sorted(recording.summaries.items())], warm=warm))
+    """Return the figures of a recording. warm: whether the first step is like the others.
+
+    If it is not, times are those of later steps, where there are some.
+    """
+    summaries = [summary for _, summary in sorted(recording.summaries.items())]
+    return figures_by_name(_figures_of_job(summaries, warm=warm))
 
 
-def _of_job(summaries: Sequence[Summary], *, warm: bool) -> Iterator[Figure]:
-    if seconds := _seconds([one.resources.seconds for one in summaries], warm, max):
+def _figures_of_job(summaries: Sequence[Summary], *, warm: bool) -> Iterator[Figure]:
+    """Yield step time, memory, traffic and blocked time of a job."""
+    if seconds := _values_of_steps([summary.resources.seconds for summary in summaries], warm, max):
         yield Figure(STEP, "slowest rank", seconds)
-    if peak := max((one.resources.peak for one in summaries), default=0):
+    if peak := max((summary.resources.peak for summary in summaries), default=0):
         yield Figure(MEMORY, "peak", (peak,))
-    for kind in sorted({kind for one in summaries for kind in one.resources.memory}):
-        yield Figure(MEMORY, kind.replace("_", " "), (max(one.resources.memory.get(kind, 0) for one in summaries),))
-    used = [use for one in summaries for use in one.traffic.uses]
-    for number, axis in numbered(axes(summaries)):
-        name = (axis.role or f"over {axis.size} ranks") + (f" ({number + 1})" if number else "")
-        here = [use for use in used if use.ranks in axis.groups]
-        for (op, phase), moved in _alike(axis.moved).items():
-            yield Figure(TRAFFIC, f"{op} in {phase}, {name}", (sum(one.most for one in moved),))
-            if blocked := _blocked(here, op, phase, warm=warm):
-                yield Figure(WAITS, f"{op} in {phase}, {name}", blocked)
+    kinds: set[str] = set()
+    uses: list[Use] = []
+    for summary in summaries:
+        kinds.update(summary.resources.memory)
+        uses += summary.traffic.uses
+    for kind in sorted(kinds):
+        largest = max(summary.resources.memory.get(kind, 0) for summary in summaries)
+        yield Figure(MEMORY, kind.replace("_", " "), (largest,))
+    for number, axis in number_alike_axes(observed_axes(summaries)):
+        axis_name = axis.role or f"over {axis.size} ranks"
+        if number:
+            axis_name += f" ({number + 1})"
+        uses_of_axis = [use for use in uses if use.ranks in axis.groups]
+        for (op, phase), moved in _moved_by_call(axis.moved).items():
+            yield Figure(TRAFFIC, f"{op} in {phase}, {axis_name}", (sum(amount.most for amount in moved),))
+            if blocked := _blocked_seconds(uses_of_axis, op, phase, warm=warm):
+                yield Figure(WAITS, f"{op} in {phase}, {axis_name}", blocked)
 
 
-def _alike(moved: Iterable[Moved]) -> dict[tuple[str, str], list[Moved]]:
-    """Put what differs in its type alone together."""
-    found: dict[tuple[str, str], list[Moved]] = {}
-    for one in moved:
-        found.setdefault((one.op, one.phase), []).append(one)
-    return found
+def _moved_by_call(moved: Iterable[Moved]) -> dict[tuple[str, str], list[Moved]]:
+    """Return what is moved by op and phase, so that what differs in its type alone is together."""
+    by_call: dict[tuple[str, str], list[Moved]] = {}
+    for amount in moved:
+        by_call.setdefault((amount.op, amount.phase), []).append(amount)
+    return by_call
 
 
-def _blocked(uses: Iterable[Use], op: str, phase: str, *, warm: bool) -> tuple[float, ...]:
-    """Return the mean of ranks; nothing where calls of some were not timed."""
-    mine = [use.blocked for use in uses if (use.op, use.phase) == (op, phase)]
-    return _seconds(mine, warm, statistics.mean) if all(mine) else ()
+def _blocked_seconds(uses: Iterable[Use], op: str, phase: str, *, warm: bool) -> tuple[float, ...]:
+    """Return the mean of ranks for each step; empty if calls of some ranks were not timed."""
+    blocked_times = [use.blocked for use in uses if (use.op, use.phase) == (op, phase)]
+    return _values_of_steps(blocked_times, warm, statistics.mean) if all(blocked_times) else ()
 
 
-def _seconds(
-    of: Sequence[Mapping[int, float]], warm: bool, joined: Callable[[Iterable[float]], float]
+def _values_of_steps(
+    values_of_ranks: Sequence[Mapping[int, float]], warm: bool, joined: Callable[[Iterable[float]], float]
 ) -> tuple[float, ...]:
-    """Return a value for each step that all have: of the first one only if it is warm or the only one."""
-    steps = sorted(set.intersection(*(set(one) for one in of))) if of else []
-    later = steps if warm else [step for step in steps if step > 1] or steps
-    return tuple(joined([one[step] for one in of]) for step in later)
+    """Return a value for each step that all ranks have: of the first step only if it is warm or the only one.
+
+    values_of_ranks: for each rank, step -> value. joined: returns one value of those of all ranks.
+    """
+    if not values_of_ranks:
+        return ()
+    steps = sorted(set.intersection(*map(set, values_of_ranks)))
+    if not warm:
+        steps = [step for step in steps if step > 1] or steps
+    values = []
+    for step in steps:
+        values.append(joined([values_of_rank[step] for values_of_rank in values_of_ranks]))
+    return tuple(values)
 
 
-def of_measures(measures: Mapping[str, float]) -> Figures:
+def figures_of_measures(measures: Mapping[str, float]) -> Figures:
     """Return the figures that a verdict keeps of a case, in the plan's words for axes."""
     kinds = {SECONDS: STEP, PEAK: MEMORY, HELD: MEMORY, PARAMETERS: MEMORY}
     kinds |= {
         name: TRAFFIC if name.startswith(MOVED) else WAITS for name in measures if name.startswith((MOVED, BLOCKED))
     }
-    return by_name(Figure(kinds[name], name, (value,)) for name, value in measures.items() if name in kinds)
+    return figures_by_name(Figure(kinds[name], name, (value,)) for name, value in measures.items() if name in kinds)
 
 
-def shifts(one: Figures, other: Figures) -> list[Shift]:
+def shifts(baseline: Figures, candidate: Figures) -> list[Shift]:
     """Return what differs, the largest change first; what lies within the spread of steps comes last."""
-    found = []
-    for key in dict.fromkeys([*one, *other]):
-        pair = [of.get(key) or _nothing(key, of) for of in (one, other)]
-        a, b = pair
-        if a is not None and b is not None and a.values != b.values:
-            found.append(_shift(a, b))
-    return sorted(found, key=lambda shift: shift.order)
+    all_shifts = []
+    for key in dict.fromkeys([*baseline, *candidate]):
+        first = baseline.get(key) or _zero_figure(key, baseline)
+        second = candidate.get(key) or _zero_figure(key, candidate)
+        if first is not None and second is not None and first.values != second.values:
+            all_shifts.append(_shift(first, second))
+    return sorted(all_shifts, key=lambda shift: shift.order)
 
 
-def _nothing(key: tuple[str, str], there: Figures) -> Figure | None:
-    """Return 0 for an axis that is not there; None where nothing shows whether it is."""
-    kind, of = key
-    return Figure(kind, of, (0.0,)) if kind in OF_AXES and any(known == kind for known, _ in there) else None
+def _zero_figure(key: tuple[str, str], known_figures: Figures) -> Figure | None:
+    """Return a figure of 0 for an axis that a job does not have. None if nothing shows whether it has it."""
+    kind, name = key
+    has_others_of_kind = any(known_kind == kind for known_kind, _ in known_figures)
+    return Figure(kind, name, (0.0,)) if kind in OF_AXES and has_others_of_kind else None
 
 
-def _shift(one: Figure, other: Figure) -> Shift:
-    spread = ((min(one.values), max(one.values)), (min(other.values), max(other.values)))
-    overlap = spread[0][0] <= spread[1][1] and spread[1][0] <= spread[0][1]
-    exact = one.unit == BYTES or bool(one.value) != bool(other.value)  # where both are 0, most steps have none
-    several = min(len(one.values), len(other.values)) > 1
-    within = False if exact else several and overlap or (None if _by_chance(one, other) else False)
-    return Shift(one.kind, one.of, one.unit, one.value, other.value, within, spread)
+def _shift(first: Figure, second: Figure) -> Shift:
+    first_range = (min(first.values), max(first.values))
+    second_range = (min(second.values), max(second.values))
+    overlap = first_range[0] <= second_range[1] and second_range[0] <= first_range[1]
+    # where both are 0, most steps have none
+    is_exact = first.unit == BYTES or bool(first.value) != bool(second.value)
+    several = min(len(first.values), len(second.values)) > 1
+    is_within_spread: bool | None = False
+    if not is_exact:
+        if several and overlap:
+            is_within_spread = True
+        elif _can_be_chance(first, second):
+            is_within_spread = None
+    spread = (first_range, second_range)
+    return Shift(first.kind, first.name, first.unit, first.value, second.value, is_within_spread, spread)
 
 
-def _by_chance(one: Figure, other: Figure) -> bool:
+def _can_be_chance(first: Figure, second: Figure) -> bool:
     """Return whether chance alone would separate one of CHANCE such pairs of jobs, or more."""
-    return math.comb(len(one.values) + len(other.values), len(one.values)) <= 2 * CHANCE
+    return math.comb(len(first.values) + len(second.values), len(first.values)) <= 2 * CHANCE

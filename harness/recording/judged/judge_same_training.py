@@ -21,18 +21,18 @@ from harness.recording.judged.judge_sketched import (
     Numbers,
     Whole,
     missing_ranks,
-    of_finite,
-    of_shapes,
     why_unknown,
+    without_nonfinite,
+    without_other_shapes,
 )
-from harness.recording.judged.recorded_recipe import recipe
-from harness.recording.judged.same_rows import peers_fed_otherwise, same_rows, with_peers
+from harness.recording.judged.recorded_recipe import compare_recipes
+from harness.recording.judged.same_rows import compare_rows, peers_with_other_rows, with_peer_findings
 from harness.recording.judged.sketch_distances import (
     EQUAL,
     OF_UPDATES,
     Bounds,
     TensorDistance,
-    apart,
+    distance_and_fit,
     distances,
     is_too_fine,
     shows_no_jump,
@@ -104,24 +104,24 @@ def why_no_noise(baseline: Numbers, noise: Numbers) -> str:
     if shows_no_jump(baseline, noise):
         return "no matrix of Muon was rounded to bfloat16 otherwise than in the first: record it with --noise bfloat16"
     steps = sorted({*baseline.steps} & {*noise.steps})
-    for result in (same_rows(baseline, noise, steps), recipe(baseline, noise, steps)):
+    for result in (compare_rows(baseline, noise, steps), compare_recipes(baseline, noise, steps)):
         if result.findings:
             return f"it is not the same training: {result.check} differ"
         if result.verdict is not Verdict.PASS:
             return f"whether it is the same training was not seen: {result.note}"
-    finite = of_finite(baseline).whole.keys()
-    if of_finite(noise).whole.keys() & finite != finite & noise.whole.keys():
+    finite = without_nonfinite(baseline).whole.keys()
+    if without_nonfinite(noise).whole.keys() & finite != finite & noise.whole.keys():
         return "it has numbers that are not finite"
     return ""
 
 
-def compared(
+def compare_numbers(
     baseline: Numbers, candidate: Numbers, noise: Numbers | None = None, *, bounds: Bounds | None = None
 ) -> Comparison:
     """Judge the second by the first. noise: the first, with its weights altered by one rounding. bounds: those of the same
     recordings without an assumption, where one of them is assumed to be another."""
-    baseline = of_finite(baseline)
-    candidate = of_shapes(candidate, baseline.shapes)
+    baseline = without_nonfinite(baseline)
+    candidate = without_other_shapes(candidate, baseline.shapes)
     steps = sorted({*baseline.steps} & {*candidate.steps})
     bounds = bounds or Bounds(baseline, noise)
     differences = _differences(baseline, candidate, bounds, steps)
@@ -129,15 +129,15 @@ def compared(
     state = [distance for distance in differences if distance.key[1] not in (GRADIENT, WEIGHTS, OF_UPDATES)]
     updates = [distance for distance in differences if distance.key[1] == OF_UPDATES]
     wrong_steps = {distance.key[0] for distance in differences if distance.is_wrong}
-    peers = peers_fed_otherwise(baseline, candidate, wrong_steps)
+    peers = peers_with_other_rows(baseline, candidate, wrong_steps)
     results = [
         _initial_weights(baseline, candidate),
-        with_peers(same_rows(baseline, candidate, steps), peers),
-        recipe(baseline, candidate, steps),
-        _of_tensors("gradients", baseline, candidate, gradients, GRADIENT, steps),
+        with_peer_findings(compare_rows(baseline, candidate, steps), peers),
+        compare_recipes(baseline, candidate, steps),
+        _result_of_tensors("gradients", baseline, candidate, gradients, GRADIENT, steps),
         _grad_norm(baseline, candidate, bounds, steps),
-        _of_tensors("optimizer_state", baseline, candidate, state, "", steps),
-        _of_tensors("update", baseline, candidate, updates, WEIGHTS, steps),
+        _result_of_tensors("optimizer_state", baseline, candidate, state, "", steps),
+        _result_of_tensors("update", baseline, candidate, updates, WEIGHTS, steps),
     ]
     scale: dict[str, float] = {}
     for distance in differences:
@@ -179,7 +179,7 @@ def _differences(baseline: Numbers, candidate: Numbers, bounds: Bounds, steps: I
     differences = []
     for key, distance, fit in distances(baseline, candidate):
         if key[0] in of_steps:
-            differences.append(TensorDistance(key, distance, fit, bounds.of(key)))
+            differences.append(TensorDistance(key, distance, fit, bounds.bound(key)))
     return sorted(differences, key=lambda distance: (*distance.key[:2], order.get(distance.key[2], 0)))
 
 
@@ -195,17 +195,17 @@ def _initial_weights(baseline: Numbers, candidate: Numbers) -> Result:
     both = [key for key in keys if key in baseline.whole and key in candidate.whole]
     findings = []
     for key in both:
-        distance, _ = apart(baseline.whole[key].sums, candidate.whole[key].sums)
+        distance, _ = distance_and_fit(baseline.whole[key].sums, candidate.whole[key].sums)
         if not distance <= EQUAL:
             findings.append(_finding(key, distance, Bound(EQUAL), "weights that training starts with"))
-    findings += _replicas(candidate, WEIGHTS, [after])
+    findings += _differing_replicas(candidate, WEIGHTS, [after])
     return _unknown_if_doubted("initial_weights", findings, both, baseline, candidate, keys)
 
 
 # ---- what comes of it
 
 
-def _of_tensors(
+def _result_of_tensors(
     check: str,
     baseline: Numbers,
     candidate: Numbers,
@@ -215,7 +215,7 @@ def _of_tensors(
 ) -> Result:
     """Return the result of one check of tensors. kind: of which tensors; empty: of an optimizer's state."""
     findings = [_finding_of(baseline, candidate, distance) for distance in differences if distance.is_wrong]
-    findings += [*_left_out(baseline, candidate, kind, steps), *_replicas(candidate, kind, steps)]
+    findings += [*_missing_parameters(baseline, candidate, kind, steps), *_differing_replicas(candidate, kind, steps)]
     if not differences and not findings:
         return _nothing_compared(check, baseline, candidate, kind, steps)
     both = [distance.key for distance in differences]
@@ -224,7 +224,7 @@ def _of_tensors(
         return Result(check, Verdict.UNKNOWN, len(differences), note=note)
     keys: set[Key] = set()
     for numbers in (baseline, candidate):
-        keys.update(key for key in (*numbers.whole, *numbers.unknown) if _is_of(key, kind, steps))
+        keys.update(key for key in (*numbers.whole, *numbers.unknown) if _is_of_kind(key, kind, steps))
     largest = max((distance.distance for distance in differences), default=None)
     result = _unknown_if_doubted(check, findings, both, baseline, candidate, keys)
     note = result.note
@@ -235,7 +235,7 @@ def _of_tensors(
 
 def _nothing_compared(check: str, baseline: Numbers, candidate: Numbers, kind: str, steps: list[int]) -> Result:
     """Return UNKNOWN with the reason why no tensor is compared; NOT APPLICABLE where no optimizer keeps a state."""
-    unknown = sorted(key for key in {*baseline.unknown, *candidate.unknown} if _is_of(key, kind, steps))
+    unknown = sorted(key for key in {*baseline.unknown, *candidate.unknown} if _is_of_kind(key, kind, steps))
     note = why_unknown(baseline, unknown) or why_unknown(candidate, unknown)
     if not note and kind == GRADIENT:
         note = "no gradients were seen as the optimizer stepped"
@@ -243,7 +243,7 @@ def _nothing_compared(check: str, baseline: Numbers, candidate: Numbers, kind: s
     return Result(check, Verdict.UNKNOWN if kind or unknown else Verdict.NOT_APPLICABLE, note=note)
 
 
-def _left_out(baseline: Numbers, candidate: Numbers, kind: str, steps: list[int]) -> Iterator[Finding]:
+def _missing_parameters(baseline: Numbers, candidate: Numbers, kind: str, steps: list[int]) -> Iterator[Finding]:
     """Yield parameters without a gradient, or that no optimizer steps on, where others of the second recording have that."""
     quantity = "gradient" if kind == GRADIENT else "what the step adds"
     for step in steps:
@@ -260,7 +260,7 @@ def _left_out(baseline: Numbers, candidate: Numbers, kind: str, steps: list[int]
 QUANTITIES = {GRADIENT: "gradient", OF_UPDATES: "what the step adds", WEIGHTS: "weights"}
 
 
-def _is_of(key: Key, kind: str, steps: Container[int]) -> bool:
+def _is_of_kind(key: Key, kind: str, steps: Container[int]) -> bool:
     """Say whether a tensor is of these steps and this kind; empty: of an optimizer's state."""
     return key[0] in steps and (key[1] == kind if kind else key[1] not in (GRADIENT, WEIGHTS))
 
@@ -288,20 +288,20 @@ def _unknown_if_doubted(
     return Result(check, Verdict.UNKNOWN, len(both), note=note) if note and not findings else result
 
 
-def _replicas(numbers: Numbers, kind: str, steps: list[int]) -> Iterator[Finding]:
+def _differing_replicas(numbers: Numbers, kind: str, steps: list[int]) -> Iterator[Finding]:
     """Yield slices of which ranks that hold the same have different numbers."""
     for key, whole in sorted(numbers.whole.items()):
-        if whole.replicas and _is_of(key, kind, steps):
-            ranks, distance = replicas_apart(whole)
+        if whole.replicas and _is_of_kind(key, kind, steps):
+            ranks, distance = replica_distance(whole)
             quantity = f"{QUANTITIES.get(key[1], key[1])}, compared among ranks that hold the same slice"
             yield _finding(key, distance, None, quantity, ranks=ranks)
 
 
-def replicas_apart(whole: Whole) -> tuple[tuple[int, ...], float]:
+def replica_distance(whole: Whole) -> tuple[tuple[int, ...], float]:
     """Return the ranks of a slice of which holders have different numbers, and the largest distance from the first one's."""
     copies = next(iter(whole.replicas.values()))
     first = copies[0][1]
-    return tuple(rank for rank, _ in copies), max(apart(first, sums)[0] for _, sums in copies)
+    return tuple(rank for rank, _ in copies), max(distance_and_fit(first, sums)[0] for _, sums in copies)
 
 
 def _grad_norm(baseline: Numbers, candidate: Numbers, bounds: Bounds, steps: list[int]) -> Result:
@@ -319,7 +319,7 @@ def _grad_norm(baseline: Numbers, candidate: Numbers, bounds: Bounds, steps: lis
             continue
         wanted = math.sqrt(sum(baseline.whole[key].squares for key in keys))
         rounds = NORMS_OFF * max(numbers.norms_off.get(step, 0.0) for numbers in (baseline, candidate))
-        bound = max(bounds.of(key) for key in keys) + rounds
+        bound = max(bounds.bound(key) for key in keys) + rounds
         if (off := abs(next(iter(norms.values())) - wanted)) > bound * wanted:
             part = number_text(off / wanted, 2)
             note = f"the first recording's norm differs by {part} from that of its gradients: it clips by another one"

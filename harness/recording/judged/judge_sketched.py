@@ -12,8 +12,8 @@ from itertools import chain
 
 import numpy as np
 
-from harness.core.evidence.text import counted, names_text, ranks_text
-from harness.recording.sketches import AFTER_PASS, BUCKETS, BY_ROWS, WEIGHTS, RankSketches, Sketch, boxes_of
+from harness.core.evidence.text import count_text, names_text, ranks_text
+from harness.recording.sketches import AFTER_PASS, BUCKETS, BY_ROWS, WEIGHTS, Box, RankSketches, Sketch, boxes_of_text
 
 CELLS = 1 << 22
 """Pieces of a parameter that its slices may cut it into."""
@@ -110,11 +110,11 @@ class Numbers:
         return sorted({step for step, _, _ in (*self.whole, *self.unknown) if step > self.after})
 
 
-def added_up(ranks: Iterable[RankSketches]) -> Numbers:
+def sum_sketches(ranks: Iterable[RankSketches]) -> Numbers:
     """Return the sums of what ranks left. One rank's are taken at a time, so that many need little memory."""
     total = _Total()
-    for one in ranks:
-        total.add(one)
+    for rank_sketches in ranks:
+        total.add(rank_sketches)
     return total.numbers()
 
 
@@ -122,78 +122,90 @@ class _Total:
     """What was added up so far."""
 
     def __init__(self) -> None:
-        self.world, self.computes_in, self.noise = 0, "", ""
-        self.seen, self.plain, self.tp = list[int](), set[str](), set[tuple[int, ...]]()
-        self.shapes, self.dtypes = dict[str, tuple[int, ...]](), dict[str, str]()
+        self.world = 0
+        self.computes_in = ""
+        self.noise = ""
+        self.seen = list[int]()
+        self.plain = set[str]()
+        self.tp = set[tuple[int, ...]]()
+        self.shapes = dict[str, tuple[int, ...]]()
+        self.dtypes = dict[str, str]()
         self.why: dict[str, str] = {}
         self.whole = dict[Key, Whole]()
         self.places: dict[Key, dict[str, int]] = defaultdict(dict)
         self.firsts = dict[tuple[Key, str], tuple[list[int], np.ndarray]]()
         self.fed: dict[int, dict[int, tuple[bool, tuple[tuple[int, ...], ...]]]] = defaultdict(dict)
         self.after_pass: dict[tuple[int, int], dict[str, np.ndarray]] = defaultdict(dict)
-        self.tokens, self.norms = defaultdict[int, list[int]](list), defaultdict[int, dict[int, float]](dict)
-        self.scales, self.changed = defaultdict[int, set[float]](set), dict[int, tuple[str, ...]]()
-        self.bare, self.norms_off = dict[int, int](), dict[int, float]()
+        self.tokens = defaultdict[int, list[int]](list)
+        self.norms = defaultdict[int, dict[int, float]](dict)
+        self.scales = defaultdict[int, set[float]](set)
+        self.changed = dict[int, tuple[str, ...]]()
+        self.bare = dict[int, int]()
+        self.norms_off = dict[int, float]()
         self.drawn = defaultdict[int, dict[int, tuple[int, int]]](dict)
-        self.rates, self.optimizers = defaultdict[int, set[float]](set), dict[str, None]()
+        self.rates = defaultdict[int, set[float]](set)
+        self.optimizers = dict[str, None]()
         self.unfinished = set[int]()
 
-    def add(self, one: RankSketches) -> None:
+    def add(self, rank_sketches: RankSketches) -> None:
         """Add what one rank left."""
-        self.world, self.computes_in, self.noise = max(self.world, one.world), one.computes_in, one.noise
-        self.seen.append(one.rank)
-        self.plain |= {*one.plain}
-        self.tp |= {one.tp} - {()}
-        self.why |= {fqn: f"{why} (rank {one.rank})" for fqn, why in one.unplaced.items() if fqn not in self.why}
-        for fqn, shape in one.shapes.items():
+        rank = rank_sketches.rank
+        self.world = max(self.world, rank_sketches.world)
+        self.computes_in = rank_sketches.computes_in
+        self.noise = rank_sketches.noise
+        self.seen.append(rank)
+        self.plain |= {*rank_sketches.plain}
+        self.tp |= {rank_sketches.tp} - {()}
+        self.why |= {fqn: f"{why} (rank {rank})" for fqn, why in rank_sketches.unplaced.items() if fqn not in self.why}
+        for fqn, shape in rank_sketches.shapes.items():
             if (first := self.shapes.setdefault(fqn, shape)) != shape:
                 self.why[fqn] = f"ranks have tensors of shape {first} and {shape} of it, and nothing says how they fit"
-        self.dtypes |= one.dtypes
-        self.optimizers |= dict.fromkeys(one.optimizers)
-        self.bare |= one.bare
-        for step, scale in one.scales.items():
+        self.dtypes |= rank_sketches.dtypes
+        self.optimizers |= dict.fromkeys(rank_sketches.optimizers)
+        self.bare |= rank_sketches.bare
+        for step, scale in rank_sketches.scales.items():
             self.scales[step].add(scale)
-        for step, passes in one.passes.items():
-            self.fed[step][one.rank] = step in one.tokens, passes
-        for step, number in one.tokens.items():
+        for step, passes in rank_sketches.passes.items():
+            self.fed[step][rank] = step in rank_sketches.tokens, passes
+        for step, number in rank_sketches.tokens.items():
             self.tokens[step].append(number)
-        for step, norm in one.norms.items():
-            self.norms[step][one.rank] = norm
-        for step, names in one.changed.items():
+        for step, norm in rank_sketches.norms.items():
+            self.norms[step][rank] = norm
+        for step, names in rank_sketches.changed.items():
             self.changed[step] = tuple(dict.fromkeys((*self.changed.get(step, ()), *names)))
-        for step, pair in one.drawn.items():
-            self.drawn[step][one.rank] = pair
-        for step, off in one.norms_off.items():
+        for step, pair in rank_sketches.drawn.items():
+            self.drawn[step][rank] = pair
+        for step, off in rank_sketches.norms_off.items():
             self.norms_off[step] = max(off, self.norms_off.get(step, 0.0))
-        for step, rate in one.rates.items():
+        for step, rate in rank_sketches.rates.items():
             self.rates[step].add(rate)
-        stepped = {*one.rates} | {sketch.step for sketch in one.sketches if sketch.kind == WEIGHTS}
-        self.unfinished |= {*one.passes} - stepped
-        for sketch in one.sketches:
+        stepped = {*rank_sketches.rates} | {sketch.step for sketch in rank_sketches.sketches if sketch.kind == WEIGHTS}
+        self.unfinished |= {*rank_sketches.passes} - stepped
+        for sketch in rank_sketches.sketches:
             if sketch.kind.startswith(AFTER_PASS):
-                number = int(sketch.kind.removeprefix(AFTER_PASS))
-                self.after_pass[sketch.step, number][sketch.fqn] = sketch.sums
+                pass_number = int(sketch.kind.removeprefix(AFTER_PASS))
+                self.after_pass[sketch.step, pass_number][sketch.fqn] = sketch.sums
             else:
-                self._add(one.rank, sketch)
+                self._add(rank, sketch)
 
     def _add(self, rank: int, sketch: Sketch) -> None:
         """Add a slice that no rank had yet; compare one that another rank had."""
         key = (sketch.step, sketch.kind, sketch.fqn)
         if (total := self.whole.get(key)) is None:
             total = self.whole[key] = Whole(np.zeros(BUCKETS))
-        if sketch.place not in self.places[key]:
-            self.places[key][sketch.place] = sketch.elements
-            self.firsts[key, sketch.place] = [rank], sketch.sums
+        if sketch.slice_text not in self.places[key]:
+            self.places[key][sketch.slice_text] = sketch.elements
+            self.firsts[key, sketch.slice_text] = [rank], sketch.sums
             total.sums += sketch.sums
             total.squares += sketch.squares
             return
-        alike, first = self.firsts[key, sketch.place]
+        ranks_alike, first = self.firsts[key, sketch.slice_text]
         differ = np.linalg.norm(sketch.sums - first) > SAME * max(float(np.linalg.norm(first)), 1e-300)
-        if differ or sketch.place in total.replicas:
-            held = total.replicas.setdefault(sketch.place, [(one, first) for one in alike])
-            held.append((rank, sketch.sums))
+        if differ or sketch.slice_text in total.replicas:
+            copies = total.replicas.setdefault(sketch.slice_text, [(rank_alike, first) for rank_alike in ranks_alike])
+            copies.append((rank, sketch.sums))
         else:
-            alike.append(rank)
+            ranks_alike.append(rank)
 
     def numbers(self) -> Numbers:
         """Return whole tensors, and why others are not."""
@@ -201,16 +213,17 @@ class _Total:
             first = self.whole.get((0, WEIGHTS, fqn))
             if first is not None and first.replicas:
                 self.why.setdefault(fqn, UNCLAIMED)
-        whole, unknown = dict[Key, Whole](), {(0, WEIGHTS, fqn): why for fqn, why in self.why.items()}
+        whole = dict[Key, Whole]()
+        unknown = {(0, WEIGHTS, fqn): why for fqn, why in self.why.items()}
         by_rows: dict[tuple[int, str], dict[str, np.ndarray]] = defaultdict(dict)
-        for key, one in self.whole.items():
+        for key, tensor in self.whole.items():
             if key[1].startswith(BY_ROWS):
-                by_rows[key[0], key[2]][key[1].removeprefix(BY_ROWS)] = one.sums
+                by_rows[key[0], key[2]][key[1].removeprefix(BY_ROWS)] = tensor.sums
             elif why := self.why.get(key[2]) or _why_not_whole(key[2], self.shapes, self.places[key]):
                 unknown[key] = why
             else:
-                whole[key] = one
-        passes = {step: _fed(of) for step, of in self.fed.items()}
+                whole[key] = tensor
+        passes = {step: _received_rows(passes_of_ranks) for step, passes_of_ranks in self.fed.items()}
         return Numbers(
             world=self.world,
             ranks=tuple(sorted(self.seen)),
@@ -218,12 +231,12 @@ class _Total:
             dtypes=self.dtypes,
             whole=whole,
             unknown=unknown,
-            rows={step: Counter(chain(*chain(*of.values()))) for step, of in passes.items()},
-            tokens={step: tuple(of) for step, of in self.tokens.items()},
+            rows={step: Counter(chain(*chain(*passes_of_ranks.values()))) for step, passes_of_ranks in passes.items()},
+            tokens={step: tuple(numbers) for step, numbers in self.tokens.items()},
             norms=self.norms,
             norms_off=self.norms_off,
-            scales={step: tuple(sorted(of)) for step, of in self.scales.items()},
-            rates={step: tuple(sorted(of)) for step, of in self.rates.items()},
+            scales={step: tuple(sorted(scales)) for step, scales in self.scales.items()},
+            rates={step: tuple(sorted(rates)) for step, rates in self.rates.items()},
             optimizers=tuple(self.optimizers),
             computes_in=self.computes_in,
             noise=self.noise,
@@ -238,16 +251,24 @@ class _Total:
         )
 
 
-def _fed(of: Mapping[int, tuple[bool, tuple[tuple[int, ...], ...]]]) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Return what ranks were fed. Later stages of a pipeline are fed no integers, as the first one is."""
-    integers = any(is_integer for is_integer, _ in of.values())
-    return {rank: passes for rank, (is_integer, passes) in of.items() if is_integer == integers}
+def _received_rows(
+    passes_of_ranks: Mapping[int, tuple[bool, tuple[tuple[int, ...], ...]]],
+) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """Return by rank, for each pass, the digests of the rows that it received.
+
+    Later stages of a pipeline receive no integers, as the first one does, and are left out.
+    """
+    integers = any(is_integer for is_integer, _ in passes_of_ranks.values())
+    return {rank: passes for rank, (is_integer, passes) in passes_of_ranks.items() if is_integer == integers}
 
 
-def _why_not_whole(fqn: str, shapes: Mapping[str, tuple[int, ...]], places: Mapping[str, int]) -> str:
-    """Why slices do not make up the parameter, each element once; empty if they do."""
+def _why_not_whole(fqn: str, shapes: Mapping[str, tuple[int, ...]], slice_sizes: Mapping[str, int]) -> str:
+    """Return why slices do not make up the parameter, each element once; empty if they do.
+
+    slice_sizes: text of a slice -> number of its elements.
+    """
     wanted = math.prod(shapes[fqn]) if fqn in shapes else None
-    bases = {place.partition("+")[0]: size for place, size in places.items()}
+    bases = {slice_text.partition("+")[0]: size for slice_text, size in slice_sizes.items()}
     total = sum(bases.values())
     if wanted is None or total != wanted:
         return f"ranks that left numbers hold {total} of its {wanted} elements"
@@ -255,22 +276,33 @@ def _why_not_whole(fqn: str, shapes: Mapping[str, tuple[int, ...]], places: Mapp
 
 
 @functools.lru_cache(maxsize=64)
-def _is_tiled(places: tuple[str, ...], shape: tuple[int, ...]) -> bool:
-    """Whether no two slices have an element in common, of as many as there are in all. Many parameters are cut alike."""
-    if len(places) == 1:
+def _is_tiled(slice_texts: tuple[str, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether no two slices have an element in common, of as many as there are in all. Many parameters are cut alike."""
+    if len(slice_texts) == 1:
         return True
-    boxes = [box for place in places for box in boxes_of(place)]
-    edges = []
-    for of in ([box.rows for box in boxes], [box.columns for box in boxes]):
-        edges.append(np.unique([edge for intervals in of for pair in intervals for edge in pair]))
-    if len(edges[0]) * len(edges[1]) > CELLS:
+    boxes: list[Box] = []
+    for slice_text in slice_texts:
+        boxes += boxes_of_text(slice_text)
+    row_edges = _edges([box.rows for box in boxes])
+    column_edges = _edges([box.columns for box in boxes])
+    if len(row_edges) * len(column_edges) > CELLS:
         return True  # nothing claims so many pieces by mistake
-    counts = np.zeros((len(edges[0]), len(edges[1])), np.int32)
+    counts = np.zeros((len(row_edges), len(column_edges)), np.int32)
     for box in boxes:
         for row, column in itertools.product(box.rows, box.columns):
-            (top, bottom), (left, right) = (np.searchsorted(e, of) for e, of in zip(edges, (row, column), strict=True))
+            top, bottom = np.searchsorted(row_edges, row)
+            left, right = np.searchsorted(column_edges, column)
             counts[top:bottom, left:right] += 1
     return int(counts.max()) <= 1
+
+
+def _edges(intervals_of_boxes: Iterable[Iterable[tuple[int, int]]]) -> np.ndarray:
+    """Return all beginnings and ends of intervals, ascending, each once. [edges]"""
+    edges: list[int] = []
+    for intervals in intervals_of_boxes:
+        for pair in intervals:
+            edges += pair
+    return np.unique(edges)
 
 
 def why_unknown(numbers: Numbers, keys: Iterable[Key]) -> str:
@@ -287,23 +319,23 @@ def why_unknown(numbers: Numbers, keys: Iterable[Key]) -> str:
 def missing_ranks(numbers: Numbers) -> str:
     """Return which ranks left no numbers; empty if all did."""
     gone = sorted({*range(numbers.world)} - {*numbers.ranks})
-    return f"{counted(len(gone), 'rank')} left no numbers: {ranks_text(gone)}" if gone else ""
+    return f"{count_text(len(gone), 'rank')} left no numbers: {ranks_text(gone)}" if gone else ""
 
 
-def of_finite(numbers: Numbers) -> Numbers:
-    """Return the same without tensors that hold numbers which are not finite: nothing is judged by these."""
-    gone = {key: NOT_FINITE for key, one in numbers.whole.items() if not math.isfinite(one.length)}
-    whole = {key: one for key, one in numbers.whole.items() if key not in gone}
+def without_nonfinite(numbers: Numbers) -> Numbers:
+    """Return the numbers without tensors that hold NaN or infinity: nothing is judged by these."""
+    gone = {key: NOT_FINITE for key, tensor in numbers.whole.items() if not math.isfinite(tensor.length)}
+    whole = {key: tensor for key, tensor in numbers.whole.items() if key not in gone}
     return replace(numbers, whole=whole, unknown={**numbers.unknown, **gone})
 
 
-def of_shapes(numbers: Numbers, shapes: Mapping[str, tuple[int, ...]]) -> Numbers:
-    """Return the same without parameters that have other shapes in another recording: ranks may hold parts of these."""
+def without_other_shapes(numbers: Numbers, shapes: Mapping[str, tuple[int, ...]]) -> Numbers:
+    """Return the numbers without parameters that have other shapes in another recording: ranks may hold parts of these."""
     why = {
         fqn: f"it has shape {own} here and {shapes[fqn]} in the first recording: if it is cut, declare how (--sharded)"
         for fqn, own in numbers.shapes.items()
         if shapes.get(fqn, own) != own
     }
     gone = {key: why[key[2]] for key in numbers.whole if key[2] in why}
-    whole = {key: one for key, one in numbers.whole.items() if key not in gone}
+    whole = {key: tensor for key, tensor in numbers.whole.items() if key not in gone}
     return replace(numbers, whole=whole, unknown={**numbers.unknown, **gone})

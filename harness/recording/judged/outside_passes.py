@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.core.evidence.keys import ranks_key, ranks_of, steps_text
+from harness.core.evidence.keys import ranks_from_key, ranks_key, steps_text
 from harness.core.evidence.records import CHECKPOINT
 from harness.core.evidence.summary import POINT_TO_POINT, Summary
 
@@ -51,58 +51,83 @@ class Line:
 
 def whole_steps(summaries: Iterable[Summary]) -> tuple[int, ...]:
     """Return the steps that every rank has on record."""
-    known = [set(one.traffic.whole) for one in summaries if one.traffic.whole]
+    known = [set(summary.traffic.whole) for summary in summaries if summary.traffic.whole]
     return tuple(sorted(set.intersection(*known))) if known else ()
 
 
-def lines(summaries: Sequence[Summary], *, axes_apart: bool = False) -> tuple[Line, ...]:
-    """axes_apart: groups that share a rank are of different axes, and each is in a separate line."""
-    steps, moved = whole_steps(summaries), _moved(summaries)
-    return tuple(
-        Line(
-            *kind,
-            groups=tuple(sorted({group for _, group in ranks}, key=ranks_of)),
-            calls={step: _range(done.get(step, (0, 0))[0] for done in ranks.values()) for step in steps},
-            bytes={step: _range(done.get(step, (0, 0))[1] for done in ranks.values()) for step in steps},
-        )
-        for kind, of_kind in sorted(moved.items())
-        for ranks in (_axes(of_kind) if axes_apart and kind[0] not in POINT_TO_POINT else [of_kind])
-        if any(step in done for done in ranks.values() for step in steps)
-    )
+def outside_lines(summaries: Sequence[Summary], *, axes_apart: bool = False) -> tuple[Line, ...]:
+    """Return a line for each collective outside of passes.
+
+    axes_apart: groups that share a rank are of different axes, and each is in a separate line.
+    """
+    steps = whole_steps(summaries)
+    rows = []
+    for kind, moved in sorted(_moved_by_kind(summaries).items()):
+        axes = [moved]
+        if axes_apart and kind[0] not in POINT_TO_POINT:
+            axes = _split_by_axis(moved)
+        for moved_of_axis in axes:
+            if _is_moved_in(moved_of_axis, steps):
+                rows.append(_line(kind, moved_of_axis, steps))
+    return tuple(rows)
 
 
-def _axes(ranks: Moved) -> list[Moved]:
-    """Each group goes to the first axis whose groups have its size and none of its ranks."""
+def _is_moved_in(moved: Moved, steps: Iterable[int]) -> bool:
+    """Return whether anything is moved in any of these steps."""
+    return any(not by_step.keys().isdisjoint(steps) for by_step in moved.values())
+
+
+def _line(kind: Kind, moved: Moved, steps: Iterable[int]) -> Line:
+    """Return the line of a kind of collectives, with the least and most that ranks move in each step."""
+    calls = {}
+    sizes = {}
+    for step in steps:
+        of_ranks = [by_step.get(step, (0, 0)) for by_step in moved.values()]
+        calls[step] = _range(number for number, _ in of_ranks)
+        sizes[step] = _range(size for _, size in of_ranks)
+    groups = sorted({group for _, group in moved}, key=ranks_from_key)
+    return Line(*kind, groups=tuple(groups), calls=calls, bytes=sizes)
+
+
+def _split_by_axis(moved: Moved) -> list[Moved]:
+    """Return what is moved over each axis. A group goes to the first axis whose groups have its size and none of its ranks."""
     axes: list[tuple[list[str], set[int]]] = []
-    for group in sorted({group for _, group in ranks}, key=ranks_of):
-        own = set(ranks_of(group))
-        homes = (axis for axis in axes if len(ranks_of(axis[0][0])) == len(own) and axis[1].isdisjoint(own))
-        groups, taken = next(homes, None) or ([], set())
-        if not groups:
-            axes.append((groups, taken))
-        groups.append(group)
-        taken |= own
-    found = (set(groups) for groups, _ in axes)
-    return [{key: done for key, done in ranks.items() if key[1] in groups} for groups in found]
+    for group in sorted({group for _, group in moved}, key=ranks_from_key):
+        ranks = set(ranks_from_key(group))
+        axis = next((axis for axis in axes if _fits_axis(ranks, *axis)), None)
+        if axis is None:
+            axis = ([], set())
+            axes.append(axis)
+        groups_of_axis, ranks_of_axis = axis
+        groups_of_axis.append(group)
+        ranks_of_axis |= ranks
+    rows = []
+    for groups_of_axis, _ in axes:
+        rows.append({key: by_step for key, by_step in moved.items() if key[1] in groups_of_axis})
+    return rows
 
 
-def _moved(summaries: Iterable[Summary]) -> dict[Kind, Moved]:
-    found: dict[Kind, Moved] = defaultdict(lambda: defaultdict(dict))
-    for one in summaries:
-        for use in one.traffic.outside:
-            for step in ranks_of(use.steps):
-                found[use.op, use.dtype, use.phase, _whose(one, use.ranks)][one.rank, use.ranks][step] = (
-                    use.calls,
-                    use.bytes,
-                )
-    return found
+def _fits_axis(ranks: set[int], groups_of_axis: Sequence[str], ranks_of_axis: set[int]) -> bool:
+    """Return whether a group of these ranks has the size of an axis' groups, and none of their ranks."""
+    return len(ranks_from_key(groups_of_axis[0])) == len(ranks) and ranks_of_axis.isdisjoint(ranks)
 
 
-def _whose(one: Summary, group: str) -> str:
+def _moved_by_kind(summaries: Iterable[Summary]) -> dict[Kind, Moved]:
+    """Return what is moved by op, dtype, phase and whose groups."""
+    by_kind: dict[Kind, Moved] = defaultdict(lambda: defaultdict(dict))
+    for summary in summaries:
+        for use in summary.traffic.outside:
+            for step in ranks_from_key(use.steps):
+                kind = (use.op, use.dtype, use.phase, _group_owner_text(summary, use.ranks))
+                by_kind[kind][summary.rank, use.ranks][step] = (use.calls, use.bytes)
+    return by_kind
+
+
+def _group_owner_text(summary: Summary, group: str) -> str:
     """Name the group in words that another number of ranks does not change."""
-    if group in one.groups.roles:
-        return f"ranks {one.groups.roles[group]}"
-    return "all ranks" if len(ranks_of(group)) == one.world else "part of the ranks"
+    if group in summary.groups.roles:
+        return f"ranks {summary.groups.roles[group]}"
+    return "all ranks" if len(ranks_from_key(group)) == summary.world else "part of the ranks"
 
 
 def _range(numbers: Iterable[int]) -> Range:
@@ -113,75 +138,88 @@ def _range(numbers: Iterable[int]) -> Range:
 # ---- as structure
 
 
-def section(summaries: Sequence[Summary]) -> dict[str, Any]:
-    told: dict[str, Any] = {"steps": ranks_key(whole_steps(summaries)) or NONE}
-    for line in lines(summaries):
-        sizes = OBJECTS if line.dtype == "uint8" else _by_steps(line.bytes)
-        told[f"{line.op} of {line.dtype}{PHASES.get(line.phase, '')} over {line.role}"] = {
+def structure_section(summaries: Sequence[Summary]) -> dict[str, Any]:
+    """Return the section of a structure on what is moved outside of forward and backward.
+
+    It has the whole steps, and for each kind of collective its groups, calls and bytes. Bytes of uint8 are replaced by
+    OBJECTS. Amounts that differ between steps are given by steps.
+    """
+    section: dict[str, Any] = {"steps": ranks_key(whole_steps(summaries)) or NONE}
+    for line in outside_lines(summaries):
+        sizes = OBJECTS if line.dtype == "uint8" else _amount_or_by_steps(line.bytes)
+        section[f"{line.op} of {line.dtype}{PHASES.get(line.phase, '')} over {line.role}"] = {
             "groups": list(line.groups),
-            "calls": _by_steps(line.calls),
+            "calls": _amount_or_by_steps(line.calls),
             "bytes": sizes,
         }
-    return told
+    return section
 
 
-def _by_steps(ranges: Mapping[int, Range]) -> Any:
-    """One amount where it is that in every step; else amounts by steps."""
-    amounts = {step: least if least == most else f"{least} to {most}" for step, (least, most) in ranges.items()}
-    found = {ranks_key(tuple(steps)): amount for amount, steps in _alike(amounts)}
-    return next(iter(found.values())) if len(found) == 1 else found
+def _amount_or_by_steps(ranges: Mapping[int, Range]) -> Any:
+    """Return the amount if it is the same in every step; else amounts by steps."""
+    amounts = {
+        step: least if least == largest else f"{least} to {largest}" for step, (least, largest) in ranges.items()
+    }
+    by_steps = {ranks_key(tuple(steps)): amount for amount, steps in _steps_by_amount(amounts)}
+    return next(iter(by_steps.values())) if len(by_steps) == 1 else by_steps
 
 
-def _alike(amounts: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
-    found: dict[Any, list[int]] = {}
+def _steps_by_amount(amounts: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
+    """Return each amount with the steps that have it."""
+    by_amount: dict[Any, list[int]] = {}
     for step, amount in amounts.items():
-        found.setdefault(amount, []).append(step)
-    return list(found.items())
+        by_amount.setdefault(amount, []).append(step)
+    return list(by_amount.items())
 
 
-def in_common(one: Section, other: Section) -> tuple[Section, Section]:
-    """Both, of the steps alone that both have; where they have none in common, which steps they have."""
-    steps = _common(one, other)
+def restrict_to_common_steps(baseline: Section, candidate: Section) -> tuple[Section, Section]:
+    """Return both, of the steps alone that both have. If they have none in common, return which steps each has."""
+    steps = _common_steps(baseline, candidate)
     if not steps:
-        return {"steps": one["steps"]}, {"steps": other["steps"]}
-    return _within(one, steps), _within(other, steps)
+        return {"steps": baseline["steps"]}, {"steps": candidate["steps"]}
+    return _lines_of_steps(baseline, steps), _lines_of_steps(candidate, steps)
 
 
-def steps_compared(one: Section, other: Section) -> str:
-    steps = _common(one, other)
+def compared_steps_text(baseline: Section, candidate: Section) -> str:
+    steps = _common_steps(baseline, candidate)
     if not steps:
         return "not compared: no step that was followed by another is recorded in both"
     return f"compared in {steps_text(steps)}, which both have on record"
 
 
-def _common(one: Section, other: Section) -> tuple[int, ...]:
-    return tuple(sorted(set(_steps(one)) & set(_steps(other))))
+def _common_steps(baseline: Section, candidate: Section) -> tuple[int, ...]:
+    return tuple(sorted(set(_recorded_steps(baseline)) & set(_recorded_steps(candidate))))
 
 
-def _steps(told: Section) -> tuple[int, ...]:
-    text = str(told["steps"])
-    return () if text == NONE else ranks_of(text)
+def _recorded_steps(section: Section) -> tuple[int, ...]:
+    text = str(section["steps"])
+    return () if text == NONE else ranks_from_key(text)
 
 
-def _within(told: Section, steps: tuple[int, ...]) -> dict[str, Any]:
-    """What is moved in none of these steps is not there."""
-    found = {}
-    for name, line in told.items():
-        if name != "steps" and set((calls := _of_steps(line["calls"], steps)).values()) != {0}:
-            sizes = _of_steps(line["bytes"], steps)
-            found[name] = {**line, "calls": _amounts_text(calls), "bytes": _amounts_text(sizes)}
-    return found
+def _lines_of_steps(section: Section, steps: tuple[int, ...]) -> dict[str, Any]:
+    """Return the lines of what is moved in any of these steps, with the amounts of these steps."""
+    lines = {}
+    for name, line in section.items():
+        if name == "steps":
+            continue
+        calls = _amounts_of_steps(line["calls"], steps)
+        if set(calls.values()) != {0}:
+            sizes = _amounts_of_steps(line["bytes"], steps)
+            lines[name] = {**line, "calls": _amounts_text(calls), "bytes": _amounts_text(sizes)}
+    return lines
 
 
-def _of_steps(amounts: Any, steps: tuple[int, ...]) -> dict[int, Any]:
+def _amounts_of_steps(amounts: Any, steps: tuple[int, ...]) -> dict[int, Any]:
     if not isinstance(amounts, Mapping):
         return dict.fromkeys(steps, amounts)
-    each = {step: amount for at, amount in amounts.items() for step in ranks_of(str(at))}
-    return {step: each[step] for step in steps}
+    by_step = {}
+    for steps_of_amount, amount in amounts.items():
+        by_step.update(dict.fromkeys(ranks_from_key(str(steps_of_amount)), amount))
+    return {step: by_step[step] for step in steps}
 
 
 def _amounts_text(amounts: Mapping[int, Any]) -> Any:
-    alike = _alike(amounts)
+    alike = _steps_by_amount(amounts)
     if len(alike) == 1:
         return alike[0][0]
     return ", ".join(f"{amount} in {steps_text(tuple(steps))}" for amount, steps in alike)

@@ -7,7 +7,7 @@ If a recording does not show what a check needs, the check does not judge it, an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,20 +21,20 @@ from harness.core.case.traits import TrainerTraits
 from harness.core.evidence.provided import WORDS, Provided
 from harness.core.evidence.recorded_run import RecordedRun
 from harness.core.evidence.recording import RankRecord
-from harness.core.evidence.records import RankEvidence
+from harness.core.evidence.records import Collective, RankEvidence
 from harness.core.evidence.summary import Summary, idle_steps, summary_of
 from harness.core.evidence.text import names_text
-from harness.core.evidence.unplaced import unplaced
-from harness.core.judge.local_training import local_by
+from harness.core.evidence.unplaced import unplaced_groups_reason
+from harness.core.judge.local_training import local_training_means
 from harness.core.judge.measured import claimed_cut_dims, claimed_units
-from harness.core.judge.observed import replicas
-from harness.core.judge.traffic import INSIDE
+from harness.core.judge.observed import families_of_replicas
+from harness.core.judge.traffic import INSIDE_PHASES
 from harness.core.judge.trial import Trial
 from harness.core.plan.make_plan import make_plan
 from harness.core.plan.plan import Plan, without_slices
 from harness.core.plan.slices import BYTES
-from harness.recording.judged.recorded_ends import exits_of, not_heard
-from harness.recording.judged.stored_recording import Recording, not_recorded, recorder_failed
+from harness.recording.judged.recorded_ends import exits_of, why_exits_unknown
+from harness.recording.judged.stored_recording import Recording, recorder_failure_text, unrecorded_model_text
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.record import ReferenceRun
 
@@ -63,22 +63,26 @@ def trial_of(
     recording: Recording | None = None,
     like: Mapping[int, int] | None = None,
 ) -> Trial:
-    """records: of all ranks that left one; or of some, with the recording of all, and in `like`, by rank, the one that was read
-    instead. Trap: a job may be of more or fewer ranks than the layout."""
+    """Return the trial of a recorded job.
+
+    records: of all ranks that left one; or of some, with the recording of all, and in `like`, by rank, the one that was read
+    instead. Trap: a job may be of more or fewer ranks than the layout.
+    """
     like = {rank: rank for rank in records} if like is None else like
-    steps = _steps(records.values())
-    ranks = {rank: _of_steps(record.evidence, steps) for rank, record in records.items()}
+    steps = _complete_steps(records.values())
+    ranks = {rank: _evidence_of_steps(record.evidence, steps) for rank, record in records.items()}
     heard = recording or _recording_of(records, directory)
     exits = exits_of(heard, world)
     case = _case(dims, ranks, Counter(like.values()), max(steps, default=1))
     units = {rank: claimed_units(evidence) for rank, evidence in ranks.items()}
-    of_all = {rank: units[one] for rank, one in sorted(like.items())}
-    measured = Measured(of_all, cut_dims=claimed_cut_dims(ranks.values()))
-    plan = _plan(case, TrainerTraits(measured=measured), _ignored(ranks.values()))
+    units_of_all = {rank: units[representative] for rank, representative in sorted(like.items())}
+    measured = Measured(units_of_all, cut_dims=claimed_cut_dims(ranks.values()))
+    plan = _plan(case, TrainerTraits(measured=measured), _ignored_parameters(ranks.values()))
     if dims.tp * dims.pp > 1 or plan.flat:
         plan = without_slices(plan)
-    provided = _provided(case, ranks, records, heard)
-    if {evidence.world_size for evidence in ranks.values()} == {dims.world_size} and (why := not_heard(exits, heard)):
+    provided = _provided_evidence(case, ranks, records, heard)
+    has_size_of_layout = {evidence.world_size for evidence in ranks.values()} == {dims.world_size}
+    if has_size_of_layout and (why := why_exits_unknown(exits, heard)):
         provided = provided.without(("ends",), why, unknown=True)
     run = RecordedRun(
         directory,
@@ -87,40 +91,47 @@ def trial_of(
         ranks,
         provided=provided,
         chosen=heard.chosen,
-        stands=like,
+        representatives=like,
         summaries=dict(sorted(heard.summaries.items())),
     )
     return Trial(case, plan, run, NO_REFERENCE)
 
 
-def _provided(
-    case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord], heard: Recording
+def _provided_evidence(
+    case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord], recording: Recording
 ) -> Provided:
-    """What a recording shows of a job, in addition to how it ended."""
-    found, summaries = heard.provides, heard.summaries.values()
-    if heard.world != case.dims.world_size:
-        found = found.without(WORDS.keys() - {"ends"}, f"the job has {heard.world} ranks, not those of the layout")
+    """Return what a recording shows of a job, in addition to how it ended."""
+    provided = recording.provides
+    summaries = recording.summaries.values()
+    if recording.world != case.dims.world_size:
+        why = f"the job has {recording.world} ranks, not those of the layout"
+        provided = provided.without(WORDS.keys() - {"ends"}, why)
     for word, why in (
-        ("slices", _no_slices(case, ranks)),
-        ("flows", _no_flows(records) or _local(summaries)),
-        ("claims", _no_claims(case, ranks)),
+        ("slices", _why_no_slices(case, ranks)),
+        ("flows", _why_no_flows(records) or _local_training_text(summaries)),
+        ("claims", _why_no_claims(case, ranks)),
     ):
-        found = found.without((word,), why) if why else found
-    if why := _claims_not_seen(case, ranks, records):
-        found = found.without(("claims",), why, unknown=True)
-    if records and all(_stepped_nothing(record) for record in records.values()):
-        found = found.unseen(NO_OPTIMIZER).without(("contents",), NO_OPTIMIZER, unknown=True)
-    if why := unplaced({rank: one.groups.own for rank, one in heard.summaries.items()}):
-        found = found.without(("members",), why, unknown=True)
-    if partial := not_recorded(summaries):
-        found = found.without(("sizes",), partial, unknown=True).only_partly(("claims", "slices", "contents"), partial)
-    if failed := recorder_failed(summaries):
-        found = found.unseen(failed).only_partly(found.singly, failed)
-    return found
+        if why:
+            provided = provided.without((word,), why)
+    if why := _why_claims_unseen(case, ranks, records):
+        provided = provided.without(("claims",), why, unknown=True)
+    if records and all(_has_stepped_nothing(record) for record in records.values()):
+        provided = provided.without_complete_evidence(NO_OPTIMIZER)
+        provided = provided.without(("contents",), NO_OPTIMIZER, unknown=True)
+    own_groups = {rank: summary.groups.own for rank, summary in recording.summaries.items()}
+    if why := unplaced_groups_reason(own_groups):
+        provided = provided.without(("members",), why, unknown=True)
+    if partial := unrecorded_model_text(summaries):
+        provided = provided.without(("sizes",), partial, unknown=True)
+        provided = provided.only_partly(("claims", "slices", "contents"), partial)
+    if failed := recorder_failure_text(summaries):
+        provided = provided.without_complete_evidence(failed)
+        provided = provided.only_partly(provided.singly, failed)
+    return provided
 
 
-def _stepped_nothing(record: RankRecord) -> bool:
-    """Whether a rank trained to its end, and the recorder saw the end of no step."""
+def _has_stepped_nothing(record: RankRecord) -> bool:
+    """Return whether a rank trained to its end, and the recorder saw the end of no step."""
     return record.ended == "ok" and not record.evidence.steps and not record.steps_seen
 
 
@@ -134,23 +145,28 @@ def _plan(case: Case, traits: TrainerTraits, ignored: set[str]) -> Plan:
     return replace(plan, flows=moved.flows, even_flows=moved.even_flows, last_flows=moved.last_flows)
 
 
-def _ignored(ranks: Iterable[RankEvidence]) -> set[str]:
-    return {fqn for evidence in ranks for wrapper in evidence.structure.values() for fqn in wrapper.ignored}
+def _ignored_parameters(ranks: Iterable[RankEvidence]) -> set[str]:
+    """Return the parameters that wrappers ignore, of all ranks."""
+    fqns: set[str] = set()
+    for evidence in ranks:
+        for wrapper in evidence.structure.values():
+            fqns.update(wrapper.ignored)
+    return fqns
 
 
 def _recording_of(records: Mapping[int, RankRecord], directory: str) -> Recording:
-    last = {rank: one.last for rank, one in records.items() if one.last and not one.ended}
-    return Recording(Path(directory), {rank: summary_of(one) for rank, one in records.items()}, last=last)
+    last = {rank: record.last for rank, record in records.items() if record.last and not record.ended}
+    return Recording(Path(directory), {rank: summary_of(record) for rank, record in records.items()}, last=last)
 
 
-def _steps(records: Iterable[RankRecord]) -> list[int]:
+def _complete_steps(records: Iterable[RankRecord]) -> list[int]:
     """Return the steps from the first on that every rank recorded to their end."""
     seen = [{*record.ended_steps} for record in records]
     common = set.intersection(*seen) if seen else set()
     return [step for step in sorted(common) if set(range(1, step + 1)) <= common]
 
 
-def _of_steps(evidence: RankEvidence, steps: list[int]) -> RankEvidence:
+def _evidence_of_steps(evidence: RankEvidence, steps: list[int]) -> RankEvidence:
     calls = tuple(call for call in evidence.collectives if call.step in steps or call.step == 0)
     return replace(evidence, steps=tuple(s for s in evidence.steps if s.step in steps), collectives=calls)
 
@@ -163,9 +179,9 @@ def _case(dims: ParallelDims, ranks: Mapping[int, RankEvidence], many: Mapping[i
     for evidence in ranks.values():
         shapes |= {tensor.fqn: tensor.global_shape for tensor in evidence.parameters}
     model = ObservedModel(name="recorded", n_layers=0, shapes=tuple(shapes.items()))
-    stored = _dtype(ranks.values())
-    gathered = _moved(ranks, many, "all_gather")
-    reduced = _moved(ranks, many, "reduce_scatter") or _moved(ranks, many, "all_reduce")
+    stored = _parameter_dtype(ranks.values())
+    gathered = _main_dtype_of(ranks, many, "all_gather")
+    reduced = _main_dtype_of(ranks, many, "reduce_scatter") or _main_dtype_of(ranks, many, "all_reduce")
     training = TrainingConfig(
         steps=steps, dtype=stored or "float32", compute_dtype=gathered if gathered != stored else None
     )
@@ -173,15 +189,22 @@ def _case(dims: ParallelDims, ranks: Mapping[int, RankEvidence], many: Mapping[i
     return Case("recorded", "a recorded job", dims=dims, model=model, training=training, features=features)
 
 
-def _dtype(ranks: Iterable[RankEvidence]) -> str | None:
+def _parameter_dtype(ranks: Iterable[RankEvidence]) -> str | None:
     """Return the dtype of all parameters; None if they have several, or one that the plan does not support."""
-    found = {tensor.dtype for evidence in ranks for tensor in evidence.parameters}
-    (dtype,) = found if len(found) == 1 else (None,)
+    dtypes: set[str] = set()
+    for evidence in ranks:
+        dtypes.update(tensor.dtype for tensor in evidence.parameters)
+    if len(dtypes) != 1:
+        return None
+    (dtype,) = dtypes
     return dtype if dtype in BYTES else None
 
 
-def _moved(ranks: Mapping[int, RankEvidence], many: Mapping[int, int], op: str) -> str | None:
-    """The type in which most bytes of this collective moved in forward and backward. many: ranks that each one stands for."""
+def _main_dtype_of(ranks: Mapping[int, RankEvidence], many: Mapping[int, int], op: str) -> str | None:
+    """Return the dtype in which most bytes of this collective moved in forward and backward. None if none moved.
+
+    many: number of ranks that each one represents.
+    """
     moved: Counter[str] = Counter()
     for rank, evidence in ranks.items():
         for call in evidence.collectives:
@@ -190,112 +213,164 @@ def _moved(ranks: Mapping[int, RankEvidence], many: Mapping[int, int], op: str) 
     return max(moved, key=moved.__getitem__) if moved else None
 
 
-def _kinds(ranks: Iterable[RankEvidence]) -> set[str]:
-    return {wrapper.kind for evidence in ranks for wrapper in evidence.structure.values()}
+def _wrapper_kinds(ranks: Iterable[RankEvidence]) -> set[str]:
+    """Return the kinds of wrappers of all ranks."""
+    kinds: set[str] = set()
+    for evidence in ranks:
+        kinds.update(wrapper.kind for wrapper in evidence.structure.values())
+    return kinds
 
 
 def _wrapper(dims: ParallelDims, ranks: Iterable[RankEvidence]) -> str | None:
-    """The one that was seen, if it can do what is requested. A layout of cp alone says no more than that tokens are cut. If no
-    wrapper claims to shard parameters over it, each rank may have them whole, as under DDP."""
+    """Return the kind of wrapper that was seen, if it can do what is requested.
+
+    A layout of cp alone says no more than that tokens are cut. If no wrapper claims to shard parameters over it, each rank may
+    have them whole, as under DDP.
+    """
     ranks = list(ranks)
-    kinds, able = _kinds(ranks), ("fsdp2", "fsdp1") if dims.dp_shard * dims.cp > 1 else ("ddp", "replicate", "fsdp1")
+    kinds = _wrapper_kinds(ranks)
+    able = ("fsdp2", "fsdp1") if dims.dp_shard * dims.cp > 1 else ("ddp", "replicate", "fsdp1")
     if dims.dp_shard > 1 or dims.cp == 1:
         return next((kind for kind in able if kind in kinds), None)
-    unclaimed = "ddp" if not kinds and not _dtensors(ranks) else None
+    unclaimed = "ddp" if not kinds and not _has_dtensors(ranks) else None
     return next((kind for kind in (*able, "ddp", "replicate") if kind in kinds), unclaimed)
 
 
-def _no_slices(case: Case, ranks: Mapping[int, RankEvidence]) -> str:
+def _why_no_slices(case: Case, ranks: Mapping[int, RankEvidence]) -> str:
     """Why it is not derived what a rank holds of a parameter; empty if it is."""
-    kinds = _kinds(ranks.values())
+    kinds = _wrapper_kinds(ranks.values())
     if not any(evidence.parameters for evidence in ranks.values()):
         return "no rank recorded any parameter"
     if case.dims.tp * case.dims.pp > 1:
         return CUT.format("tp or pp")
-    if _dtype(ranks.values()) is None:
+    if _parameter_dtype(ranks.values()) is None:
         return "parameters have several types, or one whose bytes are not derived"
     if "fsdp1" in kinds:
         return "FSDP1 cuts vectors of many parameters, which are not derived"
     if case.dims.dp * case.dims.cp > 1 and not kinds:
         return "no data-parallel wrapper of torch's was seen"
-    if own := _own_parameters(ranks.values()):
+    if own := _own_parameter(ranks.values()):
         return f"ranks have parameters of their own ({own}), which their wrappers ignore"
     return f"several kinds of wrappers: {', '.join(sorted(kinds))}" if len(kinds) > 1 else ""
 
 
-def _no_claims(case: Case, ranks: Mapping[int, RankEvidence]) -> str:
-    claimed = case.shards > 1 or _kinds(ranks.values()) or _dtensors(ranks.values()) or _freed(ranks.values())
+def _why_no_claims(case: Case, ranks: Mapping[int, RankEvidence]) -> str:
+    claimed = (
+        case.shards > 1 or _wrapper_kinds(ranks.values()) or _has_dtensors(ranks.values()) or _is_freed(ranks.values())
+    )
     return "" if claimed else "nothing says where it lies: plain tensors, and no wrapper of torch's was seen"
 
 
-def _own_parameters(ranks: Iterable[RankEvidence]) -> str:
-    """One that some ranks do not have, if wrappers ignore all of these, as experts that have names of their own."""
+def _own_parameter(ranks: Iterable[RankEvidence]) -> str:
+    """Return a parameter that some ranks do not have, if wrappers ignore all of these, as experts that have names of their own.
+    Empty if there is none."""
     ranks = list(ranks)
-    held = Counter(tensor.fqn for evidence in ranks for tensor in evidence.parameters)
-    own = {fqn for fqn, count in held.items() if count < len(ranks)}
-    return min(own) if own and own <= _ignored(ranks) else ""
+    counts = Counter[str]()
+    for evidence in ranks:
+        counts.update(tensor.fqn for tensor in evidence.parameters)
+    own = {fqn for fqn, count in counts.items() if count < len(ranks)}
+    return min(own) if own and own <= _ignored_parameters(ranks) else ""
 
 
-def _claims_not_seen(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord]) -> str:
+def _why_claims_unseen(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord]) -> str:
     """Why it was not seen where parameters lie; empty if it was, or there is nothing to see."""
-    if _kinds(ranks.values()) or _dtensors(ranks.values()):
+    if _wrapper_kinds(ranks.values()) or _has_dtensors(ranks.values()):
         return ""
-    if _freed(ranks.values()):
+    if _is_freed(ranks.values()):
         return FREED
     if case.shards == 1 or not _steps_on_others(records):
         return ""
     return "what is stepped on is no parameter of the model, as under ZeRO: where it lies was not seen"
 
 
-def _freed(ranks: Iterable[RankEvidence]) -> bool:
-    """Whether all parameters of a rank are empty before its first pass: replicas have them whole, and so do shards a part."""
-    held = ([tensor.value.size for tensor in evidence.parameters] for evidence in ranks)
-    return any(sizes and not any(sizes) for sizes in held)
+def _is_freed(ranks: Iterable[RankEvidence]) -> bool:
+    """Return whether all parameters of a rank are empty before its first pass. Replicas have them whole, and shards a part."""
+    for evidence in ranks:
+        sizes = [tensor.value.size for tensor in evidence.parameters]
+        if sizes and not any(sizes):
+            return True
+    return False
 
 
 def _steps_on_others(records: Mapping[int, RankRecord]) -> bool:
-    """In no step recorded has any rank an optimizer that found a gradient in a parameter of the model, nor one that has any."""
-    steps = [(step, record) for record in records.values() for step in record.steps if step.step]
-    return bool(steps) and all(
-        not record.stepped and {*step.ungraded} >= {tensor.fqn for tensor in record.evidence.parameters}
-        for step, record in steps
-    )
+    """Return whether optimizers step on other tensors than the model's.
+
+    In no step recorded has any rank an optimizer that found a gradient in a parameter of the model, or that has any of them.
+    """
+    has_steps = False
+    for record in records.values():
+        fqns = {tensor.fqn for tensor in record.evidence.parameters}
+        for step in record.steps:
+            if not step.step:
+                continue
+            has_steps = True
+            if record.stepped or not {*step.ungraded} >= fqns:
+                return False
+    return has_steps
 
 
-def _dtensors(ranks: Iterable[RankEvidence]) -> bool:
-    return any(tensor.mesh is not None for evidence in ranks for tensor in evidence.parameters)
+def _has_dtensors(ranks: Iterable[RankEvidence]) -> bool:
+    """Return whether any rank has a parameter on a mesh."""
+    return any(map(_is_on_mesh, ranks))
 
 
-def _no_flows(records: Mapping[int, RankRecord]) -> str:
-    """Why the bytes that are moved of parameters are not: a hook chooses them, some are not trained, or they move as something
-    else."""
-    hooks = (w.comm_hook for record in records.values() for w in record.evidence.structure.values() if w.comm_hook)
-    if hook := next(hooks, ""):
-        return f"DDP reduces gradients by the communication hook {hook}, which chooses what is moved"
-    ungraded = next((s.ungraded for r in records.values() for s in r.steps if s.step and s.ungraded), ())
-    if ungraded and not _nothing_trained(records.values()):
+def _is_on_mesh(evidence: RankEvidence) -> bool:
+    return any(tensor.mesh is not None for tensor in evidence.parameters)
+
+
+def _why_no_flows(records: Mapping[int, RankRecord]) -> str:
+    """Return why the bytes that are moved of parameters are not derived. Empty if they are.
+
+    A hook chooses them, some are not trained, or they move as something else.
+    """
+    for record in records.values():
+        for wrapper in record.evidence.structure.values():
+            if wrapper.comm_hook:
+                return (
+                    f"DDP reduces gradients by the communication hook {wrapper.comm_hook}, which chooses what is moved"
+                )
+    ungraded = _first_ungraded(records.values())
+    if ungraded and not _has_trained_nothing(records.values()):
         return f"{names_text(ungraded)} had no gradient: what is moved of them is not derived"
-    calls = [call for record in records.values() for call in record.evidence.collectives]
-    moved = [
-        c for c in calls if c.op in ("all_gather", "reduce_scatter") and c.phase in INSIDE and c.dtype not in BYTES
-    ]
-    steps = {step.step for record in records.values() for step in record.evidence.steps}
-    packed = (
-        {c.dtype for c in moved} if len(steps) < 2 else {c.dtype for c in moved if c.step != min(steps)}
-    )  # set up there
+    packed_calls: list[Collective] = []
+    steps: set[int] = set()
+    for record in records.values():
+        packed_calls += [call for call in record.evidence.collectives if _is_packed(call)]
+        steps.update(step.step for step in record.evidence.steps)
+    if len(steps) > 1:  # set up in the first one
+        packed_calls = [call for call in packed_calls if call.step != min(steps)]
+    packed = {call.dtype for call in packed_calls}
     return f"parameters or gradients may move as {', '.join(sorted(packed))}" if packed else ""
 
 
-def _local(summaries: Iterable[Summary]) -> str:
-    """Why replicas need not reduce gradients; empty if they need."""
-    how = next(filter(None, map(local_by, replicas(summaries))), "")
-    return f"replicas train locally, by {how}" if how else ""
+def _first_ungraded(records: Iterable[RankRecord]) -> Sequence[str]:
+    """Return the parameters without a gradient of the first rank and step that has any; empty if none has."""
+    for record in records:
+        for step in record.steps:
+            if step.step and step.ungraded:
+                return step.ungraded
+    return ()
 
 
-def _nothing_trained(records: Iterable[RankRecord]) -> bool:
-    """Optimizers have all parameters, and never found a gradient: none was reduced, and all should have been."""
-    return all(
-        {*one.stepped} >= {tensor.fqn for tensor in one.evidence.parameters}
-        and {*idle_steps(one)} == {step.step for step in one.steps if step.step}
-        for one in records
-    )
+def _is_packed(call: Collective) -> bool:
+    """Return whether a collective inside of passes moves parameters or gradients in a type that the plan does not support."""
+    return call.op in ("all_gather", "reduce_scatter") and call.phase in INSIDE_PHASES and call.dtype not in BYTES
+
+
+def _local_training_text(summaries: Iterable[Summary]) -> str:
+    """Return why replicas need not reduce gradients; empty if they need."""
+    means = next(filter(None, map(local_training_means, families_of_replicas(summaries))), "")
+    return f"replicas train locally, by {means}" if means else ""
+
+
+def _has_trained_nothing(records: Iterable[RankRecord]) -> bool:
+    """Return whether optimizers have all parameters on all ranks, and found no gradient in any recorded step.
+
+    Then none was reduced, and all should have been.
+    """
+    for record in records:
+        if not {*record.stepped} >= {tensor.fqn for tensor in record.evidence.parameters}:
+            return False
+        if {*idle_steps(record)} != {step.step for step in record.steps if step.step}:
+            return False
+    return True

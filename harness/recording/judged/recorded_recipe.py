@@ -16,33 +16,53 @@ SETTING = re.compile(
 """Name and value of a setting, in the words in which the recorder tells an optimizer."""
 
 
-def recipe(one: Numbers, other: Numbers, steps: list[int]) -> Result:
-    """Optimizers and their settings, learning rates, and scales of the loss."""
-    if not (one.optimizers and other.optimizers):
+def compare_recipes(baseline: Numbers, candidate: Numbers, steps: list[int]) -> Result:
+    """Compare optimizers and their settings, learning rates, and scales of the loss."""
+    if not (baseline.optimizers and candidate.optimizers):
         return Result("recipe", Verdict.UNKNOWN, note="no step of an optimizer was seen in one of the recordings")
     findings = []
-    if {*map(_settings, one.optimizers)} != {*map(_settings, other.optimizers)}:
-        name, expected, observed = _other_setting(one.optimizers, other.optimizers)
+    if {*map(_settings, baseline.optimizers)} != {*map(_settings, candidate.optimizers)}:
+        name, expected, observed = _differing_setting(baseline.optimizers, candidate.optimizers)
         findings.append(Finding(kind="setting", name=name, expected=expected, observed=observed))
     for step in steps:
-        rates = [of.rates.get(step, ()) for of in (one, other)]
-        if all(rates) and {*rates[0]} != {*rates[1]}:
-            what = {"step": step, "kind": "setting", "name": "learning rate"}
-            findings.append(Finding(**what, expected=rates[0][0], observed=rates[1][0]))  # type: ignore[arg-type]
-    findings += _scales(one, other, steps)
-    return verdict_of("recipe", findings, len(one.optimizers) + len(steps))
+        expected_rates = baseline.rates.get(step, ())
+        observed_rates = candidate.rates.get(step, ())
+        if expected_rates and observed_rates and {*expected_rates} != {*observed_rates}:
+            findings.append(
+                Finding(
+                    step=step,
+                    kind="setting",
+                    name="learning rate",
+                    expected=expected_rates[0],
+                    observed=observed_rates[0],
+                )
+            )
+    findings += _scale_findings(baseline, candidate, steps)
+    return verdict_of("recipe", findings, len(baseline.optimizers) + len(steps))
 
 
-def _scales(one: Numbers, other: Numbers, steps: list[int]) -> list[Finding]:
-    """The first step whose loss is scaled otherwise. A resumed job begins with a scale if the first recording has one there."""
+def _scale_findings(baseline: Numbers, candidate: Numbers, steps: list[int]) -> list[Finding]:
+    """Return the first step whose loss is scaled by another number; empty if none is.
+
+    A resumed job begins with a scale if the first recording has one there.
+    """
     for step in steps:
-        wanted, seen = one.scales.get(step, ()), other.scales.get(step, ())
-        if wanted != seen and wanted and (seen or step == one.after + 1 > 1):
-            return [Finding(step=step, kind="setting", name=SCALE, expected=_one_of(wanted), observed=_one_of(seen))]
+        expected = baseline.scales.get(step, ())
+        observed = candidate.scales.get(step, ())
+        if expected != observed and expected and (observed or step == baseline.after + 1 > 1):
+            return [
+                Finding(
+                    step=step,
+                    kind="setting",
+                    name=SCALE,
+                    expected=_scale_value(expected),
+                    observed=_scale_value(observed),
+                )
+            ]
     return []
 
 
-def _one_of(scales: tuple[float, ...]) -> Value:
+def _scale_value(scales: tuple[float, ...]) -> Value:
     return scales[0] if len(scales) == 1 else scales or "none"
 
 
@@ -52,12 +72,14 @@ def _settings(optimizer: str) -> str:
     return f"{kind.partition(' in ')[0]}({settings}"
 
 
-def _other_setting(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, str, str]:
+def _differing_setting(baseline: tuple[str, ...], candidate: tuple[str, ...]) -> tuple[str, str, str]:
     """Return the one setting that differs, and both its values; all of both optimizers where more does."""
-    mine, theirs = (dict(SETTING.findall(_settings(of[0]))) for of in (one, other))
-    classes = {_settings(text).partition("(")[0] for text in (*one, *other)}
-    odd = [name for name in mine if mine[name] != theirs.get(name)]
-    if len(one) == len(other) == len(classes) == len(odd) == 1 and mine.keys() == theirs.keys():
-        return odd[0], mine[odd[0]], theirs[odd[0]]
-    expected, observed = (", ".join(sorted(of)) for of in (one, other))
-    return "optimizer", expected, observed
+    expected_settings = dict(SETTING.findall(_settings(baseline[0])))
+    observed_settings = dict(SETTING.findall(_settings(candidate[0])))
+    classes = {_settings(text).partition("(")[0] for text in (*baseline, *candidate)}
+    differing = [name for name in expected_settings if expected_settings[name] != observed_settings.get(name)]
+    have_same_settings = expected_settings.keys() == observed_settings.keys()
+    if len(baseline) == len(candidate) == len(classes) == len(differing) == 1 and have_same_settings:
+        name = differing[0]
+        return name, expected_settings[name], observed_settings[name]
+    return "optimizer", ", ".join(sorted(baseline)), ", ".join(sorted(candidate))

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.core.evidence.glance import record_of
+from harness.core.evidence.glance import record_without_digests
 from harness.core.evidence.records import Run
 from harness.core.evidence.summary import summary_of
 from harness.recording.judged.stored_recording import Recording
 
 
 def as_recording(run: Run) -> Recording:
-    how = {one.rank: one.how for one in run.exits}
-    summaries = {rank: summary_of(record_of(one, how.get(rank, ""))) for rank, one in run.ranks.items()}
+    how = {rank_exit.rank: rank_exit.how for rank_exit in run.exits}
+    summaries = {
+        rank: summary_of(record_without_digests(evidence, how.get(rank, ""))) for rank, evidence in run.ranks.items()
+    }
     return Recording(Path(run.directory), summaries, requested=run.world_size, unreadable=dict(run.unreadable))

@@ -12,55 +12,73 @@ from typing import TypeVar
 import numpy as np
 
 from harness.core.evidence.store import EvidenceError
-from harness.recording.judged.judge_same_training import SameTraining, compared, why_no_common, why_no_noise
-from harness.recording.judged.judge_sketched import Numbers, added_up
-from harness.recording.judged.sketch_distances import Bounds, apart
+from harness.recording.judged.judge_same_training import SameTraining, compare_numbers, why_no_common, why_no_noise
+from harness.recording.judged.judge_sketched import Numbers, Whole, sum_sketches
+from harness.recording.judged.sketch_distances import Bounds, distance_and_fit
 from harness.recording.judged.sketched import diagnose
-from harness.recording.judged.stored_recording import load_recording, recorder_failed, started
+from harness.recording.judged.stored_recording import load_command_info, load_recording, recorder_failure_text
 from harness.recording.sketches import GRADIENT, WEIGHTS, RankSketches, load_sketches
 
 # ---- Gradients of which one recording's are seen before clipping, and the other's after it
 
 
-def unclipped(one: Numbers, other: Numbers, noise: Numbers | None = None) -> Numbers:
+def undo_clipping(baseline: Numbers, candidate: Numbers, noise: Numbers | None = None) -> Numbers:
     """Return the second, in steps that torch's functions clip in one alone, with gradients divided by that factor.
 
     What the optimizer received is judged by its state and updates then. noise: the first, its weights altered by one rounding.
     """
-    bounds, whole, factors = Bounds(one, noise), dict(other.whole), dict[int, float]()
-    for step in sorted({*one.steps} & {*other.steps}):
-        factor = _factor(one, other, bounds, step) if _is_judged(one, other, step) else None
+    bounds = Bounds(baseline, noise)
+    whole = dict(candidate.whole)
+    factors = dict[int, float]()
+    for step in sorted({*baseline.steps} & {*candidate.steps}):
+        if not _can_undo_clipping(baseline, candidate, step):
+            continue
+        factor = _clipping_factor(baseline, candidate, bounds, step)
         if factor is None:
             continue
         factors[step] = factor
-        for key in (key for key in other.whole if key[:2] == (step, GRADIENT)):
-            of = other.whole[key]
-            held = {place: [(rank, sums / factor) for rank, sums in ranks] for place, ranks in of.replicas.items()}
-            whole[key] = replace(of, sums=of.sums / factor, squares=of.squares / factor**2, replicas=held)
-    return replace(other, whole=whole, rescaled=factors) if factors else other
+        for key, tensor in candidate.whole.items():
+            if key[:2] == (step, GRADIENT):
+                whole[key] = _divide_tensor(tensor, factor)
+    return replace(candidate, whole=whole, rescaled=factors) if factors else candidate
 
 
-def _is_judged(one: Numbers, other: Numbers, step: int) -> bool:
-    """Whether torch's functions clip in one alone, and more than gradients shows the size of what the optimizer receives."""
-    if bool(one.norms.get(step)) == bool(other.norms.get(step)):
+def _divide_tensor(tensor: Whole, factor: float) -> Whole:
+    """Return a tensor divided by a factor, and all copies of its slices."""
+    replicas = {}
+    for slice_text, copies in tensor.replicas.items():
+        replicas[slice_text] = [(rank, sums / factor) for rank, sums in copies]
+    return replace(tensor, sums=tensor.sums / factor, squares=tensor.squares / factor**2, replicas=replicas)
+
+
+def _can_undo_clipping(baseline: Numbers, candidate: Numbers, step: int) -> bool:
+    """Return whether torch's functions clip in one alone, and more than gradients shows what size the optimizer receives."""
+    if bool(baseline.norms.get(step)) == bool(candidate.norms.get(step)):
         return False
-    keys = {key for key in one.whole.keys() & other.whole.keys() if key[0] == step}
-    updated = all(of.startswith("SGD(") for of in one.optimizers) and any(key[1] == WEIGHTS for key in keys)
+    keys = {key for key in baseline.whole.keys() & candidate.whole.keys() if key[0] == step}
+    is_sgd = all(optimizer.startswith("SGD(") for optimizer in baseline.optimizers)
+    updated = is_sgd and any(key[1] == WEIGHTS for key in keys)
     return updated or any(key[1] not in (GRADIENT, WEIGHTS) for key in keys)
 
 
-def _factor(one: Numbers, other: Numbers, bounds: Bounds, step: int) -> float | None:
+def _clipping_factor(baseline: Numbers, candidate: Numbers, bounds: Bounds, step: int) -> float | None:
     """Return the factor between all gradients of a step; None where they have none, or have one that clipping cannot make."""
-    keys = [key for key in one.whole.keys() & other.whole.keys() if key[:2] == (step, GRADIENT)]
-    pairs = [(one.whole[key].sums, other.whole[key].sums, bounds.of(key)) for key in keys if one.whole[key].length]
-    fits = [apart(mine, theirs)[1] for mine, theirs, _ in pairs]
+    pairs = []
+    for key in baseline.whole.keys() & candidate.whole.keys():
+        if key[:2] == (step, GRADIENT) and baseline.whole[key].length:
+            pairs.append((baseline.whole[key].sums, candidate.whole[key].sums, bounds.bound(key)))
+    fits = [distance_and_fit(expected, observed)[1] for expected, observed, _ in pairs]
     if not fits or not all(map(math.isfinite, fits)):
         return None
-    factor, is_after = float(np.median(fits)), not other.norms.get(step)
+    factor = float(np.median(fits))
+    is_after = not candidate.norms.get(step)
     makes = 0 < factor < 1 if is_after else factor > 1
-    if not makes or all(apart(mine, theirs)[0] <= bound for mine, theirs, bound in pairs):
+    if not makes or all(distance_and_fit(expected, observed)[0] <= bound for expected, observed, bound in pairs):
         return None
-    return factor if all(apart(factor * mine, theirs)[0] <= bound for mine, theirs, bound in pairs) else None
+    is_factor_of_all = all(
+        distance_and_fit(factor * expected, observed)[0] <= bound for expected, observed, bound in pairs
+    )
+    return factor if is_factor_of_all else None
 
 
 # ---- A recording of a job that resumed, judged by one that was not interrupted: steps are counted as the first one counts them
@@ -69,45 +87,46 @@ def _factor(one: Numbers, other: Numbers, bounds: Bounds, step: int) -> float | 
 T = TypeVar("T")
 
 
-def going_on(one: Numbers, other: Numbers, after: int) -> tuple[Numbers, Numbers]:
-    """Return both. after: the step of the first from whose checkpoint the second went on; 0 for none.
+def count_resumed_steps(baseline: Numbers, candidate: Numbers, after: int) -> tuple[Numbers, Numbers]:
+    """Return both, with steps of the second counted as the first one counts them.
 
-    Raises EvidenceError where the first did not record that step, or none that follows.
+    after: the step of the first from whose checkpoint the second went on; 0 for none. Raises EvidenceError where the first did
+    not record that step, or none that follows.
     """
     if not after:
-        return one, other
-    known = {step for step, kind, _ in (*one.whole, *one.unknown) if kind == WEIGHTS}
+        return baseline, candidate
+    known = {step for step, kind, _ in (*baseline.whole, *baseline.unknown) if kind == WEIGHTS}
     if after not in known or max(known) == after:
         raise EvidenceError(
             f"--after {after}: the first recording has weights of steps {', '.join(map(str, sorted(known - {0})))};"
             f" it has to have step {after} and some that follow: record it with --steps {after}-{after + 3}"
         )
-    return replace(one, after=after), _shifted(other, after)
+    return replace(baseline, after=after), _shift_steps(candidate, after)
 
 
-def _shifted(of: Numbers, by: int) -> Numbers:
-    """Return it with its steps counted from another one."""
+def _shift_steps(numbers: Numbers, offset: int) -> Numbers:
+    """Return the numbers with this offset added to each step."""
     return replace(
-        of,
-        after=by,
-        whole={(step + by, kind, fqn): whole for (step, kind, fqn), whole in of.whole.items()},
-        unknown={(step + by, kind, fqn): why for (step, kind, fqn), why in of.unknown.items()},
-        after_pass={(step + by, passes): sums for (step, passes), sums in of.after_pass.items()},
-        by_rows={(step + by, fqn): sums for (step, fqn), sums in of.by_rows.items()},
-        rows=_later(of.rows, by),
-        tokens=_later(of.tokens, by),
-        norms=_later(of.norms, by),
-        norms_off=_later(of.norms_off, by),
-        scales=_later(of.scales, by),
-        rates=_later(of.rates, by),
-        passes=_later(of.passes, by),
-        drawn=_later(of.drawn, by),
-        changed=_later(of.changed, by),
+        numbers,
+        after=offset,
+        whole={(step + offset, kind, fqn): whole for (step, kind, fqn), whole in numbers.whole.items()},
+        unknown={(step + offset, kind, fqn): why for (step, kind, fqn), why in numbers.unknown.items()},
+        after_pass={(step + offset, passes): sums for (step, passes), sums in numbers.after_pass.items()},
+        by_rows={(step + offset, fqn): sums for (step, fqn), sums in numbers.by_rows.items()},
+        rows=_shift_keys(numbers.rows, offset),
+        tokens=_shift_keys(numbers.tokens, offset),
+        norms=_shift_keys(numbers.norms, offset),
+        norms_off=_shift_keys(numbers.norms_off, offset),
+        scales=_shift_keys(numbers.scales, offset),
+        rates=_shift_keys(numbers.rates, offset),
+        passes=_shift_keys(numbers.passes, offset),
+        drawn=_shift_keys(numbers.drawn, offset),
+        changed=_shift_keys(numbers.changed, offset),
     )
 
 
-def _later(of: Mapping[int, T], by: int) -> dict[int, T]:
-    return {step + by: value for step, value in of.items()}
+def _shift_keys(by_step: Mapping[int, T], offset: int) -> dict[int, T]:
+    return {step + offset: value for step, value in by_step.items()}
 
 
 # ---- the same training
@@ -118,7 +137,7 @@ def sketch_files(directory: Path) -> list[Path]:
     return sorted((directory / "ranks").glob("rank_*.sketches"))
 
 
-def files_of(directory: Path) -> list[Path]:
+def require_sketch_files(directory: Path) -> list[Path]:
     """Return where ranks left numbers. Raises EvidenceError where none did, or the first one's cannot be read."""
     files = sketch_files(directory)
     if not files:
@@ -130,58 +149,61 @@ def files_of(directory: Path) -> list[Path]:
     return files
 
 
-def numbers_of(directory: Path) -> Numbers:
+def load_numbers(directory: Path) -> Numbers:
     """Return what all ranks left of numbers. Raises EvidenceError where there is none, or a rank's is of another recording."""
-    files = files_of(directory)
-    launch = started(directory).get("launch", "")
+    files = require_sketch_files(directory)
+    launch = load_command_info(directory).get("launch", "")
 
     def read() -> Iterator[RankSketches]:
         for file in files:
-            of = load_sketches(file)
-            if of is not None and launch and of.launch != launch:
+            rank_sketches = load_sketches(file)
+            if rank_sketches is not None and launch and rank_sketches.launch != launch:
                 raise EvidenceError(f"{file}: belongs to another recording; record the job again")
-            if of is not None:
-                yield of
+            if rank_sketches is not None:
+                yield rank_sketches
 
     collects = gc.isenabled()
     gc.disable()  # of many ranks, it would walk all that was read over and over
     try:
-        return added_up(read())
+        return sum_sketches(read())
     finally:
         if collects:
             gc.enable()
 
 
-def judged_by(one: Path, other: Path, noise: Path | None = None, after: int = 0) -> SameTraining:
+def judge_training(baseline: Path, candidate: Path, noise: Path | None = None, after: int = 0) -> SameTraining:
     """Judge the second recording by the first. noise: a recording of the first command with altered weights. after:
     step of the first from whose checkpoint the second went on; 0 for none.
 
     Raises EvidenceError where one of them has no numbers, the noise is not that of the first, or the step was not recorded.
     """
-    mine, theirs = numbers_of(one), numbers_of(other)
-    of_noise = numbers_of(noise) if noise is not None else None
-    if of_noise is not None and (why := why_no_noise(mine, of_noise)):
-        raise EvidenceError(f"{noise}: it does not show the noise of {one}: {why}")
-    if mine.noise:
+    expected = load_numbers(baseline)
+    observed = load_numbers(candidate)
+    of_noise = load_numbers(noise) if noise is not None else None
+    if of_noise is not None and (why := why_no_noise(expected, of_noise)):
+        raise EvidenceError(f"{noise}: it does not show the noise of {baseline}: {why}")
+    if expected.noise:
         raise EvidenceError(
-            f"{one}: its first weights were altered (--noise); give it by --noise-of, and a plain one as A"
+            f"{baseline}: its first weights were altered (--noise); give it by --noise-of, and a plain one as A"
         )
-    mine, theirs = going_on(mine, theirs, after)
-    theirs = unclipped(mine, theirs, of_noise)
-    found = compared(mine, theirs, of_noise)
-    diagnosis = diagnose(mine, theirs, found)
-    why = why_no_common(mine, theirs) or _unproven(one, other)
-    common = len(mine.shapes.keys() & theirs.shapes.keys())
-    return SameTraining(one, other, found, diagnosis, len(mine.shapes), common, len(mine.steps), why)
+    expected, observed = count_resumed_steps(expected, observed, after)
+    observed = undo_clipping(expected, observed, of_noise)
+    comparison = compare_numbers(expected, observed, of_noise)
+    diagnosis = diagnose(expected, observed, comparison)
+    why = why_no_common(expected, observed) or _why_unproven(baseline, candidate)
+    common = len(expected.shapes.keys() & observed.shapes.keys())
+    return SameTraining(
+        baseline, candidate, comparison, diagnosis, len(expected.shapes), common, len(expected.steps), why
+    )
 
 
-def _unproven(one: Path, other: Path) -> str:
-    """Why the recordings do not show whole jobs."""
-    for folder in (one, other):
+def _why_unproven(baseline: Path, candidate: Path) -> str:
+    """Return why the recordings do not show whole jobs; empty if they do."""
+    for folder in (baseline, candidate):
         recording = load_recording(folder)
         if recording.code:
             return f"{folder}: its command ended with code {recording.code}"
-        if failed := recorder_failed(recording.summaries.values()):
+        if failed := recorder_failure_text(recording.summaries.values()):
             return f"{folder}: {failed}"
         for rank, summary in sorted(recording.summaries.items()):
             if summary.recorder.left_out:

@@ -64,8 +64,9 @@ class TensorDistance:
 class Bounds:
     """Distances that are no mistakes."""
 
-    def __init__(self, one: Numbers, noise: Numbers | None) -> None:
-        self._one, self._turned = one, orthogonalised(one)
+    def __init__(self, baseline: Numbers, noise: Numbers | None) -> None:
+        self._baseline = baseline
+        self._muon_fqns = muon_parameters(baseline)
         self._jumps = dict[tuple[bool, str], float]()
         self._noise: dict[Key, float] = {}
         self._usual: dict[tuple[int, str], float] = {}
@@ -74,10 +75,10 @@ class Bounds:
                 "documented for the dtype; float8 and other casts inside of modules need the noise, recorded by --noise"
             )
             return
-        for key, distance, _ in distances(one, noise):
+        for key, distance, _ in distances(baseline, noise):
             self._noise[key] = distance
-            if (jumping := self._jumping(key)) is not None:
-                self._jumps[jumping] = max(self._jumps.get(jumping, 0.0), distance)
+            if (jump_kind := self._jump_kind(key)) is not None:
+                self._jumps[jump_kind] = max(self._jumps.get(jump_kind, 0.0), distance)
         for step, kind in {key[:2] for key in self._noise}:
             self._usual[step, kind] = statistics.median(d for key, d in self._noise.items() if key[:2] == (step, kind))
         rounding = f"one rounding of {_dtype_text(noise)}"
@@ -85,34 +86,38 @@ class Bounds:
 
     def dtype(self, fqn: str) -> str:
         """Return the coarser of the dtypes that a parameter is held and computed in."""
-        both = (self._one.dtypes.get(fqn, "float32"), self._one.computes_in or "float64")
+        both = (self._baseline.dtypes.get(fqn, "float32"), self._baseline.computes_in or "float64")
         return max(both, key=lambda dtype: LEAST.get(dtype, 1e-6))
 
-    def of(self, key: Key) -> float:
-        dtype, jumping = self.dtype(key[2]), self._jumping(key)
-        dtype = "bfloat16" if jumping and not self._noise else dtype
+    def bound(self, key: Key) -> float:
+        """Return the largest distance of a tensor that is no mistake."""
+        dtype = self.dtype(key[2])
+        jump_kind = self._jump_kind(key)
+        if jump_kind and not self._noise:
+            dtype = "bfloat16"
         least = LEAST.get(dtype, 1e-6) + (self._rounding(key) if key[1] == OF_UPDATES else 0.0)
         if not self._noise:
-            signs = key[1] == OF_UPDATES and key[2] not in self._turned
+            signs = key[1] == OF_UPDATES and key[2] not in self._muon_fqns
             return max(USUAL.get(dtype, USUAL["float32"]) * (OF_SIGNS if signs else 1), least)
-        own = max(self._noise.get(key, 0.0), self._usual.get(key[:2], 0.0))
+        noise = max(self._noise.get(key, 0.0), self._usual.get(key[:2], 0.0))
         times = TIMES
-        if jumping is not None and jumping in self._jumps:
-            own, times = self._jumps[jumping], OF_JUMPS if jumping[0] else TIMES
-        return max(times * own, least)
+        if jump_kind is not None and jump_kind in self._jumps:
+            noise = self._jumps[jump_kind]
+            times = OF_JUMPS if jump_kind[0] else TIMES
+        return max(times * noise, least)
 
-    def _jumping(self, key: Key) -> tuple[bool, str] | None:
+    def _jump_kind(self, key: Key) -> tuple[bool, str] | None:
         """Return as what a tensor has noise that jumps: an update of Muon's, or what follows of one; None where none does."""
         step, kind, fqn = key
-        update = kind == OF_UPDATES and fqn in self._turned
-        return (update, kind) if self._turned and (update or step > 1) else None
+        update = kind == OF_UPDATES and fqn in self._muon_fqns
+        return (update, kind) if self._muon_fqns and (update or step > 1) else None
 
     def _rounding(self, key: Key) -> float:
         """Return what rounding of the weights alone makes of the step that is added to them, relative to that."""
         step, _, fqn = key
-        weights = self._one.whole[step, WEIGHTS, fqn]
-        added = float(np.linalg.norm(weights.sums - self._one.whole[step - 1, WEIGHTS, fqn].sums))
-        unit = UNIT_ROUNDOFF.get(self._one.dtypes.get(fqn, "float32"), 2.0**-24)
+        weights = self._baseline.whole[step, WEIGHTS, fqn]
+        added = float(np.linalg.norm(weights.sums - self._baseline.whole[step - 1, WEIGHTS, fqn].sums))
+        unit = UNIT_ROUNDOFF.get(self._baseline.dtypes.get(fqn, "float32"), 2.0**-24)
         return ROUNDINGS * unit * weights.norm / added if added else 0.0
 
 
@@ -122,73 +127,101 @@ def _dtype_text(noise: Numbers) -> str:
     return " and ".join(known) if noise.noise == "own" else noise.noise
 
 
-def orthogonalised(one: Numbers) -> set[str]:
+def muon_parameters(numbers: Numbers) -> set[str]:
     """Return the parameters that Muon steps: their state is an average of gradients, and nothing else."""
-    if not any(name in text.partition("(")[0] for text in one.optimizers for name in MUON):
+    if not any(_is_muon(optimizer) for optimizer in numbers.optimizers):
         return set()
-    kinds: dict[str, set[str]] = {}
-    for _, kind, fqn in one.whole:
-        kinds.setdefault(fqn, set()).add(kind)
-    states = {fqn: of - {GRADIENT, WEIGHTS} for fqn, of in kinds.items()}
-    return {fqn for fqn, of in states.items() if of and all("momentum" in kind for kind in of)}
+    kinds_of_parameters: dict[str, set[str]] = {}
+    for _, kind, fqn in numbers.whole:
+        kinds_of_parameters.setdefault(fqn, set()).add(kind)
+    fqns = set()
+    for fqn, kinds in kinds_of_parameters.items():
+        state_kinds = kinds - {GRADIENT, WEIGHTS}
+        if state_kinds and all("momentum" in kind for kind in state_kinds):
+            fqns.add(fqn)
+    return fqns
 
 
-def shows_no_jump(one: Numbers, noise: Numbers) -> bool:
+def _is_muon(optimizer: str) -> bool:
+    """Return whether the class of an optimizer, as the recorder writes it, orthogonalises matrices."""
+    return any(name in optimizer.partition("(")[0] for name in MUON)
+
+
+def shows_no_jump(baseline: Numbers, noise: Numbers) -> bool:
     """Return whether Muon's roundings to bfloat16 were the same in both, which then says nothing of them."""
-    turned = orthogonalised(one)
+    muon_fqns = muon_parameters(baseline)
     updates = [
-        distance for (_, kind, fqn), distance, _ in distances(one, noise) if kind == OF_UPDATES and fqn in turned
+        distance
+        for (_, kind, fqn), distance, _ in distances(baseline, noise)
+        if kind == OF_UPDATES and fqn in muon_fqns
     ]
-    return bool(turned) and max(updates, default=0.0) < JUMP
+    return bool(muon_fqns) and max(updates, default=0.0) < JUMP
 
 
-def is_too_fine(one: Numbers, noise: Numbers) -> bool:
+def is_too_fine(baseline: Numbers, noise: Numbers) -> bool:
     """Return whether weights were altered by less than the forward pass rounds them by, which then shows no noise."""
     dtypes = {*noise.dtypes.values()} if noise.noise == "own" else {noise.noise}
     altered = max((UNIT_ROUNDOFF.get(dtype, 0.0) for dtype in dtypes), default=0.0)
-    return altered < UNIT_ROUNDOFF.get(one.computes_in, 0.0)
+    return altered < UNIT_ROUNDOFF.get(baseline.computes_in, 0.0)
 
 
-def distances(one: Numbers, other: Numbers) -> Iterator[tuple[Key, float, float]]:
-    """Yield how far tensors that both have differ, and the second one's fit. What a step adds to weights is one, too."""
-    for key in one.whole.keys() & other.whole.keys():
+def distances(baseline: Numbers, candidate: Numbers) -> Iterator[tuple[Key, float, float]]:
+    """Yield (key, distance, factor of best fit) of each tensor that both have. What a step adds to weights is one, too.
+
+    Weights themselves are left out. Their step is left out where one of both lacks the weights of the step before.
+    """
+    for key in baseline.whole.keys() & candidate.whole.keys():
         if key[1] != WEIGHTS:
-            yield (key, *apart(one.whole[key].sums, other.whole[key].sums))
-    for step, kind, fqn in one.whole.keys() & other.whole.keys():
-        before = _before(one, other, step, fqn)
+            yield (key, *distance_and_fit(baseline.whole[key].sums, candidate.whole[key].sums))
+    for step, kind, fqn in baseline.whole.keys() & candidate.whole.keys():
+        before = _step_before(baseline, candidate, step, fqn)
         if kind == WEIGHTS and before is not None:
-            added = [of.whole[step, kind, fqn].sums - of.whole[before, kind, fqn].sums for of in (one, other)]
-            yield ((step, OF_UPDATES, fqn), *apart(*added))
+            added = [
+                numbers.whole[step, kind, fqn].sums - numbers.whole[before, kind, fqn].sums
+                for numbers in (baseline, candidate)
+            ]
+            yield ((step, OF_UPDATES, fqn), *distance_and_fit(*added))
 
 
-def _before(one: Numbers, other: Numbers, step: int, fqn: str) -> int | None:
+def _step_before(baseline: Numbers, candidate: Numbers, step: int, fqn: str) -> int | None:
     """Return the step before, where both have its weights."""
-    known = all((step - 1, WEIGHTS, fqn) in of.whole for of in (one, other))
+    known = all((step - 1, WEIGHTS, fqn) in numbers.whole for numbers in (baseline, candidate))
     return step - 1 if known else None
 
 
-def apart(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
-    """Return the length of the difference relative to the first one's, and the factor of best fit."""
-    length, off = float(np.linalg.norm(one)), float(np.linalg.norm(one - other))
+def distance_and_fit(expected: np.ndarray, observed: np.ndarray) -> tuple[float, float]:
+    """Return the length of the difference relative to the first one's, and the factor of best fit.
+
+    The factor times `expected` fits `observed`. They are inf and NaN if the difference is not finite. If `expected` is
+    zero, the factor is NaN, and the distance 0 if both are equal, else inf.
+    """
+    length = float(np.linalg.norm(expected))
+    off = float(np.linalg.norm(expected - observed))
     if not math.isfinite(off):
         return math.inf, math.nan
     if length == 0:
         return (0.0 if off == 0 else math.inf), math.nan
-    return off / length, float(one @ other) / length**2
+    return off / length, float(expected @ observed) / length**2
 
 
-def wrong_rows(one: Numbers, other: Numbers, wrong: TensorDistance) -> str:
+def wrong_rows(baseline: Numbers, candidate: Numbers, wrong: TensorDistance) -> str:
     """Return in which rows a gradient is wrong; empty where blocks of rows were not recorded, or it is so in all."""
     step, kind, fqn = wrong.key
-    mine, theirs = ({} if kind != GRADIENT else of.by_rows.get((step, fqn), {}) for of in (one, other))
-    if not mine or mine.keys() != theirs.keys():
+    if kind != GRADIENT:
         return ""
-    most = wrong.bound * one.whole[wrong.key].length
-    found = [tuple(map(int, rows.split(":"))) for rows in mine if not np.linalg.norm(theirs[rows] - mine[rows]) <= most]
-    if len(found) == len(mine):
+    expected = baseline.by_rows.get((step, fqn), {})
+    observed = candidate.by_rows.get((step, fqn), {})
+    if not expected or expected.keys() != observed.keys():
+        return ""
+    largest = wrong.bound * baseline.whole[wrong.key].length
+    wrong_blocks: list[tuple[int, ...]] = []
+    for rows in expected:
+        if not np.linalg.norm(observed[rows] - expected[rows]) <= largest:
+            wrong_blocks.append(tuple(map(int, rows.split(":"))))
+    if len(wrong_blocks) == len(expected):
         return ""
     joined: list[tuple[int, int]] = []
-    for start, stop in sorted(found):
+    for start, stop in sorted(wrong_blocks):
         begin = joined.pop()[0] if joined and joined[-1][1] == start else start
         joined.append((begin, stop))
     return f"in rows {', '.join(f'{start}:{stop}' for start, stop in joined)}" if joined else ""

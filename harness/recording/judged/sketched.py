@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from harness.core.causes.engine import Explanation, explain
-from harness.core.causes.hypothesis import FactsOf, Proof, SuspectsOf, as_seen
+from harness.core.causes.hypothesis import FactsOf, Proof, SuspectsOf, facts_of_unproven
 from harness.core.judge.result import Cause, Diagnosis, Line, Lines, Verdict
 from harness.recording.judged.judge_same_training import Comparison
 from harness.recording.judged.judge_sketched import Numbers
@@ -88,7 +88,7 @@ FACTS: tuple[FactsOf[TwoRecordings], ...] = (
     random_state,
     other_norm,
     not_stepped,
-    as_seen(state_lost),
+    facts_of_unproven(state_lost),
     trained_besides,
 )
 """Functions that say what was seen directly. Of those that say as much, the first one is the cause."""
@@ -96,23 +96,24 @@ FACTS: tuple[FactsOf[TwoRecordings], ...] = (
 
 def diagnose(baseline: Numbers, candidate: Numbers, comparison: Comparison) -> Diagnosis | None:
     """Return why the second recording is not the training of the first. None if no check fails."""
-    evidence = TwoRecordings.differing(baseline, candidate, comparison)
+    evidence = TwoRecordings.at_first_failure(baseline, candidate, comparison)
     if evidence is None:
         return None
-    can_be_judged = evidence.verdict_of(evidence.first.check) is Verdict.FAIL
+    can_be_judged = evidence.result_of(evidence.first.check).verdict is Verdict.FAIL
     explanation = explain(evidence, evidence.results(), SUSPECTS if can_be_judged else (), FACTS)
     causes = _causes(evidence, explanation)
-    lines = [*_lines_of_proofs(evidence, explanation), *(("not tried", text) for text in explanation.raised)]
-    if explanation.ended:
-        lines.append(("not searched further", explanation.ended))
+    lines = [*_lines_of_proofs(evidence, explanation), *(("not tried", text) for text in explanation.errors)]
+    if explanation.end_reason:
+        lines.append(("not searched further", explanation.end_reason))
     return Diagnosis(tuple(replace(cause, explains=(evidence.first.check,)) for cause in causes), tuple(lines))
 
 
 def _causes(evidence: TwoRecordings, explanation: Explanation) -> list[Cause]:
-    """Return what is proven, else the fact that says most, else the place."""
+    """Return what is proven, else the fact about the first wrong check that says most, else the place."""
     if explanation.proofs:
         return _causes_of(explanation.proofs[0])
-    return [fact.cause for fact in explanation.facts[:1]] or [_place_of(evidence)]
+    facts = [fact for fact in explanation.facts if evidence.first.check in fact.checks]
+    return [facts[0].cause] if facts else [_place_of(evidence)]
 
 
 def _causes_of(proof: Proof[TwoRecordings]) -> list[Cause]:

@@ -15,7 +15,7 @@ from harness.core.causes.hypothesis import Broken, Fact, Hypothesis
 from harness.core.evidence.text import names_text, number_text, ranks_text
 from harness.core.judge.result import Cause
 from harness.recording.judged.judge_sketched import Key
-from harness.recording.judged.sketch_distances import TensorDistance, apart, wrong_rows
+from harness.recording.judged.sketch_distances import TensorDistance, distance_and_fit, wrong_rows
 from harness.recording.judged.sketched_passes import weights_of_passes
 from harness.recording.judged.two_recordings import FEW, TwoRecordings
 from harness.recording.sketches import GRADIENT, WEIGHTS
@@ -51,7 +51,7 @@ def own_gradients(evidence: TwoRecordings, broken: Broken) -> Proposals:
     if not any(_copies_differ(evidence, distance) for distance in wrong):
         return
     means = {key: _mean_of_copies(evidence, key) for key in keys}
-    fits = [apart(evidence.expected(key), mean)[1] for key, mean in means.items()]
+    fits = [distance_and_fit(evidence.expected_sketch(key), mean)[1] for key, mean in means.items()]
     if not all(map(math.isfinite, fits)) or np.ptp(fits) > 2 * bound_of(wrong):
         return
     factor = plain_number(float(np.median(fits)), bound_of(wrong))
@@ -91,12 +91,15 @@ def scaled_gradients(evidence: TwoRecordings, broken: Broken) -> Proposals:
     factor = plain_number(float(np.median(fits)), bound_of(wrong))
     text = f"gradients are {number_text(factor, 4)} times what they should be" if factor else "gradients are zero"
     cause = Cause("gradients scaled", text, hint=_factor_hint(evidence, factor), details=(("factor", factor),))
-    sketches = {distance.key: factor * evidence.expected(distance.key) for distance in wrong}
+    sketches = {distance.key: factor * evidence.expected_sketch(distance.key) for distance in wrong}
     yield evidence.hypothesis(cause, lambda assumed: assumed.if_first_had(sketches), names=_names(wrong))
 
 
 def separate_factors(evidence: TwoRecordings, broken: Broken) -> Proposals:
-    """All that are wrong have factors of their own, which say far more than noise does."""
+    """Yield one hypothesis: wrong gradients are scaled, each by its own factor of best fit.
+
+    Nothing unless all of them are far beyond their bounds, which noise is not, and have finite factors.
+    """
     wrong = wrong_gradients(evidence, broken)
     clear = [distance for distance in wrong if distance.distance > CLEAR * distance.bound]
     if not wrong or len(clear) < len(wrong) or not all(math.isfinite(distance.fit) for distance in wrong):
@@ -110,7 +113,7 @@ def separate_factors(evidence: TwoRecordings, broken: Broken) -> Proposals:
     if len(listed) > FEW:
         text += ", .."
     details = (("factors", tuple(sorted({*factors.values()}))),)
-    sketches = {key: factor * evidence.expected(key) for key, factor in factors.items()}
+    sketches = {key: factor * evidence.expected_sketch(key) for key, factor in factors.items()}
     yield evidence.hypothesis(
         Cause("gradients scaled", text, details=details),
         lambda assumed: assumed.if_first_had(sketches),
@@ -127,9 +130,9 @@ def of_the_step_before(evidence: TwoRecordings, broken: Broken) -> Proposals:
     earlier_keys = [(step - 1, GRADIENT, fqn) for _, _, fqn in keys]
     if not wrong or step == 1 or not all(key in evidence.baseline.whole for key in earlier_keys):
         return
-    own = np.concatenate([evidence.expected(key) for key in keys])
-    before = np.concatenate([evidence.expected(key) for key in earlier_keys])
-    target = np.concatenate([evidence.observed(key) for key in keys])
+    own = np.concatenate([evidence.expected_sketch(key) for key in keys])
+    before = np.concatenate([evidence.expected_sketch(key) for key in earlier_keys])
+    target = np.concatenate([evidence.observed_sketch(key) for key in keys])
     if not np.isfinite(target).all():
         return
     times_own, times_before = map(float, np.linalg.lstsq(np.stack([own, before]).T, target, rcond=None)[0])
@@ -137,7 +140,7 @@ def of_the_step_before(evidence: TwoRecordings, broken: Broken) -> Proposals:
         return
     sketches = {}
     for key, earlier in zip(keys, earlier_keys, strict=True):
-        sketches[key] = times_own * evidence.expected(key) + times_before * evidence.expected(earlier)
+        sketches[key] = times_own * evidence.expected_sketch(key) + times_before * evidence.expected_sketch(earlier)
     much = number_text(times_before, 4)
     details: tuple[tuple[str, object], ...] = (("factor", times_before),)
     kind = "gradients not zeroed"
@@ -186,7 +189,7 @@ def of_other_parameters(evidence: TwoRecordings, broken: Broken) -> Proposals:
     if len(sources) > 1:
         text += f", and so {len(sources) - 1} more"
     details = (("of", tuple((key[2], of_step, name) for key, (of_step, _, name) in sources.items())),)
-    sketches = {key: evidence.expected(other) for key, other in sources.items()}
+    sketches = {key: evidence.expected_sketch(other) for key, other in sources.items()}
     yield evidence.hypothesis(
         Cause("another tensor", text, details=details),
         lambda assumed: assumed.if_first_had(sketches),
@@ -205,26 +208,29 @@ def _candidates(evidence: TwoRecordings, wanted: Key) -> Iterator[Key]:
 
 
 def _is_equal(evidence: TwoRecordings, key: Key, distance: TensorDistance) -> bool:
-    return apart(evidence.expected(key), evidence.observed(distance.key))[0] <= distance.bound
+    return distance_and_fit(evidence.expected_sketch(key), evidence.observed_sketch(distance.key))[0] <= distance.bound
 
 
 def _ranks_with_own(evidence: TwoRecordings) -> list[int]:
     """Return the ranks that have different copies of a slice, as the findings name them."""
-    of_step = [finding for finding in evidence.first.findings if finding.step == evidence.step]
-    return sorted({rank for finding in of_step for rank in finding.ranks})
+    ranks: set[int] = set()
+    for finding in evidence.first.findings:
+        if finding.step == evidence.step:
+            ranks.update(finding.ranks)
+    return sorted(ranks)
 
 
 def _copies_differ(evidence: TwoRecordings, distance: TensorDistance) -> bool:
     """Say whether copies of a slice differ by more than rounding does."""
     for copies in evidence.copies(distance.key).values():
-        if any(not apart(copies[0][1], sums)[0] <= distance.bound for _, sums in copies):
+        if any(not distance_and_fit(copies[0][1], sums)[0] <= distance.bound for _, sums in copies):
             return True
     return False
 
 
 def _mean_of_copies(evidence: TwoRecordings, key: Key) -> np.ndarray:
     """Return the sketch of a tensor whose slices are the means of what ranks have of them."""
-    total = evidence.observed(key).copy()
+    total = evidence.observed_sketch(key).copy()
     for copies in evidence.copies(key).values():
         total += np.mean([sums for _, sums in copies], axis=0) - copies[0][1]
     return total
@@ -236,7 +242,7 @@ def _ranks_alike(evidence: TwoRecordings, keys: list[Key]) -> list[tuple[int, ..
     for key in keys:
         for copies in evidence.copies(key).values():
             for rank, sums in copies:
-                same = {other for other, theirs in copies if apart(sums, theirs)[0] <= FLOAT32}
+                same = {other for other, theirs in copies if distance_and_fit(sums, theirs)[0] <= FLOAT32}
                 alike[rank] = alike.get(rank, same) & same
     return sorted({tuple(sorted(ranks)) for ranks in alike.values() if len(ranks) > 1})
 
@@ -268,7 +274,7 @@ def no_gradients(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
 def zero_gradients(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     """Gradients of zeros, where all that are wrong are so."""
     wrong = wrong_gradients(evidence, broken)
-    if wrong and not any(evidence.observed(distance.key).any() for distance in wrong):
+    if wrong and not any(evidence.observed_sketch(distance.key).any() for distance in wrong):
         where = evidence.parameters_text(_names(wrong))
         yield _fact(evidence, Cause("gradients scaled", "gradients are zero", where, details=(("factor", 0.0),)))
 
@@ -312,8 +318,11 @@ def random_state(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
 
 
 def other_draws(evidence: TwoRecordings) -> tuple[tuple[int, ...], str]:
-    """Return ranks whose pass drew other random numbers than the same rank of the first recording, and a hint. None and empty
-    where passes draw none."""
+    """Return ranks whose generators stand elsewhere than the same rank's of the first recording, and a hint.
+
+    Only ranks whose pass draws random numbers count. Both are empty where the passes of either recording draw none. If the
+    recordings are of other ranks, only the hint is given.
+    """
     expected = evidence.baseline.drawn.get(evidence.step, {})
     observed = evidence.candidate.drawn.get(evidence.step, {})
     drawing = [rank for rank, (begin, end) in observed.items() if begin != end]
@@ -372,8 +381,8 @@ def located_gradients(evidence: TwoRecordings) -> Cause:
 
 def plain_number(factor: float, close: float) -> float:
     """Return the plainest number that a factor is within the bound."""
-    if factor == 0:
-        return 0.0
+    if factor == 0 or not math.isfinite(1 / factor):  # of the smallest numbers, the inverse is infinite
+        return factor
     plain = float(round(factor)) if abs(factor) > 0.9 else 1 / round(1 / factor)
     return plain if math.isclose(plain, factor, rel_tol=max(close, 1e-9)) else factor
 

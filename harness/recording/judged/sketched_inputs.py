@@ -9,23 +9,25 @@ from collections import Counter
 from collections.abc import Iterator
 
 from harness.core.causes.hypothesis import Broken, Fact
-from harness.core.causes.words import some
+from harness.core.causes.words import shorten_names
 from harness.core.evidence.text import number_text, ranks_text
 from harness.core.judge.result import Cause
 from harness.recording.judged.judge_same_training import CHECKS
 from harness.recording.judged.judge_sketched import missing_ranks
 from harness.recording.judged.recorded_recipe import SCALE
-from harness.recording.judged.same_rows import without_padding
+from harness.recording.judged.same_rows import rows_without_padding
 from harness.recording.judged.two_recordings import FEW, TwoRecordings
 from harness.recording.sketches import WEIGHTS
 
+ANOTHER_RECIPE = "another recipe"
+BETA_KINDS = {1: "beta1", 2: "beta2"}
 KINDS = {
     "learning rate": "learning rate",
     "weight_decay": "weight decay",
     "amsgrad": "amsgrad",
     "eps": "eps",
     "momentum": "momentum",
-    "optimizer": "another recipe",
+    "optimizer": ANOTHER_RECIPE,
     SCALE: "loss scale not restored",
 }
 """Kinds of causes by the setting that differs; averages of AdamW have their own."""
@@ -42,7 +44,7 @@ def parameters_lost(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     if not lost or {*observed} - {*expected} or missing_ranks(evidence.candidate):
         return
     layers = tuple(sorted({*map(layer_of, expected)} - {*map(layer_of, observed)} - {""}))
-    cause = Cause("incomplete", f"no rank trains {some(lost, FEW)}", details=(("parameters", lost),))
+    cause = Cause("incomplete", f"no rank trains {shorten_names(lost, FEW)}", details=(("parameters", lost),))
     if layers and all(layer_of(fqn) in layers for fqn in lost):
         cause = Cause("layers lost", f"no rank trains {', '.join(layers)}", details=(("layers", layers),))
     yield Fact(cause, CHECKS)
@@ -62,7 +64,7 @@ def never_stepped(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     still = tuple(fqn for fqn in baseline.shapes if fqn in expected - observed - unknown)
     if observed and still:
         details = (("step", step), ("parameters", still))
-        yield Fact(Cause("incomplete", f"no optimizer steps on {some(still, FEW)}", details=details), CHECKS)
+        yield Fact(Cause("incomplete", f"no optimizer steps on {shorten_names(still, FEW)}", details=details), CHECKS)
 
 
 def trained_besides(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
@@ -73,10 +75,12 @@ def trained_besides(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     besides = tuple(fqn for fqn in observed if fqn not in expected and (step, WEIGHTS, fqn) in evidence.candidate.whole)
     if not besides or {*expected} - {*observed} or missing_ranks(evidence.baseline):
         return
-    text = f"{some(besides, FEW)}: trained here, and by the first recording not, or not under a name of its own"
+    text = (
+        f"{shorten_names(besides, FEW)}: trained here, and by the first recording not, or not under a name of its own"
+    )
     hint = "is it frozen there, or tied to another one?"
     details = (("step", step), ("parameters", besides))
-    yield Fact(Cause("trained besides", text, hint=hint, details=details), CHECKS, symptom=True)
+    yield Fact(Cause("trained besides", text, hint=hint, details=details), CHECKS, is_symptom=True)
 
 
 def layer_of(fqn: str) -> str:
@@ -111,7 +115,7 @@ def peers_differ(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     if peers:
         text = f"tp peers {' '.join(map(ranks_text, peers))} are fed different rows in step {evidence.step}"
         hint = "tp ranks compute parts of the same samples: give each tp group one share of the batch"
-        yield _of_samples(evidence, "peers differ", text, hint, axis="tp", ranks=peers[0])
+        yield _samples_fact(evidence, "peers differ", text, hint, axis="tp", ranks=peers[0])
 
 
 def fed_again(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
@@ -121,7 +125,7 @@ def fed_again(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     if "samples" in broken and again:
         many = len(passes[again[0]])
         text = f"all {many} microbatches of step {evidence.step} are fed the same rows on ranks {ranks_text(again)}"
-        yield _of_samples(evidence, "microbatches repeated", text, ranks=tuple(again))
+        yield _samples_fact(evidence, "microbatches repeated", text, ranks=tuple(again))
 
 
 def same_samples(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
@@ -136,11 +140,15 @@ def same_samples(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
         text = f"{rows}, {len(observed)} are fed, each {often} times{' as often' if several else ''},"
         text += " and the others to no rank"
         hint = "give each data-parallel rank its own share of the first recording's batch"
-        yield _of_samples(evidence, "same samples", text, hint)
+        yield _samples_fact(evidence, "same samples", text, hint)
 
 
 def of_another_step(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """Ranks whose rows are all of one other step."""
+    """Yield one fact if all ranks with odd rows took them from the same single other step.
+
+    Odd ranks have rows that are not of this step; all rows of them must be of the other one. Nothing unless `samples` is
+    broken, or if several steps fit.
+    """
     if "samples" not in broken:
         return
     step = evidence.step
@@ -149,12 +157,15 @@ def of_another_step(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     for rank, passes in evidence.candidate.passes.get(step, {}).items():
         received[rank] = set().union(*passes)
     odd = sorted(rank for rank, rows in received.items() if not rows <= {*expected[step]})
-    steps = [other for other, rows in expected.items() if odd and all(received[rank] <= {*rows} for rank in odd)]
+    steps = []
+    for other_step, rows_of_step in expected.items():
+        if odd and all(received[rank] <= {*rows_of_step} for rank in odd):
+            steps.append(other_step)
     if len(steps) == 1:
         text = f"step {step} receives the samples of step {steps[0]}"
         if len(odd) < len(received):
             text += f" on ranks {ranks_text(odd)}"
-        yield _of_samples(evidence, "data position", text, of_step=steps[0], ranks=tuple(odd))
+        yield _samples_fact(evidence, "data position", text, of_step=steps[0], ranks=tuple(odd))
 
 
 def samples_lost(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
@@ -164,14 +175,14 @@ def samples_lost(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
         lost = sum((expected - observed).values())
         many = sum(expected.values())
         text = f"{lost} of {many} rows of step {evidence.step} are fed to no rank in this step"
-        yield _of_samples(evidence, "samples lost", text)
+        yield _samples_fact(evidence, "samples lost", text)
 
 
 def samples_overlap(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     """Rows that several ranks are fed in these steps, where the first recording has each once."""
     if "samples" in broken and (several := rows_of_several_ranks(evidence)):
         text = f"ranks draw overlapping samples: {several} rows of these steps are fed to several of them"
-        yield _of_samples(evidence, "samples overlap", text)
+        yield _samples_fact(evidence, "samples overlap", text)
 
 
 def other_samples(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
@@ -179,22 +190,24 @@ def other_samples(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     if "samples" not in broken:
         return
     _, observed = _rows(evidence)
-    every = {row for rows in evidence.baseline.rows.values() for row in rows}
+    every: set[int] = set()
+    for rows in evidence.baseline.rows.values():
+        every.update(rows)
     text = f"samples of step {evidence.step} are others than the first recording's"
     hint = "set the sampler's seed and the batch per rank so that both train on the same global batch"
     if evidence.step != evidence.comparison.steps[0]:
         hint = f"both are fed the same ones up to step {evidence.step - 1}"
     kind = "samples dealt otherwise" if {*observed} <= every else "samples of no step"
-    yield _of_samples(evidence, kind, text, hint)
+    yield _samples_fact(evidence, kind, text, hint)
 
 
-def _of_samples(evidence: TwoRecordings, kind: str, text: str, hint: str = "", **details: object) -> Fact:
+def _samples_fact(evidence: TwoRecordings, kind: str, text: str, hint: str = "", **details: object) -> Fact:
     return Fact(Cause(kind, text, hint=hint, details=(*details.items(), ("step", evidence.step))), ("samples",))
 
 
 def _rows(evidence: TwoRecordings) -> tuple[Counter[int], Counter[int]]:
     """Return how often each row was fed in the first wrong step, in both recordings."""
-    return without_padding(evidence.baseline, evidence.candidate, evidence.step)
+    return rows_without_padding(evidence.baseline, evidence.candidate, evidence.step)
 
 
 def sorted_rows(rows: tuple[int, ...]) -> tuple[int, ...]:
@@ -243,12 +256,12 @@ def other_setting(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     finding = broken["recipe"].findings[0] if "recipe" in broken else None
     if finding is None or finding.name == SCALE:
         return
-    kind = KINDS.get(finding.name, KINDS["optimizer"])
+    kind = KINDS.get(finding.name, ANOTHER_RECIPE)
     if finding.name == "betas":
         expected, observed = (str(betas).strip("()").split(", ") for betas in (finding.expected, finding.observed))
         pairs = enumerate(zip(expected, observed, strict=False), 1)
         odd = [number for number, (first, second) in pairs if first != second]
-        kind = f"beta{odd[0]}" if len(odd) == 1 else KINDS["optimizer"]
+        kind = BETA_KINDS[odd[0]] if len(odd) == 1 else ANOTHER_RECIPE
     yield Fact(Cause(kind, "", finding=finding), ("recipe",))
 
 

@@ -49,7 +49,9 @@ def weights_of_passes(
     weights[counts] = np.where(np.abs(fitted - fitted.round()) <= close, fitted.round() + 0.0, fitted)
     if close > 0.1 or np.ptp(weights[counts]) <= 2 * close:
         return None
-    sums = {fqn: weights @ np.stack([part[fqn] for part in parts]) for fqn in fqns}
+    sums = {}
+    for fqn in fqns:
+        sums[fqn] = weights @ np.stack([part[fqn] for part in parts])
     readings = [*_readings(candidate, step, rows, weights, counts, close), _reading_by_pass(rows, weights)]
     return _cause(readings, close), sums
 

@@ -12,7 +12,7 @@ from harness.core.causes.hypothesis import Broken, Fact, Hypothesis
 from harness.core.evidence.text import number_text
 from harness.core.judge.result import Cause
 from harness.recording.judged.judge_sketched import Key, Numbers
-from harness.recording.judged.sketch_distances import EQUAL, TensorDistance, apart
+from harness.recording.judged.sketch_distances import EQUAL, TensorDistance, distance_and_fit
 from harness.recording.judged.sketched_steps import AVERAGES, STATE
 from harness.recording.judged.two_recordings import TwoRecordings
 from harness.recording.sketches import GRADIENT, WEIGHTS
@@ -40,9 +40,9 @@ def state_lost(evidence: TwoRecordings, broken: Broken) -> Iterator[Hypothesis[T
     cause = Cause("optimizer state lost", text, evidence.parameters_text(names), details=details)
     sketches = _new_state(evidence)
     if sketches is None:
-        yield Hypothesis(cause, None, seen=(STATE,))
+        yield Hypothesis(cause, None, seen_by=(STATE,))
         return
-    yield Hypothesis(cause, lambda assumed: assumed.if_first_had(sketches), seen=(STATE,), renumbers=True)
+    yield Hypothesis(cause, lambda assumed: assumed.if_first_had(sketches), seen_by=(STATE,), renumbers_ranks=True)
 
 
 def _new_state(evidence: TwoRecordings) -> dict[Key, np.ndarray] | None:
@@ -54,7 +54,7 @@ def _new_state(evidence: TwoRecordings) -> dict[Key, np.ndarray] | None:
         remains = _part_that_remains(evidence.baseline, kind)
         earlier = evidence.baseline.whole.get((evidence.baseline.after, kind, fqn))
         if remains is not None and earlier is not None:
-            sketches[distance.key] = evidence.expected(distance.key) - remains * earlier.sums
+            sketches[distance.key] = evidence.expected_sketch(distance.key) - remains * earlier.sums
         elif distance.is_wrong:
             return None
     return sketches
@@ -79,21 +79,24 @@ def _is_new(numbers: Numbers, average: TensorDistance) -> bool:
     if gradient is None:
         return False
     sums = numbers.whole[average.key].sums
-    multiple = apart(gradient.sums, sums)[1]
-    return math.isfinite(multiple) and apart(multiple * gradient.sums, sums)[0] <= average.bound
+    multiple = distance_and_fit(gradient.sums, sums)[1]
+    return math.isfinite(multiple) and distance_and_fit(multiple * gradient.sums, sums)[0] <= average.bound
 
 
 def other_weights(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     """Parameters that are not those of the step that training goes on from: whether they are those of another step."""
     after = evidence.baseline.after
     names = evidence.names
-    if "initial_weights" not in broken or not after:
+    if evidence.first.check != "initial_weights" or not after or not names:
         return
     text = f"training does not go on from the weights after step {after}"
     kind = "parameters changed over the checkpoint"
     details: tuple[tuple[str, object], ...] = (("parameters", tuple(names)),)
     known = sorted({step for step, kind_of, _ in evidence.baseline.whole if kind_of == WEIGHTS and step != after})
-    steps = [step for step in known if all(_are_of_step(evidence, step, fqn) for fqn in names)]
+    steps = []
+    for step in known:
+        if all(_are_of_step(evidence, step, fqn) for fqn in names):
+            steps.append(step)
     if len(steps) == 1:
         kind = "resumed elsewhere" if steps[0] else "parameters not loaded"
         text += f", but from those after step {steps[0]}" if steps[0] else ", but from those before training"
@@ -104,7 +107,7 @@ def other_weights(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
 def _are_of_step(evidence: TwoRecordings, step: int, fqn: str) -> bool:
     expected = evidence.baseline.whole.get((step, WEIGHTS, fqn))
     observed = evidence.candidate.whole.get((evidence.baseline.after, WEIGHTS, fqn))
-    return expected is not None and observed is not None and apart(expected.sums, observed.sums)[0] <= EQUAL
+    return expected is not None and observed is not None and distance_and_fit(expected.sums, observed.sums)[0] <= EQUAL
 
 
 def schedule_again(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:

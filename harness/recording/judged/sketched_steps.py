@@ -16,7 +16,7 @@ from harness.core.causes.hypothesis import Broken, Fact, Hypothesis
 from harness.core.evidence.text import number_text, ranks_text
 from harness.core.judge.result import Cause, Lines
 from harness.recording.judged.judge_sketched import Key, Numbers
-from harness.recording.judged.sketch_distances import OF_UPDATES, TensorDistance, apart
+from harness.recording.judged.sketch_distances import OF_UPDATES, TensorDistance, distance_and_fit
 from harness.recording.judged.two_recordings import TwoRecordings
 from harness.recording.sketches import GRADIENT, WEIGHTS
 
@@ -74,9 +74,9 @@ def _clipped_state(evidence: TwoRecordings, factors: Mapping[str, tuple[float, f
         expected, observed = factors[key[2]]
         ratio = observed / expected
         if key[1] in AVERAGES:
-            sketches[key] = ratio * evidence.expected(key)
+            sketches[key] = ratio * evidence.expected_sketch(key)
         elif key[1] in SQUARES:
-            sketches[key] = ratio**2 * evidence.expected(key)
+            sketches[key] = ratio**2 * evidence.expected_sketch(key)
     return sketches
 
 
@@ -88,8 +88,8 @@ def multiple_of_gradient(numbers: Numbers, average: TensorDistance) -> float | N
     if taken is None or gradient is None:
         return None
     sums = numbers.whole[average.key].sums
-    multiple = apart(gradient.sums, sums)[1]
-    is_multiple = apart(multiple * gradient.sums, sums)[0] <= average.bound
+    multiple = distance_and_fit(gradient.sums, sums)[1]
+    is_multiple = distance_and_fit(multiple * gradient.sums, sums)[0] <= average.bound
     return multiple / taken if is_multiple else None
 
 
@@ -131,20 +131,25 @@ def decayed_otherwise(evidence: TwoRecordings, broken: Broken) -> Iterator[Hypot
     wrong = evidence.wrong if {STATE, UPDATE} & {*broken} else []
     keys = [distance.key for distance in wrong if distance.key[1] == wrong[0].key[1]]
     before = {key: (evidence.step - 1, WEIGHTS, key[2]) for key in keys}
-    both = (evidence.baseline.whole, evidence.candidate.whole)
-    if not keys or any(key not in whole for key in before.values() for whole in both):
+    known = evidence.baseline.whole.keys() & evidence.candidate.whole.keys()
+    if not keys or not known.issuperset(before.values()):
         return
     kind = keys[0][1]
     compared = {key: (evidence.step, WEIGHTS, key[2]) if kind == OF_UPDATES else key for key in keys}
-    weights = np.concatenate([evidence.expected(before[key]) for key in keys])
-    off = np.concatenate([evidence.observed(compared[key]) - evidence.expected(compared[key]) for key in keys])
+    weights = np.concatenate([evidence.expected_sketch(before[key]) for key in keys])
+    off = np.concatenate(
+        [evidence.observed_sketch(compared[key]) - evidence.expected_sketch(compared[key]) for key in keys]
+    )
     if kind == OF_UPDATES:
-        off -= np.concatenate([evidence.observed(before[key]) - evidence.expected(before[key]) for key in keys])
+        off -= np.concatenate(
+            [evidence.observed_sketch(before[key]) - evidence.expected_sketch(before[key]) for key in keys]
+        )
     times = float(off @ weights / (weights @ weights or 1.0))
     if not abs(times) <= MOST_DECAY:
         return
     sketches = {
-        compared[key]: evidence.expected(compared[key]) + times * evidence.expected(before[key]) for key in keys
+        compared[key]: evidence.expected_sketch(compared[key]) + times * evidence.expected_sketch(before[key])
+        for key in keys
     }
     much = f"{number_text(times, 4)} times the weights in addition"
     cause = Cause("weight decay", f"weights decay otherwise: what the step adds has {much}")
@@ -157,7 +162,7 @@ def decayed_otherwise(evidence: TwoRecordings, broken: Broken) -> Iterator[Hypot
     )
     yield evidence.hypothesis(
         Cause(cause.kind, cause.observed, details=(("times", times),)),
-        lambda assumed: assumed.if_first_had(sketches).without(squares),
+        lambda assumed: assumed.if_first_had(sketches).without_tensors(squares),
         names=names,
         lines=lines,
     )
@@ -168,7 +173,7 @@ def decayed_otherwise(evidence: TwoRecordings, broken: Broken) -> Iterator[Hypot
 
 def not_stepped(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     """Updates of zero, where all that are wrong in the step are so."""
-    check = next(iter({STATE, UPDATE} & {*broken}), "")
+    check = next((check for check in (STATE, UPDATE) if check in broken), "")
     updates = [
         distance for distance in evidence.comparison.differences if distance.key[:2] == (evidence.step, OF_UPDATES)
     ]
@@ -190,7 +195,7 @@ def other_norm(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     if "grad_norm" not in broken:
         return
     findings = broken["grad_norm"].findings
-    ranks = sorted({rank for finding in findings for rank in finding.ranks})
+    ranks = sorted(set[int]().union(*(finding.ranks for finding in findings)))
     text = "gradients are clipped by another norm than that of all gradients"
     details = (("step", findings[0].step), ("ranks", tuple(ranks)))
     where = f"on ranks {ranks_text(ranks)}"

@@ -15,98 +15,122 @@ import numpy as np
 
 from harness.core.case.dims import ParallelDims
 from harness.core.checks.collective_order import POINT_TO_POINT, call_text
-from harness.core.evidence.keys import number, ranks_key, ranks_of
+from harness.core.evidence.keys import ranks_from_key, ranks_key, stable_digest
 from harness.core.evidence.recording import RankRecord
 from harness.core.evidence.records import Collective
 from harness.core.evidence.summary import Summary
 from harness.core.judge.trial import Trial
 from harness.core.plan.kinds import PerRank
 
-Like = dict[int, int]
+Representatives = dict[int, int]
 """Rank -> the one that is read instead; a rank that is read stands for itself."""
 
 
-def stand_ins(summaries: Mapping[int, Summary], dims: ParallelDims) -> Like:
-    """dims: of as many ranks as the job has; if they have not, ranks differ by their records alone."""
-    ours = all(rank < dims.world_size for rank in summaries)
-    at = np.stack(np.unravel_index(np.arange(dims.world_size), dims.degrees), axis=1)  # [ranks, axes]
+def find_representatives(summaries: Mapping[int, Summary], dims: ParallelDims) -> Representatives:
+    """Return by rank the one that is read instead.
+
+    dims: of as many ranks as the job has; if they have not, ranks differ by their records alone.
+    """
+    fits_layout = all(rank < dims.world_size for rank in summaries)
+    coordinates = np.stack(np.unravel_index(np.arange(dims.world_size), dims.degrees), axis=1)  # [ranks, axes]
 
     @functools.cache
-    def shape(key: str) -> tuple[tuple[bool, ...], int]:
-        """Along which axes of the layout these ranks are a whole line, or plane; else their distances."""
-        ranks = np.array(ranks_of(key))
+    def axes_and_distances(key: str) -> tuple[tuple[bool, ...], int]:
+        """Return along which axes of the layout these ranks are a whole line, or plane; else their distances."""
+        ranks = np.array(ranks_from_key(key))
         if not len(ranks) or ranks[-1] >= dims.world_size:
-            return (), number(key)
-        varies = (at[ranks] != at[ranks[0]]).any(axis=0)
+            return (), stable_digest(key)
+        varies = (coordinates[ranks] != coordinates[ranks[0]]).any(axis=0)
         whole = len(ranks) == int(np.prod(np.array(dims.degrees)[varies]))
-        return (tuple(varies.tolist()), 0) if whole else ((), number((ranks - ranks[0]).tolist()))
+        return (tuple(varies.tolist()), 0) if whole else ((), stable_digest((ranks - ranks[0]).tolist()))
 
-    def stands(rank: int, key: str) -> Hashable:
+    def position_of_group(rank: int, key: str) -> Hashable:
         """Return where the group lies, seen from the rank."""
-        along, distances = shape(key)
+        along, distances = axes_and_distances(key)
         if not along:
-            return distances, ranks_of(key)[0] - rank if key else 0
-        away = at[ranks_of(key)[0]] - at[rank]
-        return along, tuple(int(by) for by, inside in zip(away, along, strict=True) if not inside)
+            return distances, ranks_from_key(key)[0] - rank if key else 0
+        offsets = coordinates[ranks_from_key(key)[0]] - coordinates[rank]
+        return along, tuple(int(offset) for offset, inside in zip(offsets, along, strict=True) if not inside)
 
-    found: dict[Hashable, int] = {}
-    like = {}
-    for rank, one in sorted(summaries.items()):
-        where = tuple(stands(rank, key) for _, key in one.rank_class.groups) if ours else ()
-        like[rank] = found.setdefault((one.rank_class.number or ("unknown", rank), where), rank)
-    return like
+    firsts: dict[Hashable, int] = {}
+    representatives = {}
+    for rank, summary in sorted(summaries.items()):
+        positions: tuple[Hashable, ...] = ()
+        if fits_layout:
+            positions = tuple(position_of_group(rank, key) for _, key in summary.rank_class.groups)
+        rank_class = summary.rank_class.number or ("unknown", rank)
+        representatives[rank] = firsts.setdefault((rank_class, positions), rank)
+    return representatives
 
 
-def apart_by_plan(like: Like, trial: Trial) -> Like:
-    """Where the plan cuts their slices to unlike sizes, ranks do not stand for each other."""
+def split_by_plan(like: Representatives, trial: Trial) -> Representatives:
+    """Return representatives so that no rank represents another whose slices the plan cuts to another size."""
     planned = trial.plan.parameter_bytes
     if trial.plan.dims.tp * trial.plan.dims.pp > 1 or trial.plan.flat or not isinstance(planned, PerRank):
         return like
-    found: dict[Hashable, int] = {}
-    return {rank: found.setdefault((one, planned.kinds.get(rank)), rank) for rank, one in sorted(like.items())}
+    firsts: dict[Hashable, int] = {}
+    split = {}
+    for rank, representative in sorted(like.items()):
+        split[rank] = firsts.setdefault((representative, planned.kinds.get(rank)), rank)
+    return split
 
 
 # ---- ranks that other members of their groups disagree with
 
 
-def disagreeing(summaries: Mapping[int, Summary], records: Mapping[int, RankRecord], like: Like) -> set[int]:
+def disagreeing_ranks(
+    summaries: Mapping[int, Summary], records: Mapping[int, RankRecord], like: Representatives
+) -> set[int]:
     """Return one rank of each sequence in a group whose members issued different collectives, and both sides of sends and
     receives that do not match."""
-    orders = {rank: _orders(record, summaries[rank]) for rank, record in records.items()}
+    orders = {rank: _sequences_and_bytes(record, summaries[rank]) for rank, record in records.items()}
     issued: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     sent: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for rank, one in like.items():
-        places, (sequences, moved) = summaries[rank].rank_class.groups, orders[one]
-        for place, digest in sequences.items():
-            issued[places[place]][rank] = digest
-        for (place, peer, op), size in moved.items():
-            ends = (str(rank), places[peer][1])
+    for rank, representative in like.items():
+        groups = summaries[rank].rank_class.groups
+        sequences, moved = orders[representative]
+        for index, digest in sequences.items():
+            issued[groups[index]][rank] = digest
+        for (index, peer_index, op), size in moved.items():
+            ends = (str(rank), groups[peer_index][1])
             source, target = ends if op == "send" else ends[::-1]
-            sent[source, target, places[place][0]][POINT_TO_POINT.index(op)] += size
-    unmatched = {int(rank) for (*ends, _), (out, back) in sent.items() if out != back for rank in ends}
-    odd = {rank for (_, key), digests in issued.items() for rank in _one_of_each(key, digests, like)}
-    return {rank for rank in odd | unmatched if rank in like}
+            sent[source, target, groups[index][0]][POINT_TO_POINT.index(op)] += size
+    ranks: set[int] = set()
+    for (source, target, _), (sent_bytes, received_bytes) in sent.items():
+        if sent_bytes != received_bytes:
+            ranks |= {int(source), int(target)}
+    for (_, key), digests in issued.items():
+        ranks.update(_first_ranks(key, digests, like))
+    return {rank for rank in ranks if rank in like}
 
 
-def _one_of_each(key: str, digests: Mapping[int, int], like: Like) -> Iterable[int]:
+def _first_ranks(key: str, digests: Mapping[int, int], like: Representatives) -> Iterable[int]:
+    """Return the first rank of each different digest in a group; none if all its ranks have the same.
+
+    Ranks that `like` does not have are left out. Ranks without a digest count as having the same one.
+    """
     firsts: dict[int | None, int] = {}
-    for rank in ranks_of(key):
+    for rank in ranks_from_key(key):
         if rank in like:
             firsts.setdefault(digests.get(rank), rank)
     return firsts.values() if len(firsts) > 1 else ()
 
 
-def _orders(record: RankRecord, summary: Summary) -> tuple[dict[int, int], Counter[tuple[int, int, str]]]:
-    """Return, by the places of the summary, each group's sequence, as one number, and the bytes sent and received."""
-    places = {place: index for index, place in enumerate(summary.rank_class.groups)}
-    sequences: dict[int, list[Collective]] = defaultdict(list)
+def _sequences_and_bytes(record: RankRecord, summary: Summary) -> tuple[dict[int, int], Counter[tuple[int, int, str]]]:
+    """Return each group's sequence, as one number, and the bytes sent and received.
+
+    Groups are named by their indices in the summary.
+    """
+    indices = {group: index for index, group in enumerate(summary.rank_class.groups)}
+    calls_of_groups: dict[int, list[Collective]] = defaultdict(list)
     moved: Counter[tuple[int, int, str]] = Counter()
     for call in record.evidence.collectives:
-        place = places[call.group, ranks_key(tuple(sorted(call.ranks)))]
+        index = indices[call.group, ranks_key(tuple(sorted(call.ranks)))]
         if call.op not in POINT_TO_POINT:
-            sequences[place].append(call)
+            calls_of_groups[index].append(call)
         elif call.peer is not None:
-            moved[place, places["", str(call.peer)], call.op] += call.bytes
-    return {
-        place: number([call_text(calls, i) for i in range(len(calls))]) for place, calls in sequences.items()
-    }, moved
+            moved[index, indices["", str(call.peer)], call.op] += call.bytes
+    sequences = {}
+    for index, calls in calls_of_groups.items():
+        sequences[index] = stable_digest([call_text(calls, number) for number in range(len(calls))])
+    return sequences, moved

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.core.evidence.keys import ranks_of
+from harness.core.evidence.keys import ranks_from_key
 from harness.core.evidence.provided import RECORDED, Provided
 from harness.core.evidence.reading import read_json
 from harness.core.evidence.recording import (
-    BESIDE,
-    RANKS,
-    SECOND_PART,
+    BESIDE_SUFFIX,
+    MAX_RANGE,
+    SECOND_PART_OFFSET,
     Beside,
     Last,
     Reached,
@@ -26,8 +26,8 @@ from harness.core.evidence.recording import (
 )
 from harness.core.evidence.store import EvidenceError, decoded_without_values
 from harness.core.evidence.summary import Summary
-from harness.recording.folders import JOB, JOBS, job_folders
-from harness.recording.injection import PROCESSES
+from harness.recording.folders import JOB_FILE, JOBS_FOLDER, job_folders
+from harness.recording.injection import PROCESSES_FOLDER
 
 STARTED = "recording.json"
 
@@ -75,82 +75,86 @@ class Recording:
     @property
     def is_one_of_several(self) -> bool:
         """Whether the command has other jobs with rank numbers of their own."""
-        return bool(self.others) or self.directory.parent.name == JOBS
+        return bool(self.others) or self.directory.parent.name == JOBS_FOLDER
 
     @property
     def world(self) -> int:
         """Return the world size of its ranks, else the requested one."""
-        sizes = [one.world for one in self.summaries.values()]
+        sizes = [summary.world for summary in self.summaries.values()]
         return max(sizes, default=self.requested or 0)
 
 
 def holds_recording(directory: Path) -> bool:
     """Return whether a recording, or one job of a recording, lies there. It may be damaged."""
-    return bool(_rank_files(directory)) or (_whole(directory) / STARTED).exists()
+    return bool(_rank_files(directory)) or (_command_folder(directory) / STARTED).exists()
 
 
 def _rank_files(directory: Path) -> list[Path]:
     return sorted((directory / "ranks").glob("rank_*.record"))
 
 
-def _whole(directory: Path) -> Path:
+def _command_folder(directory: Path) -> Path:
     """Return the folder of all jobs of the command."""
-    return directory.parent.parent if directory.parent.name == JOBS else directory
+    return directory.parent.parent if directory.parent.name == JOBS_FOLDER else directory
 
 
 def load_recording(directory: Path) -> Recording:
-    """Raises EvidenceError where nothing was recorded."""
-    files, whole = _rank_files(directory), _whole(directory)
-    told = started(whole)
-    if not files and not told:
+    """Return the recording of a folder. Raises EvidenceError where nothing was recorded."""
+    files = _rank_files(directory)
+    whole = _command_folder(directory)
+    command_info = load_command_info(whole)
+    if not files and not command_info:
         raise EvidenceError(f"{directory}: no recording; `harness record -o {directory} -- COMMAND` makes one")
-    summaries, unreadable, launch = {}, {}, ""
+    summaries: dict[int, Summary] = {}
+    unreadable = {}
+    launch = ""
     for file in files:
         try:
-            one = load_summary(file, Summary)
-            if not 0 <= one.rank < one.world <= RANKS or file != record_file(directory, one.rank):
-                raise EvidenceError(f"{file}: damaged: rank {one.rank} of {one.world}; record the job again")
-            if one.environment.launch != (launch := told.get("launch", launch or one.environment.launch)):
-                ids = f"{one.environment.launch or 'none'}, the recording is {launch or 'none'}"
+            summary = load_summary(file, Summary)
+            if not 0 <= summary.rank < summary.world <= MAX_RANGE or file != record_file(directory, summary.rank):
+                raise EvidenceError(f"{file}: damaged: rank {summary.rank} of {summary.world}; record the job again")
+            launch = command_info.get("launch", launch or summary.environment.launch)
+            if summary.environment.launch != launch:
+                ids = f"{summary.environment.launch or 'none'}, the recording is {launch or 'none'}"
                 raise EvidenceError(f"{file}: belongs to another recording (it is of {ids}); record the job again")
-            summaries[one.rank] = _as_it_ended(directory, one)
+            summaries[summary.rank] = _with_last_state(directory, summary)
         except EvidenceError as error:
             unreadable[int(file.stem.removeprefix("rank_"))] = str(error)
-    last = {
-        rank: found for rank, one in summaries.items() if not one.progress.ended and (found := _trace(directory, one))
-    }
+    lasts = {}
+    for rank, summary in summaries.items():
+        if not summary.progress.ended and (last := _load_last(directory, summary)):
+            lasts[rank] = last
     return Recording(
         directory,
         summaries,
-        command=told.get("command", ""),
-        code=told.get("code"),
-        requested=told.get("ranks"),
-        nothing=told.get("nothing", ""),
-        last=last,
+        command=command_info.get("command", ""),
+        code=command_info.get("code"),
+        requested=command_info.get("ranks"),
+        nothing=command_info.get("nothing", ""),
+        last=lasts,
         unreadable=unreadable,
-        exits=_exits(directory, whole),
-        same_as=told.get("same_as", "") if directory == whole else "",
-        after=told.get("after", 0) if directory == whole else 0,
-        job=_job(directory),
-        others=tuple(load_recording(folder) for folder in _folders(whole)[1:]) if directory == whole else (),
+        exits=_load_exits(directory, whole),
+        same_as=command_info.get("same_as", "") if directory == whole else "",
+        after=command_info.get("after", 0) if directory == whole else 0,
+        job=_job_words(directory),
+        others=tuple(load_recording(folder) for folder in _folders_of_jobs(whole)[1:]) if directory == whole else (),
     )
 
 
-def not_recorded(summaries: Iterable[Summary]) -> str:
-    """Which models, or the beginning of which, are not on record; empty if all are."""
-    return next((f"not recorded: {one.recorder.left_out[0]}" for one in summaries if one.recorder.left_out), "")
+def unrecorded_model_text(summaries: Iterable[Summary]) -> str:
+    """Say which model, or the beginning of which, is not on record; empty if all are."""
+    for summary in summaries:
+        if summary.recorder.left_out:
+            return f"not recorded: {summary.recorder.left_out[0]}"
+    return ""
 
 
-def recorder_failed(summaries: Iterable[Summary]) -> str:
+def recorder_failure_text(summaries: Iterable[Summary]) -> str:
     """Say where the recorder itself raised, and what; empty if nowhere."""
-    return next(
-        (
-            f"rank {one.rank} is not recorded to its end: {one.recorder.failed[0]}"
-            for one in summaries
-            if one.recorder.failed
-        ),
-        "",
-    )
+    for summary in summaries:
+        if summary.recorder.failed:
+            return f"rank {summary.rank} is not recorded to its end: {summary.recorder.failed[0]}"
+    return ""
 
 
 def exit_text(code: int) -> str:
@@ -160,66 +164,71 @@ def exit_text(code: int) -> str:
     return signal.Signals(-code).name if -code in [*signal.Signals] else f"signal {-code}"
 
 
-def only_waited(recording: Recording, rank: int) -> bool:
-    """Whether it died by the signal that launchers send to all others where one did not end well, and there is one."""
+def is_ended_by_launcher(recording: Recording, rank: int) -> bool:
+    """Return whether it died by the signal that launchers send to all others where one did not end well, and there is one."""
     others = any(code not in (0, -signal.SIGTERM) for code in recording.exits.values())
-    raised = any(one.progress.ended == "raised" for one in recording.summaries.values())
+    raised = any(summary.progress.ended == "raised" for summary in recording.summaries.values())
     return recording.exits.get(rank) == -signal.SIGTERM and (others or raised)
 
 
-def _folders(whole: Path) -> list[Path]:
+def _folders_of_jobs(whole: Path) -> list[Path]:
     """Return the folders of all its jobs."""
     return list(itertools.takewhile(lambda folder: folder == whole or folder.exists(), job_folders(whole)))
 
 
-def _job(directory: Path) -> str:
-    file = directory / PROCESSES / JOB
+def _job_words(directory: Path) -> str:
+    file = directory / PROCESSES_FOLDER / JOB_FILE
     return file.read_text(encoding="utf-8") if file.exists() else ""
 
 
-def _exits(directory: Path, whole: Path) -> dict[int, int]:
-    """What ranks left as they ended, and the launchers and parents that waited for them: where there are several jobs, its own
-    one."""
-    claims, several = _claims(directory / PROCESSES), len(_folders(whole)) > 1
-    found = _exits_of_children(claims, whole / PROCESSES)
-    for file in sorted({*(directory / PROCESSES).glob("*.ends"), *(whole / PROCESSES).glob("*.ends")}):
+def _load_exits(directory: Path, whole: Path) -> dict[int, int]:
+    """Return the exit codes that ranks left as they ended, and that the launchers and parents wrote that waited for them.
+
+    Where there are several jobs, a launcher's report counts for its own ranks alone.
+    """
+    processes = _processes_of_ranks(directory / PROCESSES_FOLDER)
+    several = len(_folders_of_jobs(whole)) > 1
+    exits = _exits_of_children(processes, whole / PROCESSES_FOLDER)
+    for file in sorted({*(directory / PROCESSES_FOLDER).glob("*.ends"), *(whole / PROCESSES_FOLDER).glob("*.ends")}):
         if file.parent.parent != directory and file.name.startswith("rank_"):
             continue
         try:
-            ended = {int(rank): int(code) for rank, code in read_json(file).items()}
+            codes = {int(rank): int(code) for rank, code in read_json(file).items()}
         except (OSError, ValueError) as error:
             raise EvidenceError(f"{file}: damaged ({error}); record the job again") from error
         own = not several or file.name.startswith("rank_")
-        found |= {rank: code for rank, code in ended.items() if own or claims.get(rank, ("", ""))[1] == file.stem}
-    return found
+        for rank, code in codes.items():
+            if own or processes.get(rank, ("", ""))[1] == file.stem:
+                exits[rank] = code
+    return exits
 
 
-def _claims(folder: Path) -> dict[int, tuple[str, str]]:
+def _processes_of_ranks(folder: Path) -> dict[int, tuple[str, str]]:
     """Return, by rank, its process and the one that started it, as HOST-PID. A restarted rank has its last process."""
-    found = {}
+    processes = {}
     files = (file for file in folder.glob("rank_*.*") if file.suffix[1:].isdecimal())
     for file in sorted(files, key=lambda file: int(file.suffix[1:])):
         try:
-            told = read_json(file)
-            its = (f"{told['host']}-{told['pid']}", f"{told['host']}-{told['parent']}")
+            claim = read_json(file)
+            own_and_parent = (f"{claim['host']}-{claim['pid']}", f"{claim['host']}-{claim['parent']}")
         except (OSError, ValueError, KeyError) as error:
             raise EvidenceError(f"{file}: damaged ({error}); record the job again") from error
-        found[int(file.stem.removeprefix("rank_"))] = its
-    return found
+        processes[int(file.stem.removeprefix("rank_"))] = own_and_parent
+    return processes
 
 
-def _exits_of_children(claims: dict[int, tuple[str, str]], folder: Path) -> dict[int, int]:
+def _exits_of_children(processes: dict[int, tuple[str, str]], folder: Path) -> dict[int, int]:
     """Return the exit codes of ranks that multiprocessing started."""
-    found = {}
-    for rank, (process, _) in claims.items():
+    exits = {}
+    for rank, (process, _) in processes.items():
         with contextlib.suppress(
             FileNotFoundError, ValueError
         ):  # its process was not waited for, or the file is not complete
-            found[rank] = int((folder / f"{process}.code").read_text())
-    return found
+            exits[rank] = int((folder / f"{process}.code").read_text())
+    return exits
 
 
-def started(directory: Path) -> dict[str, Any]:
+def load_command_info(directory: Path) -> dict[str, Any]:
     """Return what the command was started with; empty where nothing says. Raises EvidenceError."""
     try:
         return read_json(directory / STARTED)
@@ -229,40 +238,47 @@ def started(directory: Path) -> dict[str, Any]:
         raise EvidenceError(f"{directory / STARTED}: damaged ({error}); record the job again") from error
 
 
-def _as_it_ended(directory: Path, one: Summary) -> Summary:
-    """With what a rank left later than its record: the error with which os._exit was called, how far it came, and
-    what other threads issued meanwhile."""
-    if one.progress.ended:
-        return one
-    beside = one.groups.beside or _beside(record_file(directory, one.rank))
-    error, reached = directory / PROCESSES / f"rank_{one.rank:05d}.error", one.progress.reached
+def _with_last_state(directory: Path, summary: Summary) -> Summary:
+    """Return the summary with what a rank left later than its record.
+
+    That is the error with which os._exit was called, how far it came, and what other threads issued meanwhile.
+    """
+    if summary.progress.ended:
+        return summary
+    beside = summary.groups.beside or _load_beside(record_file(directory, summary.rank))
+    error_file = directory / PROCESSES_FOLDER / f"rank_{summary.rank:05d}.error"
+    reached = summary.progress.reached
     with contextlib.suppress(OSError, ValueError, TypeError):  # it was killed before it wrote, or as it did
-        reached = Reached(*json.loads(_page(directory, one)[SECOND_PART:].split(b"\n")[0]))
-    progress = replace(one.progress, reached=reached)
-    if error.exists():
-        progress = replace(progress, ended="raised", error=error.read_text())
-    return replace(one, progress=progress, groups=replace(one.groups, beside=beside))
+        reached = Reached(*json.loads(_last_page(directory, summary)[SECOND_PART_OFFSET:].split(b"\n")[0]))
+    progress = replace(summary.progress, reached=reached)
+    if error_file.exists():
+        progress = replace(progress, ended="raised", error=error_file.read_text())
+    return replace(summary, progress=progress, groups=replace(summary.groups, beside=beside))
 
 
-def _page(directory: Path, one: Summary) -> bytes:
-    return (directory / "ranks" / f"rank_{one.rank:05d}.last").read_bytes()
+def _last_page(directory: Path, summary: Summary) -> bytes:
+    return (directory / "ranks" / f"rank_{summary.rank:05d}.last").read_bytes()
 
 
-def _beside(file: Path) -> tuple[Beside, ...]:
-    """What a killed process left of threads that issued over one group."""
+def _load_beside(file: Path) -> tuple[Beside, ...]:
+    """Return what a killed process left of threads that issued over one group. Empty if it left nothing."""
     try:
-        return decoded_without_values(tuple[Beside, ...], read_json(file.with_suffix(BESIDE)))
+        return decoded_without_values(tuple[Beside, ...], read_json(file.with_suffix(BESIDE_SUFFIX)))
     except FileNotFoundError:
         return ()
     except Exception as error:
-        raise EvidenceError(f"{file.with_suffix(BESIDE)}: damaged ({error}); record the job again") from error
+        raise EvidenceError(f"{file.with_suffix(BESIDE_SUFFIX)}: damaged ({error}); record the job again") from error
 
 
-def _trace(directory: Path, one: Summary) -> Last | None:
-    """What a killed process left of its last collective, later than its record."""
+def _load_last(directory: Path, summary: Summary) -> Last | None:
+    """Return the last collective of a killed process, as it left it later than its record.
+
+    If that cannot be read, it is the one of its record, or None if that has none.
+    """
     try:
-        text, group, place, before, *elsewhere = json.loads(_page(directory, one)[:SECOND_PART].split(b"\n")[0])
+        first_line = _last_page(directory, summary)[:SECOND_PART_OFFSET].split(b"\n")[0]
+        text, group, number, before, *elsewhere = json.loads(first_line)
     except (OSError, ValueError):  # it had not got so far, or was killed as it wrote
-        return one.progress.last
-    ranks = next((i.ranks for i in one.groups.issued if i.group == group), "")
-    return Last(text, ranks_of(ranks), group, place, tuple(before), *elsewhere)
+        return summary.progress.last
+    ranks = next((issued.ranks for issued in summary.groups.issued if issued.group == group), "")
+    return Last(text, ranks_from_key(ranks), group, number, tuple(before), *elsewhere)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.core.evidence.summary import Summary
-from harness.core.judge.observed import Axis, axes, replicas, together
+from harness.core.judge.observed import Axis, families_of_replicas, group_ranks_by, observed_axes
 from harness.recording.judged import outside_passes
 from harness.recording.judged.stored_recording import Recording
 
@@ -24,81 +24,113 @@ TYPE = re.compile(r" of ((?:b?float|u?int|complex)\d\w*|bool)\b")
 
 
 def structure(recording: Recording) -> dict[str, Any]:
-    summaries = [one for _, one in sorted(recording.summaries.items())]
+    """Return the structure of a recorded job: section -> its entries."""
+    summaries = [summary for _, summary in sorted(recording.summaries.items())]
+    ranks_by_end = group_ranks_by(summaries, lambda summary: summary.progress.ended)
+    axes = {}
+    for number, axis in number_alike_axes(observed_axes(summaries)):
+        axes[_axis_name(axis, number)] = _axis_section(axis)
+    idle_groups: set[str] = set()
+    for summary in summaries:
+        idle_groups.update(summary.groups.idle)
+    replica_sets = dict.fromkeys(f"sets of {len(family)}" for family in families_of_replicas(summaries))
     return {
         "ranks": recording.world,
-        "ended": {
-            state or "unheard": len(ranks)
-            for state, ranks in together(summaries, lambda one: one.progress.ended).items()
-        },
-        "models": _per_kind(summaries, _models_text),
-        "parameters": _per_kind(summaries, lambda one: "; ".join(_counts(one.parameters.placements))),
-        "wrappers": _per_kind(summaries, lambda one: ", ".join(_counts(one.modules.wrappers))),
-        "optimizers": _per_kind(summaries, lambda one: ", ".join(one.modules.optimizers)),
-        "axes": {_name(axis, number): _axis(axis) for number, axis in numbered(axes(summaries))},
-        outside_passes.SECTION: outside_passes.section(summaries),
-        "idle groups": sorted({key for one in summaries for key in one.groups.idle}),
-        "memory": _memory(summaries),
-        "replicas": ", ".join(dict.fromkeys(f"sets of {len(family)}" for family in replicas(summaries)))
-        or "none claimed",
-        "fed": len(together(summaries, lambda one: one.received.batches.get(min(one.received.batches, default=0)))),
+        "ended": {state or "unheard": len(ranks) for state, ranks in ranks_by_end.items()},
+        "models": _text_or_counts(summaries, _models_text),
+        "parameters": _text_or_counts(summaries, _placements_text),
+        "wrappers": _text_or_counts(summaries, lambda summary: ", ".join(_count_texts(summary.modules.wrappers))),
+        "optimizers": _text_or_counts(summaries, lambda summary: ", ".join(summary.modules.optimizers)),
+        "axes": axes,
+        outside_passes.SECTION: outside_passes.structure_section(summaries),
+        "idle groups": sorted(idle_groups),
+        "memory": _memory_sizes(summaries),
+        "replicas": ", ".join(replica_sets) or "none claimed",
+        "fed": len(group_ranks_by(summaries, _first_batch)),
         "settings": _settings(summaries),
     }
 
 
-def _models_text(one: Summary) -> str:
-    return f"{' + '.join(one.modules.classes)}: {one.parameters.count} of {one.parameters.elements}"
+def _placements_text(summary: Summary) -> str:
+    return "; ".join(_count_texts(summary.parameters.placements))
 
 
-def _counts(by_name: Mapping[str, int]) -> list[str]:
+def _first_batch(summary: Summary) -> Any:
+    """Return the batch that a rank received in its first step; None if it received none."""
+    batches = summary.received.batches
+    return batches.get(min(batches, default=0))
+
+
+def _models_text(summary: Summary) -> str:
+    return f"{' + '.join(summary.modules.classes)}: {summary.parameters.count} of {summary.parameters.elements}"
+
+
+def _count_texts(by_name: Mapping[str, int]) -> list[str]:
     """Return a text for each: 2 fsdp2."""
     return [f"{count} {name}" for name, count in by_name.items()]
 
 
-def _per_kind(summaries: list[Summary], text: Callable[[Summary], str]) -> Any:
-    """One text where all ranks have the same; else how many ranks have each."""
-    kinds = together(summaries, text)
-    return next(iter(kinds), "") if len(kinds) < 2 else {text: len(ranks) for text, ranks in kinds.items()}
+def _text_or_counts(summaries: list[Summary], make_text: Callable[[Summary], str]) -> Any:
+    """Return the text if all ranks have the same; else how many ranks have each."""
+    ranks_of_texts = group_ranks_by(summaries, make_text)
+    if len(ranks_of_texts) < 2:
+        return next(iter(ranks_of_texts), "")
+    return {text: len(ranks) for text, ranks in ranks_of_texts.items()}
 
 
-def numbered(found: tuple[Axis, ...]) -> Iterator[tuple[int, Axis]]:
-    """The n-th of axes that look alike."""
-    seen: dict[str, int] = {}
-    for axis in found:
-        name = _name(axis, 0)
-        seen[name] = seen.get(name, 0) + 1
-        yield seen[name] - 1, axis
+def number_alike_axes(axes: tuple[Axis, ...]) -> Iterator[tuple[int, Axis]]:
+    """Yield each axis with its number, from 0, among axes that look alike."""
+    counts: dict[str, int] = {}
+    for axis in axes:
+        name = _axis_name(axis, 0)
+        counts[name] = counts.get(name, 0) + 1
+        yield counts[name] - 1, axis
 
 
-def _name(axis: Axis, number: int) -> str:
+def _axis_name(axis: Axis, number: int) -> str:
     operators = "unnamed, " + ", ".join(sorted({moved.op for moved in axis.moved}))
     return (axis.role or operators) + (f" ({number + 1})" if number else "")
 
 
-def _axis(axis: Axis) -> dict[str, Any]:
-    several = Counter((one.op, one.phase) for one in axis.moved)
-    moved = {}
-    for one in axis.moved:
-        size = one.most if one.least == one.most else f"{one.least} to {one.most}"
-        apart = f" of {one.dtype}" if several[one.op, one.phase] > 1 else ""
-        moved[f"{one.op} in {one.phase}{apart}"] = {"dtype": one.dtype, "bytes": size, "calls": one.calls}
-    return {"degree": axis.size, "groups": list(axis.groups), **moved}
+def _axis_section(axis: Axis) -> dict[str, Any]:
+    """Return the degree and groups of an axis, and for each collective its dtype, bytes and calls."""
+    several = Counter((moved.op, moved.phase) for moved in axis.moved)
+    collectives = {}
+    for moved in axis.moved:
+        size = moved.most if moved.least == moved.most else f"{moved.least} to {moved.most}"
+        of_dtype = f" of {moved.dtype}" if several[moved.op, moved.phase] > 1 else ""
+        entry = {"dtype": moved.dtype, "bytes": size, "calls": moved.calls}
+        collectives[f"{moved.op} in {moved.phase}{of_dtype}"] = entry
+    return {"degree": axis.size, "groups": list(axis.groups), **collectives}
 
 
-def _memory(summaries: list[Summary]) -> dict[str, Any]:
-    kinds = sorted({kind for one in summaries for kind in one.resources.memory})
-    sizes = {kind: {one.resources.memory.get(kind, 0) for one in summaries} for kind in kinds}
-    sizes["parameters as forward ends"] = {one.resources.after_forward for one in summaries}
-    return {kind: max(held) if len(held) == 1 else f"{min(held)} to {max(held)}" for kind, held in sizes.items()}
+def _memory_sizes(summaries: list[Summary]) -> dict[str, Any]:
+    """Return by kind of memory the bytes that ranks have of it: one number, or the least and the most."""
+    kinds: set[str] = set()
+    for summary in summaries:
+        kinds.update(summary.resources.memory)
+    sizes = {}
+    for kind in sorted(kinds):
+        sizes[kind] = {summary.resources.memory.get(kind, 0) for summary in summaries}
+    sizes["parameters as forward ends"] = {summary.resources.after_forward for summary in summaries}
+    texts: dict[str, Any] = {}
+    for kind, sizes_of_ranks in sizes.items():
+        if len(sizes_of_ranks) == 1:
+            texts[kind] = max(sizes_of_ranks)
+        else:
+            texts[kind] = f"{min(sizes_of_ranks)} to {max(sizes_of_ranks)}"
+    return texts
 
 
 def _settings(summaries: list[Summary]) -> dict[str, Any]:
-    names = sorted({name for one in summaries for name in one.environment.settings} - {"threads"})
-    return {name: _per_kind(summaries, functools.partial(_setting, name)) for name in names}
+    names: set[str] = set()
+    for summary in summaries:
+        names.update(summary.environment.settings)
+    return {name: _text_or_counts(summaries, functools.partial(_setting, name)) for name in sorted(names - {"threads"})}
 
 
-def _setting(name: str, one: Summary) -> str:
-    return one.environment.settings.get(name, "")
+def _setting(name: str, summary: Summary) -> str:
+    return summary.environment.settings.get(name, "")
 
 
 # ---- two of them
@@ -106,72 +138,86 @@ def _setting(name: str, one: Summary) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """where: the words on the way there, such as axes, sharded by fsdp2, all_gather in forward, bytes."""
+    """An entry in which two structures differ. Fields are keys of the comparison document, so their names stay."""
 
     where: tuple[str, ...]
+    """Keys on the way there, such as axes, sharded by fsdp2, all_gather in forward, bytes."""
     one: str
+    """Value in the first one."""
     other: str
+    """Value in the second one."""
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
+def differences(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[Difference]:
     """Return what differs. If numbers of ranks differ, what follows from them is left out: degrees, parameters, exits."""
-    found = [Difference(where, a, b) for where, a, b in _pairs(*_comparable(one, other), ()) if a != b]
-    if one.get("ranks") == other.get("ranks"):
-        return found
-    return [each for each in found if not set(each.where) & {*BY_DEGREE, "parameters", "ended"}]
+    pairs = _value_pairs(*_with_common_steps(baseline, candidate), ())
+    all_differences = [Difference(where, first, second) for where, first, second in pairs if first != second]
+    if baseline.get("ranks") == candidate.get("ranks"):
+        return all_differences
+    left_out = {*BY_DEGREE, "parameters", "ended"}
+    return [difference for difference in all_differences if not set(difference.where) & left_out]
 
 
-def _comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Outside of passes the steps that both have on record."""
+def _with_common_steps(
+    baseline: Mapping[str, Any], candidate: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return both; outside of passes only the steps that both have on record."""
     name = outside_passes.SECTION
-    if name not in one or name not in other:
-        return one, other
-    mine, theirs = outside_passes.in_common(one[name], other[name])
-    return {**one, name: mine}, {**other, name: theirs}
+    if name not in baseline or name not in candidate:
+        return baseline, candidate
+    expected, observed = outside_passes.restrict_to_common_steps(baseline[name], candidate[name])
+    return {**baseline, name: expected}, {**candidate, name: observed}
 
 
-def compared_outside(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+def outside_steps_text(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> str:
     """Say which steps were compared. Empty where either is no structure."""
     name = outside_passes.SECTION
-    return outside_passes.steps_compared(one[name], other[name]) if name in one and name in other else ""
+    if name not in baseline or name not in candidate:
+        return ""
+    return outside_passes.compared_steps_text(baseline[name], candidate[name])
 
 
-def _pairs(one: Any, other: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, str]]:
+def _value_pairs(expected: Any, observed: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """Yield pairs of values at the same place; what only one of them has comes all at once."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        one, other = _of_other_types(one, other)
-        for key in dict.fromkeys([*one, *other]):
-            yield from _pairs(one.get(key, "none"), other.get(key, "none"), (*where, str(key)))
+    if isinstance(expected, Mapping) and isinstance(observed, Mapping):
+        expected, observed = _with_matched_types(expected, observed)
+        for key in dict.fromkeys([*expected, *observed]):
+            yield from _value_pairs(expected.get(key, "none"), observed.get(key, "none"), (*where, str(key)))
     else:
-        yield where, _text(one), _text(other)
+        yield where, _value_text(expected), _value_text(observed)
 
 
-def _of_other_types(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """A collective that one has in this type alone, and the other in that alone, is one collective, whose type differs."""
-    mine, theirs = (_by_name_without_type(here, there) for here, there in ((one, other), (other, one)))
-    for name in [name for name in mine if len(mine[name]) == 1 == len(theirs.get(name, ()))]:
-        one, other = _under(name, mine[name][0], one), _under(name, theirs[name][0], other)
-    return one, other
+def _with_matched_types(
+    expected: Mapping[str, Any], observed: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return both, where a collective that each has in one type alone is one collective, whose type differs."""
+    expected_names = _names_without_type(expected, observed)
+    observed_names = _names_without_type(observed, expected)
+    for name, names in expected_names.items():
+        if len(names) == 1 == len(observed_names.get(name, ())):
+            expected = _rename_without_type(name, names[0], expected)
+            observed = _rename_without_type(name, observed_names[name][0], observed)
+    return expected, observed
 
 
-def _by_name_without_type(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The names of those that are here alone."""
-    found: dict[str, list[str]] = {}
-    for name in here:
-        if name not in there and TYPE.search(name):
-            found.setdefault(TYPE.sub("", name), []).append(name)
-    return found
+def _names_without_type(section: Mapping[str, Any], other_section: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return by name without a type the names that only the first section has."""
+    by_name: dict[str, list[str]] = {}
+    for name in section:
+        if name not in other_section and TYPE.search(name):
+            by_name.setdefault(TYPE.sub("", name), []).append(name)
+    return by_name
 
 
-def _under(name: str, named: str, section: Mapping[str, Any]) -> dict[str, Any]:
+def _rename_without_type(name: str, named: str, section: Mapping[str, Any]) -> dict[str, Any]:
     dtype = TYPE.findall(named)[0]
     moved = {name if key == named else key: value for key, value in section.items()}
     return {**moved, name: {"dtype": dtype, **section[named]}}
 
 
-def _text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_text(part)}".strip() for key, part in value.items()) or "none"
+        return ", ".join(f"{key} {_value_text(part)}".strip() for key, part in value.items()) or "none"
     if isinstance(value, (list, tuple)):
         return " ".join(f"[{part}]" for part in value) or "none"
     return "" if value is None else str(value)
@@ -181,10 +227,12 @@ def _text(value: Any) -> str:
 
 
 def costs(recording: Recording) -> dict[str, float]:
-    """Seconds of the step that is shown, on the slowest rank; most bytes of memory on any rank."""
+    """Return the seconds of the step that is shown, on the slowest rank, and the most bytes of memory on any rank."""
     summaries = list(recording.summaries.values())
-    found = {
-        "step time": max((one.resources.seconds.get(one.shown, 0.0) for one in summaries), default=0.0),
-        "peak memory": float(max((one.resources.peak for one in summaries), default=0)),
+    step_times = [summary.resources.seconds.get(summary.shown, 0.0) for summary in summaries]
+    peaks = [summary.resources.peak for summary in summaries]
+    values = {
+        "step time": max(step_times, default=0.0),
+        "peak memory": float(max(peaks, default=0)),
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in values.items() if value}

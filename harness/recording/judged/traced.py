@@ -13,27 +13,27 @@ from harness.core.evidence.recording import RankRecord
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
 from harness.recording.judged.recorded import trial_of
-from harness.recording.judged.recorded_layout import Judged
+from harness.recording.judged.recorded_layout import ResultsAndDiagnosis
 from harness.recording.traces.job import TracedJob
 
 ALWAYS = ("collective_order",)
 """Checks that no layout changes."""
 
 
-def judged(job: TracedJob, dims: ParallelDims | None) -> Judged:
+def judge_traces(job: TracedJob, dims: ParallelDims | None) -> ResultsAndDiagnosis:
     """Return what checks say, and the cause of what fails. A cause is proven by the ranks of which there are traces."""
     world = job.recording.world
-    trial = _trial(job, dims or ParallelDims(dp_replicate=world))
+    trial = _trial_of_traces(job, dims or ParallelDims(dp_replicate=world))
     results = judge(trial)
     if dims is None:
-        results = tuple(one for one in results if one.check in ALWAYS)
+        results = tuple(result for result in results if result.check in ALWAYS)
     suspects = (neighbours,) if dims is not None and dims.world_size == world else ()
     seen = replace(trial, run=replace(trial.run, provided=replace(trial.run.provided, partly={})))
-    failed = any(one.verdict is Verdict.FAIL for one in results)
+    failed = any(result.verdict is Verdict.FAIL for result in results)
     return results, diagnose(seen, judge(seen), suspects, ()) if failed else None
 
 
-def _trial(job: TracedJob, dims: ParallelDims) -> Trial:
+def _trial_of_traces(job: TracedJob, dims: ParallelDims) -> Trial:
     records: Mapping[int, RankRecord] = job.records
     where = str(job.recording.directory)
     return trial_of(records, dims, where, job.recording.world, recording=job.recording)

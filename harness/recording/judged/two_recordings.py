@@ -15,10 +15,10 @@ from typing import Self
 import numpy as np
 
 from harness.core.causes.hypothesis import Hypothesis
-from harness.core.causes.words import some
+from harness.core.causes.words import shorten_names
 from harness.core.judge.result import Cause, Lines, Result, Verdict
-from harness.recording.judged.judge_same_training import CHECKS, Comparison, compared
-from harness.recording.judged.judge_sketched import Key, Numbers, missing_ranks, of_finite, of_shapes
+from harness.recording.judged.judge_same_training import CHECKS, Comparison, compare_numbers
+from harness.recording.judged.judge_sketched import Key, Numbers, missing_ranks, without_nonfinite, without_other_shapes
 from harness.recording.judged.recorded_recipe import SCALE
 from harness.recording.judged.sketch_distances import OF_UPDATES, TensorDistance
 from harness.recording.sketches import GRADIENT, WEIGHTS
@@ -43,15 +43,17 @@ class TwoRecordings:
     """The step in which it first fails: 0 for what training starts with."""
 
     @classmethod
-    def differing(cls, baseline: Numbers, candidate: Numbers, comparison: Comparison) -> Self | None:
+    def at_first_failure(cls, baseline: Numbers, candidate: Numbers, comparison: Comparison) -> Self | None:
         """Return both with the first check that fails. None if no check fails."""
         failed = [result for result in comparison.results if result.verdict is Verdict.FAIL]
         if not failed:
             return None
-        first = min(failed, key=lambda result: (first_step(result), not _of_scale(result), CHECKS.index(result.check)))
+        first = min(
+            failed, key=lambda result: (first_step(result), not _is_loss_scale(result), CHECKS.index(result.check))
+        )
         return cls(
-            of_finite(baseline),
-            of_shapes(candidate, baseline.shapes),
+            without_nonfinite(baseline),
+            without_other_shapes(candidate, baseline.shapes),
             comparison,
             first,
             first_step(first),
@@ -60,11 +62,11 @@ class TwoRecordings:
     @functools.cached_property
     def judged(self) -> Comparison:
         """Return what is judged of the recordings, as they are or as they are assumed, up to the first wrong check."""
-        return compared(*self._until_first(), bounds=self.comparison.bounds)
+        return compare_numbers(*self._until_first(), bounds=self.comparison.bounds)
 
-    def verdict_of(self, check: str) -> Verdict:
-        """Return the verdict of a check up to the first wrong one."""
-        return next(result.verdict for result in self.judged.results if result.check == check)
+    def result_of(self, check: str) -> Result:
+        """Return the result of a check up to the first wrong one."""
+        return next(result for result in self.judged.results if result.check == check)
 
     def results(self) -> list[Result]:
         """Return the results that an assumption has to change, or may not change."""
@@ -90,20 +92,23 @@ class TwoRecordings:
         """Return the different copies that ranks have of slices of a tensor: by slice, ranks and their sketches."""
         return self.candidate.whole[key].replicas if key in self.candidate.whole else {}
 
-    def expected(self, key: Key) -> np.ndarray:
+    def expected_sketch(self, key: Key) -> np.ndarray:
         """Return the first recording's sketch."""
         return self.baseline.whole[key].sums
 
-    def observed(self, key: Key) -> np.ndarray:
+    def observed_sketch(self, key: Key) -> np.ndarray:
         """Return the second recording's sketch."""
         return self.candidate.whole[key].sums
 
     def parameters_text(self, names: Sequence[str]) -> str:
-        """Return in how many parameters something is, with some of their names. They may be in the second recording alone."""
+        """Return "in every parameter" or "in 3 of 10 parameters (a, b, ..)".
+
+        names: those that are meant. They may be in the second recording alone, and then count among all.
+        """
         every = {*names, *self.baseline.shapes}
         if {*names} == every:
             return "in every parameter"
-        return f"in {len(names)} of {len(every)} parameters ({some(names, FEW)})"
+        return f"in {len(names)} of {len(every)} parameters ({shorten_names(names, FEW)})"
 
     # ---- under an assumption
 
@@ -115,10 +120,10 @@ class TwoRecordings:
         """Return both, with other sketches in the second recording, of which all ranks have the same copies."""
         return replace(self, candidate=_with_sketches(self.candidate, sketches))
 
-    def without(self, keys: Iterable[Key]) -> Self:
+    def without_tensors(self, keys: Iterable[Key]) -> Self:
         """Return both without tensors whose values do not follow from sketches."""
         gone = {*keys}
-        return replace(self, baseline=_without(self.baseline, gone), candidate=_without(self.candidate, gone))
+        return replace(self, baseline=_drop_tensors(self.baseline, gone), candidate=_drop_tensors(self.candidate, gone))
 
     def hypothesis(
         self,
@@ -137,7 +142,7 @@ class TwoRecordings:
         details = (*cause.details, ("step", self.step), ("parameters", parameters))
         where = cause.where or self.parameters_text(parameters)
         placed = replace(cause, where=where, details=details)
-        return Hypothesis(placed, assume, fitted, lines, renumbers=True)
+        return Hypothesis(placed, assume, fitted, lines, renumbers_ranks=True)
 
     # ---- up to the first wrong check
 
@@ -182,7 +187,7 @@ def first_step(result: Result) -> int:
     return min((finding.step or 0 for finding in result.findings), default=0)
 
 
-def _of_scale(result: Result) -> bool:
+def _is_loss_scale(result: Result) -> bool:
     """Say whether the first finding is a loss scale: one that is too large leaves steps out, and later samples are others."""
     return any(finding.name == SCALE and finding.step == first_step(result) for finding in result.findings)
 
@@ -194,5 +199,5 @@ def _with_sketches(numbers: Numbers, sketches: Mapping[Key, np.ndarray]) -> Numb
     return replace(numbers, whole={**numbers.whole, **changed})
 
 
-def _without(numbers: Numbers, keys: set[Key]) -> Numbers:
+def _drop_tensors(numbers: Numbers, keys: set[Key]) -> Numbers:
     return replace(numbers, whole={key: tensor for key, tensor in numbers.whole.items() if key not in keys})

@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Sequence
 
 from harness.core.evidence.text import bytes_text
-from harness.core.report.columns import columns
-from harness.core.report.text import wrapped
+from harness.core.report.columns import column_lines
+from harness.core.report.text import wrap_text
 from harness.recording.judged.figures import EXPOSED, TIME, WAITS, Shift
 from harness.recording.judged.structure import Difference
 
-MOST = 40
+MOST_LINES = 40
 MEANING = {
     WAITS: "blocked: seconds of a step that a rank's thread was in a call, or in a wait from Python right after it; the "
     "waits of C++ code are not seen",
@@ -19,7 +19,7 @@ MEANING = {
 }
 
 
-def compared(
+def comparison_lines(
     first_name: str,
     second_name: str,
     differences: Sequence[Difference],
@@ -32,19 +32,19 @@ def compared(
     shifts: figures that differ. outside: in which steps collectives outside of passes were compared. notes: what was not
     compared.
     """
-    title = counted(differences) if differences or not notes else "no difference in what was compared"
+    title = difference_count_text(differences) if differences or not notes else "no difference in what was compared"
     if outside:
         notes = [f"outside of forward and backward: {outside}", *notes]
-    note_lines = itertools.chain.from_iterable(wrapped(note, "  ", "    ") for note in notes)
+    note_lines = itertools.chain.from_iterable(wrap_text(note, "  ", "    ") for note in notes)
     return [
         f"{first_name} -> {second_name}: {title}",
-        *listed(differences),
+        *difference_lines(differences),
         *note_lines,
-        *shifted([("", shift) for shift in shifts]),
+        *shift_lines([("", shift) for shift in shifts]),
     ]
 
 
-def counted(differences: Sequence[Difference]) -> str:
+def difference_count_text(differences: Sequence[Difference]) -> str:
     """Return how many differences in structure there are, in words."""
     if not differences:
         return "the same structure"
@@ -52,57 +52,59 @@ def counted(differences: Sequence[Difference]) -> str:
     return f"{len(differences)} difference{plural} in structure"
 
 
-def listed(differences: Sequence[Difference]) -> list[str]:
+def difference_lines(differences: Sequence[Difference]) -> list[str]:
     """Return the lines on differences in structure, below the place that each is in."""
     lines: list[str] = []
     previous_place: tuple[str, ...] = ()
-    for difference in differences[:MOST]:
+    for difference in differences[:MOST_LINES]:
         *location, name = difference.where
         if tuple(location) != previous_place and location:
             lines.append(f"  {', '.join(location)}")
         previous_place = tuple(location)
-        lines += wrapped(
-            f"{name}: {_amount(name, difference.one)} -> {_amount(name, difference.other)}",
+        lines += wrap_text(
+            f"{name}: {_difference_amount_text(name, difference.one)} -> {_difference_amount_text(name, difference.other)}",
             "    " if location else "  ",
             "    ",
         )
-    return lines + ([f"  and {len(differences) - MOST} more"] if len(differences) > MOST else [])
+    return lines + ([f"  and {len(differences) - MOST_LINES} more"] if len(differences) > MOST_LINES else [])
 
 
-def _amount(name: str, text: str) -> str:
+def _difference_amount_text(name: str, text: str) -> str:
     """Return the text; of bytes, in a unit for a person, beside the exact number."""
     sized = name in ("bytes", "parameters", "gradients", "optimizer_state", "parameters as forward ends")
     return f"{bytes_text(int(text))} ({text})" if sized and text.isdigit() else text
 
 
-def shifted(cases_and_shifts: Sequence[tuple[str, Shift]], where: str = "") -> list[str]:
+def shift_lines(cases_and_shifts: Sequence[tuple[str, Shift]], where: str = "") -> list[str]:
     """Return a table of figures, each with the case that it is of, in the order of the list, and what lies within the noise.
     where: on what seconds were measured."""
     clear_shifts = [case_and_shift for case_and_shift in cases_and_shifts if case_and_shift[1].within is not True]
     shifts_in_noise = [case_and_shift for case_and_shift in cases_and_shifts if case_and_shift[1].within is True]
     if not cases_and_shifts:
         return []
-    rows = [("", "before", "after", "change"), *(_row(case, shift) for case, shift in clear_shifts[:MOST])]
-    table = columns(rows) if clear_shifts else []
-    if len(clear_shifts) > MOST:
-        table.append(f"  and {len(clear_shifts) - MOST} more")
+    rows = [("", "before", "after", "change"), *(_shift_row(case, shift) for case, shift in clear_shifts[:MOST_LINES])]
+    table = column_lines(rows) if clear_shifts else []
+    if len(clear_shifts) > MOST_LINES:
+        table.append(f"  and {len(clear_shifts) - MOST_LINES} more")
     title = "what they took, the largest change first; it is no structure"
     if where:
         title += f"; {where}"
-    texts = [f"within the spread of its steps: {_noise(case, shift)}" for case, shift in shifts_in_noise[:MOST]]
-    if len(shifts_in_noise) > MOST:
-        texts.append(f"and {len(shifts_in_noise) - MOST} more within it")
+    texts = [
+        f"within the spread of its steps: {_noise_text(case, shift)}" for case, shift in shifts_in_noise[:MOST_LINES]
+    ]
+    if len(shifts_in_noise) > MOST_LINES:
+        texts.append(f"and {len(shifts_in_noise) - MOST_LINES} more within it")
     if any(shift.within is None for _, shift in clear_shifts):
         texts.append("*: too few steps to show the noise")
     kinds = {shift.kind for _, shift in cases_and_shifts}
     texts += [text for kind, text in MEANING.items() if kind in kinds]
-    text_lines = itertools.chain.from_iterable(wrapped(text, "  ", "    ") for text in texts)
+    text_lines = itertools.chain.from_iterable(wrap_text(text, "  ", "    ") for text in texts)
     return ["", f"{title}:", *table, *text_lines]
 
 
-def _row(case: str, shift: Shift) -> tuple[str, str, str, str]:
+def _shift_row(case: str, shift: Shift) -> tuple[str, str, str, str]:
     """Return the table's row of a figure: name, before, after, change."""
-    name = ": ".join(filter(None, (case, named(shift))))
+    name = ": ".join(filter(None, (case, figure_name(shift))))
     if not shift.one:
         change = "new"
     elif not shift.other:
@@ -111,18 +113,20 @@ def _row(case: str, shift: Shift) -> tuple[str, str, str, str]:
         change = change_text(shift.other / shift.one)
     if shift.within is None:
         change += "*"
-    return name, amount(shift.unit, shift.one), amount(shift.unit, shift.other), change
+    return name, amount_text(shift.unit, shift.one), amount_text(shift.unit, shift.other), change
 
 
-def named(shift: Shift) -> str:
+def figure_name(shift: Shift) -> str:
     """Return the figure's name, which for some begins with its kind."""
     return shift.of if shift.of.startswith(shift.kind) else f"{shift.kind}, {shift.of}"
 
 
-def _noise(case: str, shift: Shift) -> str:
+def _noise_text(case: str, shift: Shift) -> str:
     """Return the figure's name, and from where to where it spreads in both jobs."""
-    ranges = (f"{amount(shift.unit, lowest)} to {amount(shift.unit, highest)}" for lowest, highest in shift.spread)
-    return f"{': '.join(filter(None, (case, named(shift))))}, {' -> '.join(ranges)}"
+    ranges = (
+        f"{amount_text(shift.unit, lowest)} to {amount_text(shift.unit, highest)}" for lowest, highest in shift.spread
+    )
+    return f"{': '.join(filter(None, (case, figure_name(shift))))}, {' -> '.join(ranges)}"
 
 
 def change_text(ratio: float) -> str:
@@ -132,7 +136,7 @@ def change_text(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.3g} %"
 
 
-def amount(unit: str, value: float) -> str:
+def amount_text(unit: str, value: float) -> str:
     """Write seconds or bytes."""
     if unit != TIME:
         return bytes_text(value) if value else "0 B"

@@ -4,55 +4,57 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.core.evidence.text import counted, some_ranks
-from harness.core.launch.sequences import describe
+from harness.core.evidence.text import count_text, some_ranks_text
+from harness.core.launch.sequences import describe_call
 from harness.core.report.text import Rows
-from harness.recording.pages.recording_page import table_of
+from harness.recording.pages.recording_page import wrapped_table
 from harness.recording.traces.analyzer import Analysis
-from harness.recording.traces.hang import Hang, Stuck
+from harness.recording.traces.hang import Hang, StuckGroup
 
-MOST = 8
+MOST_GROUPS = 8
 
 
 def hang_page(hang: Hang, analysis: Analysis, directory: object) -> str:
     """Return the page on why a job hung."""
-    title = f"{directory}: {counted(len(hang.dumped), 'Flight Recorder dump')}"
-    return "\n".join([f"{hang.verdict} {_head(hang)}", *table_of(_rows(hang, analysis)), "", title])
+    title = f"{directory}: {count_text(len(hang.dumped), 'Flight Recorder dump')}"
+    return "\n".join([f"{hang.verdict} {_headline(hang)}", *wrapped_table(_hang_rows(hang, analysis)), "", title])
 
 
-def _head(hang: Hang) -> str:
+def _headline(hang: Hang) -> str:
     if hang.blamed:
-        return f"hung: {some_ranks(hang.blamed)} to blame"
+        return f"hung: {some_ranks_text(hang.blamed)} to blame"
     if hang.stuck:
         return "hung: no rank is known to be the cause"
     return "no collective that is not over"
 
 
-def _rows(hang: Hang, analysis: Analysis) -> Rows:
-    rows: Rows = [(f"rank {rank}", why) for rank, why in list(hang.blamed.items())[:MOST]]
-    rows += [("waits", _waits(group)) for group in hang.stuck[:MOST]]
-    if len(hang.stuck) > MOST:
-        rows.append(("", f".. and {len(hang.stuck) - MOST} more groups"))
+def _hang_rows(hang: Hang, analysis: Analysis) -> Rows:
+    rows: Rows = [(f"rank {rank}", why) for rank, why in list(hang.blamed.items())[:MOST_GROUPS]]
+    rows += [("waits", _waiting_text(group)) for group in hang.stuck[:MOST_GROUPS]]
+    if len(hang.stuck) > MOST_GROUPS:
+        rows.append(("", f".. and {len(hang.stuck) - MOST_GROUPS} more groups"))
     if hang.missing:
-        rows.append(("no dump", f"of {some_ranks(hang.missing)}"))
-    return [*rows, ("torch's own", compared(hang, analysis))]
+        rows.append(("no dump", f"of {some_ranks_text(hang.missing)}"))
+    return [*rows, ("torch's own", analyzer_text(hang, analysis))]
 
 
-def _waits(group: Stuck) -> str:
+def _waiting_text(group: StuckGroup) -> str:
     """Return the text on a group that waits: which ranks issued the collective, and which did not."""
-    text = f"{describe(group.call)}: issued by {some_ranks(group.issued)}"
-    text += f", not by {some_ranks(group.behind)}" if group.behind else ""
-    text += f"; not known of {some_ranks(group.untold)}" if group.untold else ""
+    text = f"{describe_call(group.call)}: issued by {some_ranks_text(group.issued)}"
+    text += f", not by {some_ranks_text(group.behind)}" if group.behind else ""
+    text += f"; not known of {some_ranks_text(group.unknown_ranks)}" if group.unknown_ranks else ""
     return (
-        text if group.behind or group.untold else f"{text}, all of its members, and nothing came through between them"
+        text
+        if group.behind or group.unknown_ranks
+        else f"{text}, all of its members, and nothing came through between them"
     )
 
 
-def compared(hang: Hang, analysis: Analysis) -> str:
+def analyzer_text(hang: Hang, analysis: Analysis) -> str:
     """Say whether torch's analyzer names the same ranks."""
     if analysis.failed:
         return f"analyzer says nothing: {analysis.failed}"
-    names = some_ranks(analysis.ranks) if analysis.ranks else "no rank"
+    names = some_ranks_text(analysis.ranks) if analysis.ranks else "no rank"
     if {*analysis.ranks} == {*hang.blamed}:
         return f"analyzer agrees: it names {names}"
     return f"analyzer disagrees: it names {names}" + (f" ({analysis.text})" if analysis.text else "")
@@ -74,7 +76,7 @@ def hang_document(hang: Hang, analysis: Analysis, directory: object) -> dict[str
                 "number": group.call.seq,
                 "issued": group.issued,
                 "behind": group.behind,
-                "untold": group.untold,
+                "untold": group.unknown_ranks,
             }
             for group in hang.stuck
         ],

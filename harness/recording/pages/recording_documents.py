@@ -12,14 +12,14 @@ from harness.core.report.cause_text import diagnosis_line
 from harness.recording.judged.anomalies import anomalies
 from harness.recording.judged.stored_recording import Recording
 from harness.recording.judged.structure import costs, structure
-from harness.recording.pages.recording_layout import Judged, results_of
-from harness.recording.pages.recording_page import facts
+from harness.recording.pages.recording_layout import JudgedJob, results_of
+from harness.recording.pages.recording_page import fact_rows
 from harness.recording.pages.trace_page import trace_rows
 from harness.recording.traces.job import TracedJob
 from harness.recording.traces.times import Times
 
 
-def judged(results: Sequence[Result], diagnosis: Diagnosis | None) -> dict[str, Any]:
+def verdict_document(results: Sequence[Result], diagnosis: Diagnosis | None) -> dict[str, Any]:
     """Return the verdict of all results, and its cause."""
     return {
         "verdict": verdict_of_all(results),
@@ -29,19 +29,19 @@ def judged(results: Sequence[Result], diagnosis: Diagnosis | None) -> dict[str, 
     }
 
 
-def recording(
-    recording: Recording, dims: ParallelDims | None = None, jobs: Sequence[Judged] = (), *, with_layout: bool = False
+def recording_document(
+    recording: Recording, dims: ParallelDims | None = None, jobs: Sequence[JudgedJob] = (), *, with_layout: bool = False
 ) -> dict[str, Any]:
     """Return what is anomalous, what ran, in words and as structure, of which jobs and over which of the trainer's own groups.
     jobs: what is judged of each, where a layout was declared. with_layout: whether one was, and is not judged yet."""
     summaries = [summary for _, summary in sorted(recording.summaries.items())]
-    rows = facts(recording, summaries, with_layout=with_layout or dims is not None) if summaries else []
+    rows = fact_rows(recording, summaries, with_layout=with_layout or dims is not None) if summaries else []
     own_groups: list[dict[str, Any]] = []
     for summary in summaries:
         own_groups += [as_data(group) | {"rank": summary.rank} for group in summary.groups.own]
     judged_fields: dict[str, Any] = {}
     if jobs:
-        judged_fields = {"layout": dims, **judged(*jobs[0]), "verdict": verdict_of_all(results_of(jobs))}
+        judged_fields = {"layout": dims, **verdict_document(*jobs[0]), "verdict": verdict_of_all(results_of(jobs))}
     return {
         "directory": recording.directory,
         "command": recording.command,
@@ -55,13 +55,13 @@ def recording(
         "structure": structure(recording) if summaries else {},
         "costs": costs(recording),
         "own_groups": own_groups,
-        "jobs": [_job(job, *jobs[number : number + 1]) for number, job in enumerate(recording.jobs)],
+        "jobs": [_job_document(job, *jobs[number : number + 1]) for number, job in enumerate(recording.jobs)],
         **judged_fields,
     }
 
 
-def traces(
-    job: TracedJob, dims: ParallelDims | None, results_and_diagnosis: Judged, times: Times | None
+def traces_document(
+    job: TracedJob, dims: ParallelDims | None, results_and_diagnosis: JudgedJob, times: Times | None
 ) -> dict[str, Any]:
     """Return what traces show and do not say, and what checks say of it."""
     optional_fields: dict[str, Any] = ({"layout": dims} if dims else {}) | ({"times": times} if times else {})
@@ -69,14 +69,14 @@ def traces(
         "directory": job.recording.directory,
         "world": job.recording.world,
         "traced": list(job.ranks),
-        "steps": job.numbers,
+        "steps": job.step_numbers,
         "facts": [{"label": label, "text": text} for label, text in trace_rows(job)],
         **optional_fields,
-        **judged(*results_and_diagnosis),
+        **verdict_document(*results_and_diagnosis),
     }
 
 
-def _job(job: Recording, *judged_jobs: Judged) -> dict[str, Any]:
+def _job_document(job: Recording, *judged_jobs: JudgedJob) -> dict[str, Any]:
     """Return the data on one of several jobs, with its verdict where a layout was declared."""
     return {
         "directory": job.directory,
@@ -85,5 +85,5 @@ def _job(job: Recording, *judged_jobs: Judged) -> dict[str, Any]:
         "left_evidence": list(job.summaries),
         "steps": max((summary.progress.steps_seen for summary in job.summaries.values()), default=0),
         "ended": {rank: summary.progress.ended or "unheard" for rank, summary in job.summaries.items()},
-        **(judged(*judged_jobs[0]) if judged_jobs else {}),
+        **(verdict_document(*judged_jobs[0]) if judged_jobs else {}),
     }

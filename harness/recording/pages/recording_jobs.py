@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from harness.core.evidence.text import ranks_text
 from harness.recording.judged.stored_recording import Recording
 
-MOST = 6
+MOST_JOBS = 6
 
 
 def job_rows(recording: Recording) -> list[tuple[str, str]]:
@@ -18,40 +18,40 @@ def job_rows(recording: Recording) -> list[tuple[str, str]]:
     if len(jobs) == 1:
         return []
     introduction = f"{len(jobs)} jobs have rank numbers of their own; the rows below are of job 1"
-    rows = [f"job {number}: {_job(jobs, number)}" for number in range(1, min(len(jobs), MOST) + 1)]
-    rest_texts = [f".. and {len(jobs) - MOST} more"] if len(jobs) > MOST else []
+    rows = [f"job {number}: {_job_text(jobs, number)}" for number in range(1, min(len(jobs), MOST_JOBS) + 1)]
+    rest_texts = [f".. and {len(jobs) - MOST_JOBS} more"] if len(jobs) > MOST_JOBS else []
     hint = f"`harness report {recording.others[0].directory}` shows job 2"
-    return [("jobs", introduction), *(("", text) for text in (*rows, *rest_texts, *_contents(jobs), hint))]
+    return [("jobs", introduction), *(("", text) for text in (*rows, *rest_texts, *_contents_lines(jobs), hint))]
 
 
-def _job(jobs: Sequence[Recording], number: int) -> str:
+def _job_text(jobs: Sequence[Recording], number: int) -> str:
     """Return a line on one job: its ranks, steps and end, and which earlier job it is again."""
     job = jobs[number - 1]
     ranks = sorted(job.summaries)
     steps = max((summary.progress.steps_seen for summary in job.summaries.values()), default=0)
     least = "" if all(summary.progress.ended for summary in job.summaries.values()) else "at least "
-    description = f"{ranks_text(ranks)} of {job.world or '?'}, {least}{steps} steps, {_end(job)}"
+    description = f"{ranks_text(ranks)} of {job.world or '?'}, {least}{steps} steps, {_ending_text(job)}"
     earlier_numbers = [
         earlier_number
         for earlier_number, earlier_job in enumerate(jobs[: number - 1], start=1)
         if earlier_job.job == job.job
     ]
     again_text = (
-        f"; as job {earlier_numbers[-1]}, in other processes{_came_back(jobs[earlier_numbers[-1] - 1])}"
+        f"; as job {earlier_numbers[-1]}, in other processes{_came_back_text(jobs[earlier_numbers[-1] - 1])}"
         if earlier_numbers
         else ""
     )
     return " ".join(filter(None, (job.job, description))) + again_text
 
 
-def _end(job: Recording) -> str:
+def _ending_text(job: Recording) -> str:
     """Return how the job's ranks ended, as far as they report it."""
     ends = {summary.progress.ended or "unheard" for summary in job.summaries.values()}
     text_of_ending = {"ok": "ended by themselves", "raised": "raised", "unheard": "killed or still running"}
     return ", ".join(text_of_ending.get(end, end) for end in sorted(ends)) or "no evidence"
 
 
-def _came_back(earlier_job: Recording) -> str:
+def _came_back_text(earlier_job: Recording) -> str:
     if all(summary.progress.ended == "ok" for summary in earlier_job.summaries.values()):
         return ""
     return ": it had left, and came back"
@@ -61,7 +61,7 @@ def _steps_with_contents(job: Recording) -> set[int]:
     return set(itertools.chain.from_iterable(summary.contents.by_step for summary in job.summaries.values()))
 
 
-def _contents(jobs: Sequence[Recording]) -> list[str]:
+def _contents_lines(jobs: Sequence[Recording]) -> list[str]:
     """Say which jobs hold the same bytes in the last step that all recorded. Each counts its own steps."""
     jobs_by_contents: dict[tuple[int, ...], list[int]] = defaultdict(list)
     steps = [_steps_with_contents(job) for job in jobs]

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from harness.core.evidence.keys import steps_text
 from harness.core.evidence.records import BACKGROUND, OwnGroup
 from harness.core.evidence.summary import Summary
-from harness.core.evidence.text import bytes_text, counted
+from harness.core.evidence.text import bytes_text, count_text
 from harness.core.evidence.unplaced import own_group_text
 
 LABEL = "own groups"
 NO_RANKS = "torch has no ranks of these process groups, so which ranks are in them is not recorded:"
-MOST = 4
+MOST_ORIGINS = 4
 
 
 def own_rows(summaries: Sequence[Summary]) -> list[tuple[str, str]]:
@@ -25,40 +25,40 @@ def own_rows(summaries: Sequence[Summary]) -> list[tuple[str, str]]:
             groups_by_origin[group.kind, group.made][summary.rank].append(group)
     moving = []
     for by_rank in groups_by_origin.values():
-        if any(_moves(groups) for groups in by_rank.values()):
+        if any(_has_peers(groups) for groups in by_rank.values()):
             moving.append(by_rank)
     if not moving:
         return []
     rows = [(LABEL, NO_RANKS)]
-    for by_rank in moving[:MOST]:
-        rows += [("", text) for text in _texts(by_rank)]
-    if len(moving) > MOST:
-        rows.append(("", f".. made at {len(moving) - MOST} more places"))
+    for by_rank in moving[:MOST_ORIGINS]:
+        rows += [("", text) for text in _origin_texts(by_rank)]
+    if len(moving) > MOST_ORIGINS:
+        rows.append(("", f".. made at {len(moving) - MOST_ORIGINS} more places"))
     return rows
 
 
-def _moves(groups: Sequence[OwnGroup]) -> bool:
+def _has_peers(groups: Sequence[OwnGroup]) -> bool:
     """Return whether one of the groups has more ranks than one, by its own size."""
     return any(group.size != 1 for group in groups)
 
 
-def _texts(by_rank: dict[int, list[OwnGroup]]) -> list[str]:
+def _origin_texts(by_rank: dict[int, list[OwnGroup]]) -> list[str]:
     """Return the texts on the groups of rank 0, or of the first rank that has one."""
     rank, groups = min(by_rank.items())
-    others_text = f", and others on {counted(len(by_rank) - 1, 'more rank')}" if len(by_rank) > 1 else ""
+    others_text = f", and others on {count_text(len(by_rank) - 1, 'more rank')}" if len(by_rank) > 1 else ""
     first = f"{own_group_text(groups[0])}: rank {groups[0].place} of it on rank {rank}{others_text}"
     if len(groups) > 1:
-        sizes = ", ".join(f"{group.size} in step {group.step}" for group in groups[1 : 1 + MOST])
-        rest_text = f" and {len(groups) - 1 - MOST} times more" if len(groups) > 1 + MOST else ""
+        sizes = ", ".join(f"{group.size} in step {group.step}" for group in groups[1 : 1 + MOST_ORIGINS])
+        rest_text = f" and {len(groups) - 1 - MOST_ORIGINS} times more" if len(groups) > 1 + MOST_ORIGINS else ""
         first += f"; made anew of {sizes}{rest_text}"
     calls = sum(group.issued for group in groups)
-    traffic = _moved(groups)
+    traffic = _traffic_texts(groups)
     if not traffic:
         return [first + (f"; {calls} calls, none in a step recorded" if calls else "; no call of it was seen")]
     return [first, *(f"  {text}" for text in traffic)]
 
 
-def _moved(groups: Sequence[OwnGroup]) -> list[str]:
+def _traffic_texts(groups: Sequence[OwnGroup]) -> list[str]:
     """Return how much was moved in which steps, by collective and phase."""
     amounts: dict[tuple[str, str, str], dict[int, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for call in itertools.chain.from_iterable(group.calls for group in groups):

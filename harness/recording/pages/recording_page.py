@@ -1,4 +1,4 @@
-"""A recording on one page: anomalies first, then what really ran. At most 40 lines of 80 columns."""
+"""A recording on one page: anomalies first, then what really ran. At most 40 lines of 100 columns."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from harness.core.evidence.keys import ranks_key, ranks_of, steps_text
+from harness.core.evidence.keys import ranks_from_key, ranks_key, steps_text
 from harness.core.evidence.summary import Summary
-from harness.core.evidence.text import MANY, bytes_text, counted, ranks_text, some_ranks
-from harness.core.judge.local_training import averaged, local_by
-from harness.core.judge.observed import Axis, Moved, axes, left_on, replicas, together
-from harness.core.report.text import WIDTH, Rows, wrapped
+from harness.core.evidence.text import MAX_LISTED_RANKS, bytes_text, count_text, ranks_text, some_ranks_text
+from harness.core.judge.local_training import averaging_steps, local_training_means
+from harness.core.judge.observed import (
+    Axis,
+    Moved,
+    costly_switches,
+    families_of_replicas,
+    group_ranks_by,
+    observed_axes,
+)
+from harness.core.report.text import WIDTH, Rows, wrap_text
 from harness.recording.judged.anomalies import NO_CHECK_OF_A_LAYOUT, anomalies
 from harness.recording.judged.outside_passes import PHASES as WORDS_OF_PHASES
-from harness.recording.judged.outside_passes import Line, lines, whole_steps
+from harness.recording.judged.outside_passes import Line, outside_lines, whole_steps
 from harness.recording.judged.stored_recording import Recording
 from harness.recording.pages.recording_jobs import job_rows
 from harness.recording.pages.recording_own import own_rows
@@ -26,7 +33,7 @@ from harness.recording.pages.recording_own import own_rows
 
 
 LABEL = "outside passes"
-MOST = 4
+MOST_KINDS = 4
 
 
 def outside_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequence[str]], str]) -> list[tuple[str, str]]:
@@ -38,8 +45,9 @@ def outside_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequence[s
     if not steps or len(summaries) == 1:
         return []
     texts = [
-        f"{_what(line.op, line.dtype)}{WORDS_OF_PHASES.get(line.phase, '')} over {groups_text(line.groups)}: {_amount(line)}"
-        for line in lines(summaries, axes_apart=True)
+        f"{_operator_text(line.op, line.dtype)}{WORDS_OF_PHASES.get(line.phase, '')} over {groups_text(line.groups)}:"
+        f" {_line_amount_text(line)}"
+        for line in outside_lines(summaries, axes_apart=True)
     ]
     if not texts and any(
         summary.groups.own or summary.recorder.failed or not summary.saw_a_step for summary in summaries
@@ -57,30 +65,32 @@ def background_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequenc
             groups.setdefault((use.op, use.dtype, use.calls, use.bytes), set()).add(use.ranks)
     texts = []
     for (op, dtype, calls, size), group_keys in sorted(groups.items()):
-        amount = f"{bytes_text(size)} in {counted(calls, 'call')}"
-        texts.append(f"{_what(op, dtype)} over {groups_text(sorted(group_keys, key=ranks_of))}: {amount}")
-    shown = texts[:MOST]
-    if len(texts) > MOST:
-        shown.append(f".. and {len(texts) - MOST} more kinds")
+        amount = f"{bytes_text(size)} in {count_text(calls, 'call')}"
+        texts.append(
+            f"{_operator_text(op, dtype)} over {groups_text(sorted(group_keys, key=ranks_from_key))}: {amount}"
+        )
+    shown = texts[:MOST_KINDS]
+    if len(texts) > MOST_KINDS:
+        shown.append(f".. and {len(texts) - MOST_KINDS} more kinds")
     return [("other threads" if number == 0 else "", text) for number, text in enumerate(shown)]
 
 
-def _what(op: str, dtype: str) -> str:
+def _operator_text(op: str, dtype: str) -> str:
     """Return the operator, with its dtype. A barrier's payload is torch's own, so its dtype is left out."""
     return op if op == "barrier" else f"{op} of {dtype}"
 
 
-def _amount(line: Line) -> str:
+def _line_amount_text(line: Line) -> str:
     """Return how much a collective moved, by step where steps differ."""
     steps_by_text: dict[str, list[int]] = {}
     for step in line.calls:
-        steps_by_text.setdefault(_once(line, step), []).append(step)
+        steps_by_text.setdefault(_step_amount_text(line, step), []).append(step)
     if len(steps_by_text) == 1 < len(line.calls):
         return f"{next(iter(steps_by_text))} a step"
     return "; ".join(f"{text} in {steps_text(tuple(steps))}" for text, steps in steps_by_text.items())
 
 
-def _once(line: Line, step: int) -> str:
+def _step_amount_text(line: Line, step: int) -> str:
     """Return how much a collective moved in one step, in how many calls."""
     fewest_calls, most_calls = line.calls[step]
     least_bytes, most_bytes = line.bytes[step]
@@ -99,7 +109,7 @@ def _once(line: Line, step: int) -> str:
 # ---- the page
 
 
-LINES = 40
+MOST_LINES = 40
 ROLES = {
     "sharded by fsdp2": "FSDP2 shards parameters",
     "sharded by fsdp1": "FSDP1 shards parameters",
@@ -118,7 +128,7 @@ NO_LAYOUT = "; what groups are for, --layout"
 PHASES = ("forward", "pipeline", "backward")
 
 
-def page(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", whole: bool = False) -> str:
+def recording_text(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", whole: bool = False) -> str:
     """Return the page of a recording, in at most LINES lines unless it is asked for whole.
 
     judged: the report of checks on a layout that was declared. layout: as it was typed.
@@ -127,18 +137,18 @@ def page(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", 
     jobs = job_rows(recording)
     rows = [*anomaly_rows(recording), *jobs]
     if summaries:
-        rows += facts(recording, summaries, with_layout=bool(judged or layout))
-    lines = [_title(recording), *table_of(rows)]
+        rows += fact_rows(recording, summaries, with_layout=bool(judged or layout))
+    lines = [_title_text(recording), *wrapped_table(rows)]
     if judged:
         worst = [row for row in rows if row[0] in NO_CHECK_OF_A_LAYOUT]
         below = [row for row in rows if row not in worst]
-        lines = [judged[0], *table_of(worst), *judged[1:], "", _title(recording), *table_of(below)]
-    return "\n".join(lines if whole else _cut(lines, recording, layout))
+        lines = [judged[0], *wrapped_table(worst), *judged[1:], "", _title_text(recording), *wrapped_table(below)]
+    return "\n".join(lines if whole else _cut_lines(lines, recording, layout))
 
 
 def anomalies_text(recording: Recording) -> str:
     """Return the page's title, and below it what is anomalous."""
-    return "\n".join([_title(recording), *table_of(anomaly_rows(recording))])
+    return "\n".join([_title_text(recording), *wrapped_table(anomaly_rows(recording))])
 
 
 def anomaly_rows(recording: Recording) -> Rows:
@@ -146,57 +156,61 @@ def anomaly_rows(recording: Recording) -> Rows:
     return [(anomaly.label, anomaly.text) for anomaly in anomalies(recording)]
 
 
-def _title(recording: Recording) -> str:
+def _title_text(recording: Recording) -> str:
     """Return the page's title: the recording, how many ranks left evidence, and the exit code."""
     evidence_text = f"{len(recording.summaries)} of {recording.world or '?'} ranks left evidence"
     job_text = f"job 1 of {1 + len(recording.others)}: " if recording.others else ""
-    return f"{recording.directory}: {job_text}{evidence_text}{_exit(recording.code)}"
+    return f"{recording.directory}: {job_text}{evidence_text}{_exit_text(recording.code)}"
 
 
-def _exit(code: int | None) -> str:
+def _exit_text(code: int | None) -> str:
     """Name the command's exit, unless it is 0 or unknown."""
     if not code:
         return ""
     return f", exit code {code}" if code > 0 else f", ended by {signal.Signals(-code).name}"
 
 
-def _cut(lines: list[str], recording: Recording, layout: str) -> list[str]:
+def _cut_lines(lines: list[str], recording: Recording, layout: str) -> list[str]:
     """Return the first lines of a page that is too long. Anomalies come first, so facts are cut from below."""
-    if len(lines) <= LINES:
+    if len(lines) <= MOST_LINES:
         return lines
     options = ["--layout", layout] if layout else []
     rest_command = shlex.join(["harness", "report", "--all", *options, str(recording.directory)])
-    return [*lines[: LINES - 1], f"  .. and {len(lines) - LINES + 1} more lines: {rest_command}"]
+    return [*lines[: MOST_LINES - 1], f"  .. and {len(lines) - MOST_LINES + 1} more lines: {rest_command}"]
 
 
 # ---- what ran
 
 
-def facts(recording: Recording, summaries: Sequence[Summary], *, with_layout: bool = False) -> Rows:
+def fact_rows(recording: Recording, summaries: Sequence[Summary], *, with_layout: bool = False) -> Rows:
     """Return the rows on what really ran."""
     has_step = any(summary.shown for summary in summaries)
     rows: Rows = [
-        ("command", _command(recording.command or " ".join(summaries[0].environment.argv))),
-        ("model", _model(summaries)),
+        ("command", _command_text(recording.command or " ".join(summaries[0].environment.argv))),
+        ("model", _model_text(summaries)),
     ]
-    rows += rows_of_step(summaries) if has_step else [("steps", _no_steps(summaries))]
-    rows += [("parameters", _placements(summaries)), ("contents", _contents(summaries)), *_fed(summaries)]
+    rows += rows_of_step(summaries) if has_step else [("steps", _no_steps_text(summaries))]
+    rows += [
+        ("parameters", _placements_text(summaries)),
+        ("contents", _contents_text(summaries)),
+        *_received_rows(summaries),
+    ]
     if has_step:
-        rows.append(("memory", _memory(summaries)))
-    rows += costs(summaries)
-    rows.append(("recorder", _own(summaries)))
-    rows.append(("not judged", _not_judged(recording, with_layout) + _not_compared(summaries)))
+        rows.append(("memory", _memory_text(summaries)))
+    rows += cost_rows(summaries)
+    rows.append(("recorder", _recorder_time_text(summaries)))
+    rows.append(("not judged", _not_judged_text(recording, with_layout) + _uncompared_buffers_text(summaries)))
     return rows
 
 
 def rows_of_step(summaries: Sequence[Summary]) -> Rows:
     """Return the rows on what moved in the step that is shown."""
-    inside = [*(rows_of_axes(summaries) or _no_axes(summaries)), *own_rows(summaries)]
+    inside = [*(rows_of_axes(summaries) or _no_axes_rows(summaries)), *own_rows(summaries)]
     outside = (*outside_rows(summaries, groups_text), *background_rows(summaries, groups_text))
-    return [*inside, *outside, *_idle(summaries)]
+    return [*inside, *outside, *_idle_rows(summaries)]
 
 
-def _no_steps(summaries: Sequence[Summary]) -> str:
+def _no_steps_text(summaries: Sequence[Summary]) -> str:
     """Return why no step is shown."""
     no_step = "none was recorded from its beginning to its end"
     if all(not summary.progress.steps_seen and summary.progress.ended == "ok" for summary in summaries):
@@ -204,47 +218,49 @@ def _no_steps(summaries: Sequence[Summary]) -> str:
     return no_step
 
 
-def _command(command: str, longest: int = 150) -> str:
+def _command_text(command: str, longest: int = 150) -> str:
     """Shorten files to their names, behind "...", and a long command to its beginning."""
     text = re.sub(r"(^|(?<= ))/\S*/(?=\S)", ".../", command)
     return text if len(text) <= longest else f"{text[:longest]} .."
 
 
-def _model(summaries: Sequence[Summary]) -> str:
+def _model_text(summaries: Sequence[Summary]) -> str:
     """Return the row on model, optimizers and steps."""
-    kinds = together(
+    kinds = group_ranks_by(
         summaries, lambda summary: (summary.modules.classes, summary.parameters.count, summary.parameters.elements)
     )
     (parts, count, elements), ranks = next(iter(kinds.items()))
-    where_text = f" on {some_ranks(ranks)}, others elsewhere ({len(kinds)} kinds of ranks)" if len(kinds) > 1 else ""
+    where_text = (
+        f" on {some_ranks_text(ranks)}, others elsewhere ({len(kinds)} kinds of ranks)" if len(kinds) > 1 else ""
+    )
     left_out_text = f"; not recorded: {summaries[0].recorder.left_out[0]}" if summaries[0].recorder.left_out else ""
-    ranks_by_steps = together(summaries, lambda summary: summary.progress.steps_seen)
+    ranks_by_steps = group_ranks_by(summaries, lambda summary: summary.progress.steps_seen)
     most_steps = max(ranks_by_steps)
-    furthest_ranks = f" on {some_ranks(ranks_by_steps[most_steps])}" if len(ranks_by_steps) > 1 else ""
+    furthest_ranks = f" on {some_ranks_text(ranks_by_steps[most_steps])}" if len(ranks_by_steps) > 1 else ""
     stepped = next((summary.modules.optimizers for summary in summaries if summary.modules.optimizers), ())
     unstepped = f"; {summaries[0].modules.unstepped} in no optimizer" if summaries[0].modules.unstepped else ""
     fsdp1_text = " in a rank's own part, for FSDP1 cuts them" if "fsdp1" in summaries[0].modules.wrappers else ""
     return (
         f"{' + '.join(parts)}: {count} parameters of {elements:,} elements{fsdp1_text}{unstepped}{where_text}; "
-        f"{', '.join(stepped) or 'no step of an optimizer recorded'}; {counted(most_steps, 'step')}{furthest_ranks}; "
+        f"{', '.join(stepped) or 'no step of an optimizer recorded'}; {count_text(most_steps, 'step')}{furthest_ranks}; "
         f"torch {summaries[0].environment.versions.get('torch', '?')}{left_out_text}"
     )
 
 
 def rows_of_axes(summaries: Sequence[Summary]) -> Rows:
     """Return what moved in forward and backward over groups of several ranks."""
-    return list(_axes(axes(summaries)))
+    return list(_axis_rows(observed_axes(summaries)))
 
 
-def _axes(observed_axes: Sequence[Axis]) -> Iterator[tuple[str, str]]:
+def _axis_rows(observed_axes: Sequence[Axis]) -> Iterator[tuple[str, str]]:
     """Yield the rows of each axis: its groups, then what moved over them."""
     for axis in observed_axes:
-        yield f"over {axis.size} ranks", f"{_role(axis)}{groups_text(axis.groups)}"
+        yield f"over {axis.size} ranks", f"{_role_text(axis)}{groups_text(axis.groups)}"
         for moved in sorted(axis.moved, key=lambda moved: PHASES.index(moved.phase))[:6]:
-            yield "", f"  {_moved(moved)}"
+            yield "", f"  {_moved_text(moved)}"
 
 
-def _no_axes(summaries: Sequence[Summary]) -> Rows:
+def _no_axes_rows(summaries: Sequence[Summary]) -> Rows:
     """Return a row that says that no collective ran in forward or backward, if that is known.
 
     Ranks train alone where nothing ran at all: a pipeline's own loop sends between passes.
@@ -260,32 +276,32 @@ def _no_axes(summaries: Sequence[Summary]) -> Rows:
     return [("groups", f"no collective ran in forward or backward{alone}")]
 
 
-def _role(axis: Axis) -> str:
+def _role_text(axis: Axis) -> str:
     """Name an axis's role, unless only operators show it."""
     return f"{ROLES[axis.role]}: " if axis.role in ROLES else ""
 
 
-def _moved(moved: Moved) -> str:
+def _moved_text(moved: Moved) -> str:
     """Return what one operator moved in one phase."""
     size = bytes_text(moved.most)
     size = size if moved.least == moved.most else f"{bytes_text(moved.least)} to {size}"
     calls = "once" if moved.calls == 1 else f"in {moved.calls} calls"
-    return f"{moved.op} in {moved.phase}: {size} {moved.dtype} {_when(moved.steps)}, {calls}"
+    return f"{moved.op} in {moved.phase}: {size} {moved.dtype} {_steps_phrase(moved.steps)}, {calls}"
 
 
-def _when(steps: str) -> str:
-    return f"in {steps_text(ranks_of(steps))}" if steps else "a step"
+def _steps_phrase(steps: str) -> str:
+    return f"in {steps_text(ranks_from_key(steps))}" if steps else "a step"
 
 
-def _idle(summaries: Sequence[Summary]) -> Rows:
+def _idle_rows(summaries: Sequence[Summary]) -> Rows:
     """Return a row on groups over which nothing ran, if every rank recorded a step."""
     if not all(summary.saw_a_step for summary in summaries):
         return []
-    idle = sorted(set(itertools.chain.from_iterable(summary.groups.idle for summary in summaries)), key=ranks_of)
+    idle = sorted(set(itertools.chain.from_iterable(summary.groups.idle for summary in summaries)), key=ranks_from_key)
     return [("idle groups", f"nothing ran over {groups_text(idle)}")] if idle else []
 
 
-def _placements(summaries: Sequence[Summary]) -> str:
+def _placements_text(summaries: Sequence[Summary]) -> str:
     """Return how the parameters of the first rank are placed, and its wrappers."""
     total: Counter[str] = Counter()
     for text, count in summaries[0].parameters.placements.items():
@@ -295,7 +311,7 @@ def _placements(summaries: Sequence[Summary]) -> str:
     return lies + (f"; wrappers {wrappers}" if wrappers else "")
 
 
-def _contents(summaries: Sequence[Summary]) -> str:
+def _contents_text(summaries: Sequence[Summary]) -> str:
     """Return which ranks hold equal bytes of the parameters, in how many different parts, and replicas as claimed.
 
     Where nothing is claimed, equal bytes are called that and no more.
@@ -304,24 +320,24 @@ def _contents(summaries: Sequence[Summary]) -> str:
     if not steps:
         return "not examined"
     last = max(set.intersection(*steps) or set().union(*steps))
-    kinds = together(summaries, lambda summary: (summary.parameters.model, summary.contents.by_step.get(last)))
-    families = replicas(summaries)
+    kinds = group_ranks_by(summaries, lambda summary: (summary.parameters.model, summary.contents.by_step.get(last)))
+    families = families_of_replicas(summaries)
     when = f"after step {last}" if last else "before the first step"
     several = [ranks_key(tuple(ranks)) for ranks in kinds.values() if len(ranks) > 1]
     equal = f", equal on {groups_text(several)}" if several else ""
-    if families and (local_method := local_by(families[0])):
-        again = averaged(families[0])
+    if families and (local_method := local_training_means(families[0])):
+        again = averaging_steps(families[0])
         again_text = f", the same again after {steps_text(again)}" if again else ""
         when += f" (local by {local_method}{again_text})"
     if families:
-        claimed = f"; replicas as claimed: {counted(len(families), 'set')} of {len(families[0])}"
+        claimed = f"; replicas as claimed: {count_text(len(families), 'set')} of {len(families[0])}"
     else:
-        claimed = f"; {_no_replicas(summaries)}"
-    parts = f"{counted(len(kinds), 'different part')} of the parameters {when}"
-    return parts + equal + claimed + _ignored(summaries, last)
+        claimed = f"; {_no_replicas_text(summaries)}"
+    parts = f"{count_text(len(kinds), 'different part')} of the parameters {when}"
+    return parts + equal + claimed + _ignored_text(summaries, last)
 
 
-def _ignored(summaries: Sequence[Summary], step: int) -> str:
+def _ignored_text(summaries: Sequence[Summary], step: int) -> str:
     """Say which parameters the contents leave out, because DDP was configured to ignore them."""
     contents_by_fqn: dict[str, set[int | None]] = {}
     for summary in summaries:
@@ -330,11 +346,11 @@ def _ignored(summaries: Sequence[Summary], step: int) -> str:
     if not contents_by_fqn:
         return ""
     differing = sum(len(values) > 1 for values in contents_by_fqn.values())
-    parameters = counted(len(contents_by_fqn), "parameter")
+    parameters = count_text(len(contents_by_fqn), "parameter")
     return f"; without {parameters} that DDP ignores: {differing} differ between ranks"
 
 
-def _no_replicas(summaries: Sequence[Summary]) -> str:
+def _no_replicas_text(summaries: Sequence[Summary]) -> str:
     """Return why no replicas are claimed.
 
     Tensor parallelism replicates some parameters of ranks that hold other parts of the rest. FSDP1 says over which ranks it
@@ -348,54 +364,55 @@ def _no_replicas(summaries: Sequence[Summary]) -> str:
     return "no two ranks claim the same parts of all of them" if has_replicated else "none claimed to be replicas"
 
 
-def _fed(summaries: Sequence[Summary]) -> Rows:
+def _received_rows(summaries: Sequence[Summary]) -> Rows:
     """Return a row on how many different inputs the ranks received in the first step on record."""
     steps = sorted(set(itertools.chain.from_iterable(summary.received.batches for summary in summaries)))
     if not steps:
         return []
-    kinds = together(summaries, lambda summary: summary.received.batches.get(steps[0]))
+    kinds = group_ranks_by(summaries, lambda summary: summary.received.batches.get(steps[0]))
     several = [ranks_key(tuple(sorted(ranks))) for ranks in kinds.values() if len(ranks) > 1]
     same_text = f"; the same to {groups_text(several)}" if several else ""
-    inputs_text = counted(len(kinds), "different input")
+    inputs_text = count_text(len(kinds), "different input")
     recording_ranks = [summary.rank for summary in summaries if steps[0] in summary.received.batches]
-    only_text = f", as far as {some_ranks(recording_ranks)} recorded" if len(recording_ranks) < len(summaries) else ""
+    only_text = (
+        f", as far as {some_ranks_text(recording_ranks)} recorded" if len(recording_ranks) < len(summaries) else ""
+    )
     return [("fed in step 1" if steps[0] == 1 else f"fed in step {steps[0]}", inputs_text + same_text + only_text)]
 
 
-def _memory(summaries: Sequence[Summary]) -> str:
+def _memory_text(summaries: Sequence[Summary]) -> str:
     """Return memory by kind. A step that an optimizer began and did not end has what was measured before."""
     words = {"parameters": "parameters", "gradients": "gradients", "optimizer_state": "optimizer state"}
     parts = []
     for kind, word in words.items():
         if sizes := [summary.resources.memory[kind] for summary in summaries if kind in summary.resources.memory]:
-            parts.append(f"{word} {_range(sizes)}")
-    parts += [
-        f"parameters as forward ends {_range([summary.resources.after_forward for summary in summaries if summary.shown])}"
-    ]
+            parts.append(f"{word} {_bytes_range_text(sizes)}")
+    bytes_after_forward = [summary.resources.after_forward for summary in summaries if summary.shown]
+    parts.append(f"parameters as forward ends {_bytes_range_text(bytes_after_forward)}")
     peaks = [summary.resources.peak for summary in summaries if summary.resources.peak]
-    return ", ".join(parts) + (f"; peak {_range(peaks)}" if peaks else "")
+    return ", ".join(parts) + (f"; peak {_bytes_range_text(peaks)}" if peaks else "")
 
 
-def _range(sizes: Sequence[int]) -> str:
+def _bytes_range_text(sizes: Sequence[int]) -> str:
     smallest = min(sizes)
     largest = max(sizes)
     return bytes_text(largest) if smallest == largest else f"{bytes_text(smallest)} to {bytes_text(largest)}"
 
 
-def costs(summaries: Sequence[Summary]) -> Rows:
+def cost_rows(summaries: Sequence[Summary]) -> Rows:
     """Return rows on what takes time, and may well be meant."""
     rows: Rows = []
     waiting = [summary.rank for summary in summaries if summary.traffic.waits]
     if waiting:
-        rows.append(("barriers", f"inside forward and backward, on {some_ranks(waiting)}"))
-    rows += _reduced_again(summaries)
-    ranks_by_setting = left_on(summaries)
+        rows.append(("barriers", f"inside forward and backward, on {some_ranks_text(waiting)}"))
+    rows += _repeated_reduction_rows(summaries)
+    ranks_by_setting = costly_switches(summaries)
     if ranks_by_setting:
         rows.append(("switched on", ", ".join(f"{name} ({count} ranks)" for name, count in ranks_by_setting.items())))
     return rows
 
 
-def _reduced_again(summaries: Sequence[Summary]) -> Rows:
+def _repeated_reduction_rows(summaries: Sequence[Summary]) -> Rows:
     """Return rows on gradients that DDP reduces several times a step.
 
     DDP looks at no_sync as its forward pass ends: around backward alone it spares nothing.
@@ -404,7 +421,7 @@ def _reduced_again(summaries: Sequence[Summary]) -> Rows:
     if not gradients:
         return []
     rows = []
-    for axis in axes(summaries):
+    for axis in observed_axes(summaries):
         sums = [
             moved_in_axis
             for moved_in_axis in axis.moved
@@ -423,7 +440,7 @@ def _reduced_again(summaries: Sequence[Summary]) -> Rows:
     return rows
 
 
-def _not_judged(recording: Recording, with_layout: bool) -> str:
+def _not_judged_text(recording: Recording, with_layout: bool) -> str:
     """Say what judges the rest; only what was not named when the command was recorded."""
     if not recording.same_as:
         return NOT_JUDGED + NEED + ("" if with_layout else NO_LAYOUT)
@@ -432,7 +449,7 @@ def _not_judged(recording: Recording, with_layout: bool) -> str:
     return f"{NOT_JUDGED}are judged by `{compare}`" + ("" if with_layout else NO_LAYOUT)
 
 
-def _not_compared(summaries: Sequence[Summary]) -> str:
+def _uncompared_buffers_text(summaries: Sequence[Summary]) -> str:
     """Return how many buffers no check compares.
 
     Each rank may rightly have other averages, since batch norm's come from the rank's samples.
@@ -446,7 +463,7 @@ def _not_compared(summaries: Sequence[Summary]) -> str:
     return f"; {most_buffers} {are} compared by no check" if most_buffers else ""
 
 
-def _own(summaries: Sequence[Summary]) -> str:
+def _recorder_time_text(summaries: Sequence[Summary]) -> str:
     """Return how long the recorder itself took."""
     shown_step = summaries[0].shown
     seconds_by_rank = [
@@ -467,20 +484,20 @@ def groups_text(keys: Sequence[str], shown_groups: int = 4) -> str:
 
 def _group_text(key: str) -> str:
     """Return a group's ranks: a few are listed; of many, their stride, or their number."""
-    ranks = ranks_of(key)
+    ranks = ranks_from_key(key)
     if len(ranks) > 6 and ":" in key:
         return f"[{key.replace(':', ' by ')}]"
     text = ranks_text(ranks)
-    return text if text.count(",") < MANY else f"[{ranks[0]},{ranks[1]},..,{ranks[-1]}; {len(ranks)} ranks]"
+    return text if text.count(",") < MAX_LISTED_RANKS else f"[{ranks[0]},{ranks[1]},..,{ranks[-1]}; {len(ranks)} ranks]"
 
 
-def table_of(rows: Rows) -> list[str]:
+def wrapped_table(rows: Rows) -> list[str]:
     """Return the rows as lines, each text wrapped behind its label."""
     lines: list[str] = []
     for label, text in rows:
         indent = "  " if text.startswith("  ") else ""
         filled = list(
-            itertools.chain.from_iterable(wrapped(line, " " * 18 + indent) for line in text.strip().splitlines())
+            itertools.chain.from_iterable(wrap_text(line, " " * 18 + indent) for line in text.strip().splitlines())
         )
         first, *rest = filled or [""]
         lines += [f"  {label:<15} {first.removeprefix(' ' * 18)}"[:WIDTH], *rest]

@@ -6,15 +6,15 @@ import textwrap
 from dataclasses import replace
 from typing import Any
 
-from harness.core.evidence.text import counted
+from harness.core.evidence.text import count_text
 from harness.core.judge.result import Result, Verdict
 from harness.core.report.cause_text import diagnosis_line, evidence_rows
-from harness.core.report.documents import shown_results
+from harness.core.report.documents import shown_result_data
 from harness.core.report.finding_text import findings_text
-from harness.core.report.text import table, wrapped
+from harness.core.report.text import label_lines, wrap_text
 from harness.recording.judged.judge_same_training import SameTraining
 
-WORDS = {
+CHECK_SUBJECTS = {
     "initial_weights": "weights before training",
     "samples": "rows of samples of each step",
     "recipe": "optimizers and learning rates",
@@ -23,17 +23,17 @@ WORDS = {
     "optimizer_state": "state of the optimizer",
     "update": "what each step adds to the weights",
 }
-AFTER = "weights that it goes on from"
+RESUMED_SUBJECT = "weights that it goes on from"
 """Instead of those before training, of a resumed job."""
-WIDTH = max(map(len, WORDS.values())) + 2
+SUBJECT_WIDTH = max(map(len, CHECK_SUBJECTS.values())) + 2
 """Columns of a check's name."""
-COLUMNS = 100
+LINE_WIDTH = 100
 """Columns of a line."""
-FEW = 3
+MOST_FINDINGS = 3
 """Findings that are shown."""
 
 
-def same_training(judgement: SameTraining) -> str:
+def same_training_text(judgement: SameTraining) -> str:
     """Return the verdict, its cause, and a line for each check; findings of the check that fails first."""
     steps = judgement.comparison.steps
     scope = str(len(steps))
@@ -45,27 +45,27 @@ def same_training(judgement: SameTraining) -> str:
     scope += ", "
     if judgement.common < judgement.parameters:
         scope += f"{judgement.common} of "
-    scope += counted(judgement.parameters, "parameter")
+    scope += count_text(judgement.parameters, "parameter")
     lines = [f"{verdict_of(judgement)}    {judgement.candidate} against {judgement.baseline}: {scope}"]
     if judgement.diagnosis is not None:
-        lines += wrapped(diagnosis_line(judgement.diagnosis), "  ", "  ")
-        lines += table(evidence_rows(judgement.diagnosis.evidence))
+        lines += wrap_text(diagnosis_line(judgement.diagnosis), "  ", "  ")
+        lines += label_lines(evidence_rows(judgement.diagnosis.evidence))
     if judgement.unproven:
-        lines += wrapped(judgement.unproven, "  ", "  ")
+        lines += wrap_text(judgement.unproven, "  ", "  ")
     lines.append("")
     for result in judgement.comparison.results:
-        lines += _row(result, judgement.comparison.after)
-    first = next((result for result in judgement.comparison.results if _is_first(judgement, result)), None)
+        lines += _check_lines(result, judgement.comparison.after)
+    first = next((result for result in judgement.comparison.results if _is_first_explained(judgement, result)), None)
     if first:
-        lines += ["", *findings_text(replace(first, findings=first.findings[:FEW]), "  ")]
-    return "\n".join([*lines, "", *wrapped(f"bounds: {judgement.comparison.bounds.how}", "", "  ")])
+        lines += ["", *findings_text(replace(first, findings=first.findings[:MOST_FINDINGS]), "  ")]
+    return "\n".join([*lines, "", *wrap_text(f"bounds: {judgement.comparison.bounds.how}", "", "  ")])
 
 
-def _is_first(judgement: SameTraining, result: Result) -> bool:
+def _is_first_explained(judgement: SameTraining, result: Result) -> bool:
     return judgement.diagnosis is not None and result.check == judgement.diagnosis.causes[0].explains[0]
 
 
-def _row(result: Result, after: int) -> list[str]:
+def _check_lines(result: Result, after: int) -> list[str]:
     """Return a check's verdict, what it is about, and what was seen."""
     text = result.note
     if result.verdict is Verdict.FAIL:
@@ -73,10 +73,10 @@ def _row(result: Result, after: int) -> list[str]:
     elif result.verdict is Verdict.PASS and not text:
         distance_text = "" if result.largest is None else f", at most {result.largest:.1e} apart"
         text = f"{result.examined} compared{distance_text}"
-    subject = AFTER if after and result.check == "initial_weights" else WORDS[result.check]
-    head = f"  {result.verdict:<14} {subject:<{WIDTH}}"
-    indent = 17 + WIDTH
-    first, *rest = textwrap.wrap(text, max(COLUMNS - indent, 30), break_long_words=False, break_on_hyphens=False)
+    subject = RESUMED_SUBJECT if after and result.check == "initial_weights" else CHECK_SUBJECTS[result.check]
+    head = f"  {result.verdict:<14} {subject:<{SUBJECT_WIDTH}}"
+    indent = 17 + SUBJECT_WIDTH
+    first, *rest = textwrap.wrap(text, max(LINE_WIDTH - indent, 30), break_long_words=False, break_on_hyphens=False)
     return [head + first, *(" " * indent + line for line in rest)]
 
 
@@ -86,7 +86,7 @@ def verdict_of(judgement: SameTraining) -> Verdict:
     return Verdict.UNKNOWN if judgement.unproven and verdict is Verdict.PASS else verdict
 
 
-def as_document(judgement: SameTraining) -> dict[str, Any]:
+def same_training_document(judgement: SameTraining) -> dict[str, Any]:
     """Return the same as data."""
     diagnosis = judgement.diagnosis
     return {
@@ -101,5 +101,5 @@ def as_document(judgement: SameTraining) -> dict[str, Any]:
         "bounds": judgement.comparison.bounds.how,
         "largest": judgement.comparison.scale,
         "unproven": judgement.unproven,
-        "results": shown_results(judgement.comparison.results),
+        "results": shown_result_data(judgement.comparison.results),
     }

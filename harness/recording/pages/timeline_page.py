@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from harness.core.evidence.text import counted
+from harness.core.evidence.text import count_text
 from harness.core.report.drawings import Drawing, Section, Table
 from harness.core.report.page import Page
-from harness.core.report.svg import Bar, lanes
-from harness.recording.pages.compared import amount
-from harness.recording.traces.timeline import COMPUTES, Stretch, Timeline
+from harness.core.report.svg import Bar, lanes_svg
+from harness.recording.pages.compared import amount_text
+from harness.recording.traces.timeline import COMPUTE_LANE, Stretch, Timeline
 
 MOST_RANKS = 8
 """Ranks that are drawn: those of which others waited longest, and the first ones."""
@@ -27,51 +27,60 @@ def page_of_times(title: str, text: str, timeline: Timeline | None, *, kernels: 
     if timeline is None or not timeline.length:
         why = "none that all ranks have, with times of collectives"
         return Page((), (), title=title, sections=(Section("A step", False, text=why), report))
-    return Page((), (), title=title, sections=(_drawn(timeline, kernels=kernels), *_late(timeline), report))
+    return Page(
+        (), (), title=title, sections=(_step_section(timeline, kernels=kernels), *_waiting_sections(timeline), report)
+    )
 
 
-def _drawn(timeline: Timeline, *, kernels: bool) -> Section:
+def _step_section(timeline: Timeline, *, kernels: bool) -> Section:
     """Return the section with one step of each rank drawn."""
-    ranks_by_caused = sorted(timeline.ranks, key=lambda rank: (-timeline.caused.get(rank, 0.0), rank))
+    ranks_by_caused = sorted(timeline.ranks, key=lambda rank: (-timeline.caused_waiting.get(rank, 0.0), rank))
     ranks = sorted(ranks_by_caused[:MOST_RANKS])
     rows = []
     for rank in ranks:
         names = dict.fromkeys(stretch.lane for stretch in timeline.ranks[rank])
-        for lane in sorted(names, key=lambda name: (name != COMPUTES, name)):
+        for lane in sorted(names, key=lambda name: (name != COMPUTE_LANE, name)):
             stretches = [stretch for stretch in timeline.ranks[rank] if stretch.lane == lane]
             longest = sorted(stretches, key=lambda stretch: stretch.start - stretch.stop)[:MOST_BARS]
-            rows.append((f"{rank} {lane}", list(itertools.chain.from_iterable(map(_bars, longest)))))
+            rows.append((f"{rank} {lane}", list(itertools.chain.from_iterable(map(_stretch_bars, longest)))))
     bar_text = "A bar is a kernel." if kernels else "A bar is a call, for as long as it blocked the thread that trains."
     left_text = (
-        f" Of {counted(len(timeline.ranks), 'rank')} these {len(ranks)}." if len(ranks) < len(timeline.ranks) else ""
+        f" Of {count_text(len(timeline.ranks), 'rank')} these {len(ranks)}." if len(ranks) < len(timeline.ranks) else ""
     )
-    hatched_text = " Hatched: another rank had not come yet." if timeline.compared else ""
-    caption = f"{bar_text}{hatched_text} The row is {amount('seconds', timeline.length)} long.{left_text}"
+    hatched_text = " Hatched: another rank had not come yet." if timeline.compared_collectives else ""
+    caption = f"{bar_text}{hatched_text} The row is {amount_text('seconds', timeline.length)} long.{left_text}"
     title = f"Step {timeline.step}; {timeline.clock}"
-    drawing = Drawing(title, lanes(title, rows, timeline.length), caption)
+    drawing = Drawing(title, lanes_svg(title, rows, timeline.length), caption)
     return Section("Where the time of a step went", False, drawings=(drawing,), wide=True)
 
 
-def _bars(stretch: Stretch) -> Sequence[Bar]:
+def _stretch_bars(stretch: Stretch) -> Sequence[Bar]:
     """Return the bars of a stretch: one, or the wait and the rest."""
-    text = f"{stretch.text}: {amount('seconds', stretch.stop - stretch.start)}"
+    text = f"{stretch.text}: {amount_text('seconds', stretch.stop - stretch.start)}"
     if not stretch.waited:
         return [Bar(stretch.start, stretch.stop, text)]
     waited_until = min(stretch.start + stretch.waited, stretch.stop)
-    waited = Bar(stretch.start, waited_until, f"{text}, of which waited {amount('seconds', stretch.waited)}", odd=True)
+    waited = Bar(
+        stretch.start, waited_until, f"{text}, of which waited {amount_text('seconds', stretch.waited)}", odd=True
+    )
     return [waited, Bar(waited_until, stretch.stop, text)]
 
 
-def _late(timeline: Timeline) -> Sequence[Section]:
+def _waiting_sections(timeline: Timeline) -> Sequence[Section]:
     """Say who came last, in all steps."""
-    if not timeline.compared:
+    if not timeline.compared_collectives:
         why = "not known: no collective has the times of all its members on one clock, or their kernels"
         return (Section("Who waited for whom", False, text=why),)
-    order = sorted(timeline.ranks, key=lambda rank: (-timeline.caused.get(rank, 0.0), rank))
+    order = sorted(timeline.ranks, key=lambda rank: (-timeline.caused_waiting.get(rank, 0.0), rank))
     rows = [
-        (str(rank), str(timeline.last.get(rank, 0)), amount("seconds", timeline.caused.get(rank, 0.0)))
+        (
+            str(rank),
+            str(timeline.times_last.get(rank, 0)),
+            amount_text("seconds", timeline.caused_waiting.get(rank, 0.0)),
+        )
         for rank in order[: 2 * MOST_RANKS]
     ]
-    title = f"Of {counted(timeline.compared, 'collective')} of all steps; seconds are those of all other ranks together"
+    collectives = count_text(timeline.compared_collectives, "collective")
+    title = f"Of {collectives} of all steps; seconds are those of all other ranks together"
     table = Table(title, ("rank", "came last to", "others waited"), tuple(rows))
     return (Section("Who waited for whom", False, tables=(table,)),)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
 from harness.core.evidence.keys import steps_text
-from harness.core.evidence.text import counted, some_ranks
+from harness.core.evidence.text import count_text, some_ranks_text
 from harness.core.judge.result import Result, verdict_of_all
 from harness.core.report.text import Rows
 from harness.recording.pages.recording_layout import layout_report
-from harness.recording.pages.recording_page import rows_of_axes, rows_of_step, table_of
+from harness.recording.pages.recording_page import rows_of_axes, rows_of_step, wrapped_table
 from harness.recording.pages.trace_times import time_rows
 from harness.recording.traces.job import TracedJob
 from harness.recording.traces.kineto import operators_text
@@ -29,7 +29,7 @@ def trace_page(
     recording = job.recording
     title = f"{recording.directory}: traces of {len(job.ranks)} of {recording.world} ranks"
     return "\n".join(
-        [*judged, "", title, *table_of([*trace_rows(job), *(time_rows(times, case, gpu) if times else [])])]
+        [*judged, "", title, *wrapped_table([*trace_rows(job), *(time_rows(times, case, gpu) if times else [])])]
     )
 
 
@@ -37,26 +37,26 @@ def trace_rows(job: TracedJob) -> Rows:
     """Return the rows on what ran, and on what the traces lack."""
     summaries = [summary for _, summary in sorted(job.recording.summaries.items())]
     missing = sorted({*range(job.recording.world)} - job.ranks.keys())
-    rows: Rows = [("no trace", f"of {some_ranks(missing)}")] if missing else []
-    rows.append(("steps", _steps(job)))
+    rows: Rows = [("no trace", f"of {some_ranks_text(missing)}")] if missing else []
+    rows.append(("steps", _steps_text(job)))
     nameless = list(itertools.chain.from_iterable(traced_rank.nameless for traced_rank in job.ranks.values()))
-    if job.numbers:
+    if job.step_numbers:
         rows += rows_of_axes(summaries) if nameless else rows_of_step(summaries)
     if nameless:
         rows.append(("no group", f"is named of {operators_text(nameless)}"))
-    if beside := sum(traced_rank.beside for traced_rank in job.ranks.values()):
-        rows.append(("left out", f"{counted(beside, 'collective')} of other threads or outside of these steps"))
+    if beside := sum(traced_rank.calls_left_out for traced_rank in job.ranks.values()):
+        rows.append(("left out", f"{count_text(beside, 'collective')} of other threads or outside of these steps"))
     return rows
 
 
-def _steps(job: TracedJob) -> str:
-    if not job.numbers:
+def _steps_text(job: TracedJob) -> str:
+    if not job.step_numbers:
         return "none that all ranks traced from its beginning to its end"
-    named = steps_text(job.numbers).replace("step", "ProfilerStep")
-    return f"{counted(len(job.numbers), 'step')} ({named} of the traces)"
+    named = steps_text(job.step_numbers).replace("step", "ProfilerStep")
+    return f"{count_text(len(job.step_numbers), 'step')} ({named} of the traces)"
 
 
-def always_report(results: Sequence[Result]) -> list[str]:
+def report_without_layout(results: Sequence[Result]) -> list[str]:
     """Return the report of what holds of every layout."""
     report = layout_report(ParallelDims(), results, None)
     return [f"{verdict_of_all(results)} order of collectives; --layout has groups judged as well", *report[1:]]

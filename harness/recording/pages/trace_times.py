@@ -5,46 +5,55 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from harness.core.case.case import Case
-from harness.core.evidence.text import bytes_text, counted, some_ranks
+from harness.core.evidence.text import bytes_text, count_text, some_ranks_text
 from harness.core.plan.figures.pipeline_time import matmul_operations, pipeline_time
 from harness.core.report.text import Rows
 from harness.recording.pages.recording_page import groups_text
-from harness.recording.traces.times import RankTime, Times, Took
+from harness.recording.traces.times import CollectiveTime, RankTime, Times
 
-MOST = 8
-WHEN = {"other": "between passes", "optimizer": "in the optimizer's step"}
-BAR = 40
+MOST_ROWS = 8
+PHASE_TEXTS = {"other": "between passes", "optimizer": "in the optimizer's step"}
+BAR_WIDTH = 40
 """Letters of a drawn step."""
 
 
 def time_rows(times: Times, case: Case | None = None, gpu: str = "") -> Rows:
     """Return what is exposed most first. All times are of a step and a rank, on average. case: the plan, where one is known.
     gpu: whose links are compared, in words."""
-    rows: Rows = [("time", f"{_text(times.step)} a step, of which on each rank:")]
+    rows: Rows = [("time", f"{_seconds_text(times.step)} a step, of which on each rank:")]
     drawn_ranks = sorted(times.ranks, key=lambda rank: times.ranks[rank].computes)
-    drawn_ranks = drawn_ranks if len(drawn_ranks) <= MOST else [*drawn_ranks[: MOST // 2], *drawn_ranks[-MOST // 2 :]]
-    rows += [("", f"  {_bar(times.ranks[rank], times.step)} rank {rank}") for rank in sorted(drawn_ranks)]
+    drawn_ranks = (
+        drawn_ranks
+        if len(drawn_ranks) <= MOST_ROWS
+        else [*drawn_ranks[: MOST_ROWS // 2], *drawn_ranks[-MOST_ROWS // 2 :]]
+    )
+    rows += [("", f"  {_step_bar(times.ranks[rank], times.step)} rank {rank}") for rank in sorted(drawn_ranks)]
     rows.append(("", "  # computes, = only a collective runs, . no kernel runs"))
     for label, part in (("computes", "computes"), ("only collectives", "exposed"), ("no kernel", "idle")):
         seconds_by_rank = {rank: getattr(rank_time, part) for rank, rank_time in times.ranks.items()}
-        rows.append(("", f"  {label}: {_range(seconds_by_rank)}"))
-    rows += [("collectives" if not index else "", _took(kind)) for index, kind in enumerate(times.took[:MOST])]
-    if len(times.took) > MOST:
-        rows.append(("", f"  .. and {len(times.took) - MOST} more kinds"))
+        rows.append(("", f"  {label}: {_seconds_range_text(seconds_by_rank)}"))
+    rows += [
+        ("collectives" if not index else "", _collective_time_text(kind))
+        for index, kind in enumerate(times.took[:MOST_ROWS])
+    ]
+    if len(times.took) > MOST_ROWS:
+        rows.append(("", f"  .. and {len(times.took) - MOST_ROWS} more kinds"))
     if gpu and any(took.link for took in times.took):
         rows.append(("links", f"by the data sheet of {gpu}, filled in the order of ranks"))
     if case is not None and case.dims.pp > 1:
-        rows.append(("bubble", _bubble(times, case)))
-    return [*rows, ("waited for", _late(times))]
+        rows.append(("bubble", _bubble_text(times, case)))
+    return [*rows, ("waited for", _last_rank_text(times))]
 
 
-def _bubble(times: Times, case: Case) -> str:
+def _bubble_text(times: Times, case: Case) -> str:
     """Say what the schedule leaves idle beside what was seen, which holds more than the bubble."""
-    planned = pipeline_time(case, lambda stage: matmul_operations(case, stage)).bubble
+    planned = pipeline_time(case, lambda stage: matmul_operations(case, stage)).bubble_ratio
     busiest = max(times.ranks, key=lambda rank: times.ranks[rank].computes)
     computes = times.ranks[busiest].computes
-    schedule_text = f"{case.features.schedule}, {counted(case.microbatches, 'microbatch').replace('batchs', 'batches')}"
-    schedule_text += f", {counted(case.n_stages, 'stage')}"
+    schedule_text = (
+        f"{case.features.schedule}, {count_text(case.microbatches, 'microbatch').replace('batchs', 'batches')}"
+    )
+    schedule_text += f", {count_text(case.n_stages, 'stage')}"
     plan = f"planned {100 * planned:.3g} % of what the busiest rank computes ({schedule_text})"
     if not computes:
         return f"{plan}; no rank computes in these traces"
@@ -53,26 +62,28 @@ def _bubble(times: Times, case: Case) -> str:
     return f"{plan}; seen: {seen_text}, with all exposed communication and every other idle time in it"
 
 
-def _range(seconds_by_rank: Mapping[int, float]) -> str:
+def _seconds_range_text(seconds_by_rank: Mapping[int, float]) -> str:
     """Return the shortest and the longest time, with their ranks."""
     shortest = min(seconds_by_rank, key=lambda rank: seconds_by_rank[rank])
     longest = max(seconds_by_rank, key=lambda rank: seconds_by_rank[rank])
-    if _text(seconds_by_rank[shortest]) == _text(seconds_by_rank[longest]):
-        return _text(seconds_by_rank[longest])
-    return f"{_text(seconds_by_rank[shortest])} (rank {shortest}) to {_text(seconds_by_rank[longest])} (rank {longest})"
+    if _seconds_text(seconds_by_rank[shortest]) == _seconds_text(seconds_by_rank[longest]):
+        return _seconds_text(seconds_by_rank[longest])
+    shortest_text = _seconds_text(seconds_by_rank[shortest])
+    longest_text = _seconds_text(seconds_by_rank[longest])
+    return f"{shortest_text} (rank {shortest}) to {longest_text} (rank {longest})"
 
 
-def _took(kind: Took) -> str:
+def _collective_time_text(kind: CollectiveTime) -> str:
     """Return the text on one kind of collective: its time, how much is exposed and waited, and its rate."""
-    collective_text = f"{kind.op} {WHEN.get(kind.phase, f'in {kind.phase}')} over {groups_text(kind.groups, 2)}"
-    text = f"{collective_text}: {_text(kind.seconds)}, exposed {_text(kind.exposed)}"
+    collective_text = f"{kind.op} {PHASE_TEXTS.get(kind.phase, f'in {kind.phase}')} over {groups_text(kind.groups, 2)}"
+    text = f"{collective_text}: {_seconds_text(kind.seconds)}, exposed {_seconds_text(kind.exposed)}"
     link_text = f", {100 * kind.rate / kind.link:.3g} % of {bytes_text(kind.link)}/s" if kind.link else ""
     if kind.waited is None:
         return f"{text}; at least {bytes_text(kind.rate)}/s over a link{link_text}"
-    return f"{text}, waited {_text(kind.waited)}; {bytes_text(kind.rate)}/s over a link{link_text}"
+    return f"{text}, waited {_seconds_text(kind.waited)}; {bytes_text(kind.rate)}/s over a link{link_text}"
 
 
-def _late(times: Times) -> str:
+def _last_rank_text(times: Times) -> str:
     """Say which rank came last to collectives, by how long the others waited for it."""
     if not times.compared:
         return "not known: no collective has the kernels of all its members"
@@ -81,14 +92,14 @@ def _late(times: Times) -> str:
     caused = times.ranks[worst].caused
     if total <= 0:
         return f"no rank, in {times.compared} collectives"
-    return f"{some_ranks([worst])}, {100 * caused / total:.0f} % of all waiting in {times.compared} collectives"
+    return f"{some_ranks_text([worst])}, {100 * caused / total:.0f} % of all waiting in {times.compared} collectives"
 
 
-def _bar(rank_time: RankTime, step: float) -> str:
+def _step_bar(rank_time: RankTime, step: float) -> str:
     """Return one step of a rank, drawn in letters."""
-    parts = [round(BAR * part / step) for part in (rank_time.computes, rank_time.exposed)] if step else [0, 0]
-    return f"[{'#' * parts[0]}{'=' * parts[1]}".ljust(BAR + 1, ".")[: BAR + 1] + "]"
+    parts = [round(BAR_WIDTH * part / step) for part in (rank_time.computes, rank_time.exposed)] if step else [0, 0]
+    return f"[{'#' * parts[0]}{'=' * parts[1]}".ljust(BAR_WIDTH + 1, ".")[: BAR_WIDTH + 1] + "]"
 
 
-def _text(seconds: float) -> str:
+def _seconds_text(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -37,37 +37,37 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
         def execute_and_tell(module: ModuleType) -> None:
             execute(module)
-            if not tell(name):
+            if not tell_recorder(name):
                 self.awaited.clear()
 
         spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
         return spec
 
 
-def tell(name: str) -> bool:
+def tell_recorder(name: str) -> bool:
     """Return whether the recorder took it."""
     try:
         if os.environ["HARNESS_RECORD_CODE"] not in sys.path:
             sys.path.append(os.environ["HARNESS_RECORD_CODE"])
         module_name = os.environ.get("HARNESS_RECORD_BY", "harness.recording.entry")
         importlib.import_module(module_name).imported(name)
-        note("torch")
+        note_state("torch")
         return True
     except Exception as error:
         why = str(error) if isinstance(error, ImportError) else repr(error)
-        note("failed", why)
+        note_state("failed", why)
         print(f"harness: this process is not recorded: {why}", file=sys.stderr)
         if "HARNESS_RECORD_ALONE" in os.environ:  # of a world that is not there it would wait for ever
-            end_alone(f"the recorder could not be installed in it: {why}")
+            exit_as_unable(f"the recorder could not be installed in it: {why}")
         return False
 
 
-def note(state: str, text: str = "") -> None:
+def note_state(state: str, text: str = "") -> None:
     """Write how far this process got, for the case that no rank leaves evidence."""
-    write(state, " ".join([text, *sys.orig_argv]))
+    write_state(state, " ".join([text, *sys.orig_argv]))
 
 
-def write(state: str, text: str) -> None:
+def write_state(state: str, text: str) -> None:
     """Write a file in the recording's folder whose suffix is the state that this process reached."""
     folder = os.path.join(os.environ["HARNESS_RECORD"], "processes")
     try:
@@ -81,19 +81,19 @@ def first_line(kind: type[BaseException], error: BaseException) -> str:
     return f"{kind.__name__}: {error}".splitlines()[0][:300]
 
 
-def hear_of_errors() -> None:
+def record_errors() -> None:
     """Record errors that are raised before torch is imported. Later ones are the recorder's."""
     hook = sys.excepthook
 
     def note_raised(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if "torch" not in sys.modules:
-            write("raised", first_line(kind, error))
+            write_state("raised", first_line(kind, error))
         hook(kind, error, trace)
 
     sys.excepthook = note_raised
 
 
-def hear_of_ranks() -> None:
+def record_rank_ends() -> None:
     """Record how the ranks of torch's launcher ended, if not well: by rank the exit code, or minus the signal."""
     hook = sys.excepthook
 
@@ -101,7 +101,7 @@ def hear_of_ranks() -> None:
         if kind.__name__ == "ChildFailedError":
             note_ends({rank: failure.exitcode for rank, failure in getattr(error, "failures", {}).items()})
         else:
-            write("launcher", first_line(kind, error))
+            write_state("launcher", first_line(kind, error))
         hook(kind, error, trace)
 
     sys.excepthook = note_raised
@@ -117,7 +117,7 @@ def note_ends(codes: dict[int, int]) -> None:
         print(f"harness: {file} cannot be written: {error}", file=sys.stderr)
 
 
-def end_alone(reason: str) -> None:
+def exit_as_unable(reason: str) -> None:
     """Exit as a rank that reports only why it is unable to."""
     file = os.path.join(os.environ["HARNESS_RECORD"], "processes", f"rank_{int(os.environ['RANK']):05d}.unable")
     with open(file, "w") as opened_file:
@@ -126,7 +126,7 @@ def end_alone(reason: str) -> None:
     os._exit(1)
 
 
-def the_hidden_one() -> None:
+def run_hidden_sitecustomize() -> None:
     """Run the sitecustomize that Python would have found without ours."""
     other_folders = [folder for folder in sys.path if os.path.abspath(folder or ".") != HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", other_folders)
@@ -142,10 +142,10 @@ def launches_ranks() -> bool:
 
 if os.environ.get("HARNESS_RECORD"):
     if launches_ranks():
-        write("launcher", "")
-        hear_of_ranks()
+        write_state("launcher", "")
+        record_rank_ends()
     else:
-        note("started")
-        hear_of_errors()
+        note_state("started")
+        record_errors()
         sys.meta_path.insert(0, AfterImport())
-    the_hidden_one()
+    run_hidden_sitecustomize()

@@ -15,8 +15,8 @@ from harness.core.launch.python_path import module_command
 from harness.recording.traces.dumps import Dump
 
 MODULE = "torch.distributed.flight_recorder.fr_trace"
-SECONDS = 300
-_NAMED = re.compile(r"Culprit rank (\d+)|missing ranks: \{([\d, ]*)\}")
+TIMEOUT_SECONDS = 300
+_NAMED_RANKS = re.compile(r"Culprit rank (\d+)|missing ranks: \{([\d, ]*)\}")
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ def analysis_of(dumps: Sequence[Dump]) -> Analysis:
             (Path(folder) / f"rank_{dump.rank}").write_bytes(pickle.dumps(_with_groups(dump, dumps), protocol=2))
         command = module_command(MODULE, folder, "-p", "rank_")
         try:
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             return Analysis(failed=f"it did not end: {error}")
     lines = [line for line in (ran.stdout + ran.stderr).splitlines() if line.strip() and "tabulate" not in line]
     if ran.returncode:
         return Analysis(failed=(lines or [f"exit code {ran.returncode}"])[-1])
     named_ranks = set[int]()
-    for culprit, missing in _NAMED.findall("\n".join(lines)):
+    for culprit, missing in _NAMED_RANKS.findall("\n".join(lines)):
         named_ranks.update(map(int, re.findall(r"\d+", culprit or missing)))
     return Analysis(tuple(sorted(named_ranks)), text="; ".join(lines[:3]))
 

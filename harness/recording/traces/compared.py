@@ -6,41 +6,41 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from harness.core.evidence.text import counted
-from harness.recording.judged.figures import EXPOSED, Figure, Figures, by_name, figures
+from harness.core.evidence.text import count_text
+from harness.recording.judged.figures import EXPOSED, Figure, Figures, figures, figures_by_name
 from harness.recording.judged.outside_passes import SECTION
 from harness.recording.judged.structure import structure
 from harness.recording.traces.job import TracedJob
 from harness.recording.traces.times import exposed_by_step
 
-SEEN = ("ranks", "axes", SECTION, "idle groups")
+TRACED_SECTIONS = ("ranks", "axes", SECTION, "idle groups")
 """What traces show of a structure."""
-NEEDED = ("structure", "uses", "members", "groups")
+NEEDED_EVIDENCE = ("structure", "uses", "members", "groups")
 
 
-def of_both(first_job: TracedJob, second_job: TracedJob) -> tuple[TracedJob, TracedJob]:
+def with_common_ranks(first_job: TracedJob, second_job: TracedJob) -> tuple[TracedJob, TracedJob]:
     """Return both jobs of the ranks that both have traces of, unless the jobs have other numbers of ranks."""
     common_ranks = first_job.ranks.keys() & second_job.ranks.keys()
     if first_job.recording.world != second_job.recording.world or not common_ranks:
         return first_job, second_job
-    return _of(first_job, common_ranks), _of(second_job, common_ranks)
+    return _with_ranks(first_job, common_ranks), _with_ranks(second_job, common_ranks)
 
 
-def _of(job: TracedJob, ranks: set[int]) -> TracedJob:
+def _with_ranks(job: TracedJob, ranks: set[int]) -> TracedJob:
     """Return the job with these ranks only."""
     summaries = {rank: summary for rank, summary in job.recording.summaries.items() if rank in ranks}
     traced_ranks = {rank: traced_rank for rank, traced_rank in job.ranks.items() if rank in ranks}
     return replace(job, ranks=traced_ranks, recording=replace(job.recording, summaries=summaries))
 
 
-def not_compared(first_job: TracedJob, second_job: TracedJob) -> list[str]:
+def not_compared_texts(first_job: TracedJob, second_job: TracedJob) -> list[str]:
     """Say what of either job was not seen."""
     reasons = set[str]()
     for job in (first_job, second_job):
         lacking = job.recording.provides.lacking
-        reasons.update(lacking[word].why for word in NEEDED if word in lacking)
+        reasons.update(lacking[word].why for word in NEEDED_EVIDENCE if word in lacking)
     partial_texts = dict.fromkeys(
-        f"{len(job.ranks)} of {counted(job.recording.world, 'rank')}"
+        f"{len(job.ranks)} of {count_text(job.recording.world, 'rank')}"
         for job in (first_job, second_job)
         if len(job.ranks) < job.recording.world
     )
@@ -49,17 +49,21 @@ def not_compared(first_job: TracedJob, second_job: TracedJob) -> list[str]:
 
 def traced_structure(job: TracedJob) -> Mapping[str, Any]:
     """Return the structure, as far as traces show one: empty without a step that all ranks traced."""
-    all_sections = structure(job.recording) if job.numbers else {}
+    all_sections = structure(job.recording) if job.step_numbers else {}
     lists_groups = all(traced_rank.trace.groups is not None for traced_rank in job.ranks.values())
-    return {key: all_sections[key] for key in SEEN if key in all_sections and (lists_groups or key != "idle groups")}
+    return {
+        key: all_sections[key]
+        for key in TRACED_SECTIONS
+        if key in all_sections and (lists_groups or key != "idle groups")
+    }
 
 
 def traced_figures(job: TracedJob) -> Figures:
     """Return the figures of a job; none without a step that all ranks traced. A trace's first step is like the others."""
-    if not job.numbers:
+    if not job.step_numbers:
         return {}
     exposed = [
         Figure(EXPOSED, f"{op} in {phase}, over {size} ranks", steps)
         for (size, op, phase), steps in exposed_by_step(job).items()
     ]
-    return {**figures(job.recording, warm=True), **by_name(exposed)}
+    return {**figures(job.recording, warm=True), **figures_by_name(exposed)}

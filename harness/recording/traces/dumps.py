@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.core.evidence.reading import MOST, json_of, read_bytes
-from harness.core.evidence.recording import RANKS
+from harness.core.evidence.reading import MAX_FILE_BYTES, parse_json, read_bytes
+from harness.core.evidence.recording import MAX_RANGE
 from harness.core.evidence.store import EvidenceError
 from harness.core.launch.inflight import Issued
-from harness.core.launch.sequences import Place, place
-from harness.recording.traces.kineto import DTYPES, operator_of, ranks_in
-from harness.recording.traces.plain_pickle import NotPlain, plain_of
+from harness.core.launch.sequences import GroupKey, group_key
+from harness.recording.traces.kineto import DTYPES, operator_of, sorted_ranks
+from harness.recording.traces.plain_pickle import NotPlain, load_plain
 
 RANK = re.compile(r"(\d+)(\.\w+)?$")
 PEER = re.compile(r"(\d+)\s*(->|<-)\s*(\d+)")
 COALESCED = re.compile(r"([A-Z_]+_)?coalesced")
 """What stands behind several collectives of one number, which are taken together."""
-UNTOLD = -1
+UNKNOWN_STEP = -1
 """The step of what is issued in no step that is known."""
 REMEDY = "have torch write it again (TORCH_NCCL_DUMP_ON_TIMEOUT, or torch._C._distributed_c10d._dump_fr_trace)"
 
@@ -43,11 +43,11 @@ class Dump:
     """All that the file has."""
     issued: tuple[Issued, ...]
     """What it issued, the oldest first; earlier calls may have been overwritten."""
-    over: frozenset[tuple[Place, int]]
+    completed: frozenset[tuple[GroupKey, int]]
     """Group and number of the collectives that were completed."""
-    given_up: frozenset[tuple[Place, int]]
+    retired: frozenset[tuple[GroupKey, int]]
     """The same of those that its recorder follows no more, completed or not: gloo's never say that they are completed."""
-    whole: bool
+    is_complete: bool
     """Whether it has all calls from the first on: the recorder overwrites the oldest."""
 
 
@@ -55,43 +55,43 @@ def load_dumps(paths: Sequence[Path]) -> list[Dump]:
     """Return the dumps of these files in the order of ranks. Raises EvidenceError, in one sentence with the remedy."""
     plain_by_rank: dict[int, tuple[Path, Mapping[str, Any]]] = {}
     for path in paths:
-        rank = _rank(path)
+        rank = _rank_of_name(path)
         if rank in plain_by_rank:
             raise EvidenceError(f"{plain_by_rank[rank][0]} and {path}: both are of rank {rank}; name one file per rank")
-        plain_by_rank[rank] = path, _plain(path)
-    groups = _members({rank: plain for rank, (_, plain) in plain_by_rank.items()})
-    return [_dump(path, rank, plain, groups) for rank, (path, plain) in sorted(plain_by_rank.items())]
+        plain_by_rank[rank] = path, _load_plain(path)
+    groups = _ranks_by_group({rank: plain for rank, (_, plain) in plain_by_rank.items()})
+    return [_build_dump(path, rank, plain, groups) for rank, (path, plain) in sorted(plain_by_rank.items())]
 
 
-def _rank(path: Path) -> int:
+def _rank_of_name(path: Path) -> int:
     """Return the rank that a file's name ends with. Raises EvidenceError."""
     match = RANK.search(path.name)
-    if not match or int(match.group(1)) >= RANKS:
+    if not match or int(match.group(1)) >= MAX_RANGE:
         raise EvidenceError(f"{path}: its name does not end with the rank that it is of; rename it to ..._RANK")
     return int(match.group(1))
 
 
-def _plain(path: Path) -> Mapping[str, Any]:
+def _load_plain(path: Path) -> Mapping[str, Any]:
     """Return the content of a dump's file as plain values. Raises EvidenceError."""
     try:
-        data = read_bytes(path, 8 * MOST)
-        plain = plain_of(data) if data[:1] == b"\x80" else json_of(data)
+        data = read_bytes(path, 8 * MAX_FILE_BYTES)
+        plain = load_plain(data) if data[:1] == b"\x80" else parse_json(data)
         entries = plain["entries"]
         if not isinstance(entries, list) or not isinstance(plain.get("pg_config", {}), dict):
             raise ValueError("entries are no list, or pg_config no table")
-        _groups(plain)
+        _listed_and_used_groups(plain)
         return dict(plain)
     except (OSError, NotPlain, ValueError, LookupError, TypeError, AttributeError) as error:
         why = error if isinstance(error, OSError | NotPlain) else repr(error)
         raise EvidenceError(f"{path}: no whole Flight Recorder dump ({why}); {REMEDY}") from error
 
 
-def _members(plain_by_rank: Mapping[int, Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:
+def _ranks_by_group(plain_by_rank: Mapping[int, Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:
     """Return the ranks of each group by name. gloo's dumps list none: then those that use it, and of the default group all."""
     listed_ranks: dict[str, tuple[int, ...]] = {}
     using_ranks: dict[str, set[int]] = defaultdict(set)
     for rank, plain in plain_by_rank.items():
-        listed, uses = _groups(plain)
+        listed, uses = _listed_and_used_groups(plain)
         listed_ranks |= listed
         for name, by_all in uses.items():
             if by_all:
@@ -101,44 +101,44 @@ def _members(plain_by_rank: Mapping[int, Mapping[str, Any]]) -> dict[str, tuple[
     return {name: tuple(sorted(ranks)) for name, ranks in using_ranks.items()} | listed_ranks
 
 
-def _groups(plain: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, bool]]:
+def _listed_and_used_groups(plain: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, bool]]:
     """Return the groups that a dump lists, and those that it uses, with whether each is the default one."""
     listed = {}
     for group_entry in plain.get("pg_config", {}).values():
         ranks = group_entry.get("ranks", ())
-        if group_ranks := ranks_in(json.loads(ranks) if isinstance(ranks, str) else ranks):
+        if group_ranks := sorted_ranks(json.loads(ranks) if isinstance(ranks, str) else ranks):
             listed[str(group_entry.get("name", ""))] = group_ranks
     return listed, {
         str(entry["process_group"][0]): entry["process_group"][-1] == "default_pg" for entry in plain["entries"]
     }
 
 
-def _dump(path: Path, rank: int, plain: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> Dump:
+def _build_dump(path: Path, rank: int, plain: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> Dump:
     """Return the dump of a rank, its calls in order. Raises EvidenceError."""
     try:
         entries = sorted(plain["entries"], key=lambda entry: int(entry["record_id"]))
         whole = not entries or int(entries[0]["record_id"]) == 0
         issued_by_key = dict[Any, Issued]()
-        states = dict[tuple[Place, int], set[str]]()
+        states = dict[tuple[GroupKey, int], set[str]]()
         sent = defaultdict[tuple[str, str, int], int](int)
         for entry in entries:
             name = str(entry["process_group"][0])
             profiling_name = str(entry["profiling_name"]).rpartition(":")[2]
-            peer = _peer(profiling_name, groups[name]) if entry["is_p2p"] else None
+            peer = _peer_rank(profiling_name, groups[name]) if entry["is_p2p"] else None
             if COALESCED.fullmatch(profiling_name) or (entry["is_p2p"] and (peer is None or not whole)):
                 continue
-            call = _issued(entry, name, operator_of(profiling_name) or profiling_name, groups[name])
+            call = _issued_call(entry, name, operator_of(profiling_name) or profiling_name, groups[name])
             if peer is not None:
                 lane = name, call.op, peer
                 call = replace(call, peer=peer, seq=sent[lane])
                 sent[lane] += 1
                 issued_by_key[lane, call.seq] = call
                 continue
-            key = place(call), call.seq
+            key = group_key(call), call.seq
             issued_by_key[key] = replace(
                 call, bytes=call.bytes + (issued_by_key[key].bytes if key in issued_by_key else 0)
             )
-            states.setdefault(key, set()).add(_state(entry))
+            states.setdefault(key, set()).add(_entry_state(entry))
         over = frozenset(key for key, states_of_key in states.items() if states_of_key == {"completed"})
         given_up = frozenset(key for key, states_of_key in states.items() if "open" not in states_of_key) - over
         issued = tuple(sorted(issued_by_key.values(), key=lambda call: call.order))
@@ -147,20 +147,20 @@ def _dump(path: Path, rank: int, plain: Mapping[str, Any], groups: Mapping[str, 
         raise EvidenceError(f"{path}: no whole Flight Recorder dump ({error!r}); {REMEDY}") from error
 
 
-def _state(entry: Mapping[str, Any]) -> str:
+def _entry_state(entry: Mapping[str, Any]) -> str:
     """Return "completed", "retired" (its recorder follows it no more) or "open"."""
     if entry["state"] == "completed":
         return "completed"
     return "retired" if entry.get("retired") else "open"
 
 
-def _peer(name: str, ranks: tuple[int, ...]) -> int | None:
+def _peer_rank(name: str, ranks: tuple[int, ...]) -> int | None:
     """Return the global rank of the other side: names have the places in the group, as in send 0->1 and recv 1<-0."""
     match = PEER.search(name)
     return ranks[int(match.group(3))] if match and int(match.group(3)) < len(ranks) else None
 
 
-def _issued(entry: Mapping[str, Any], name: str, op: str, ranks: tuple[int, ...]) -> Issued:
+def _issued_call(entry: Mapping[str, Any], name: str, op: str, ranks: tuple[int, ...]) -> Issued:
     """Return one entry of a dump as a call. Its step is not known."""
     dtypes = entry.get("input_dtypes", ())
     dtypes = [dtypes] if isinstance(dtypes, str) else dtypes
@@ -173,7 +173,7 @@ def _issued(entry: Mapping[str, Any], name: str, op: str, ranks: tuple[int, ...]
         int(entry["collective_seq_id"]),
         op,
         size,
-        step=UNTOLD,
+        step=UNKNOWN_STEP,
         order=int(entry["record_id"]) + 1,
         dtype=dtypes_and_sizes[0][0] if dtypes_and_sizes else "",
         time=int(entry["time_created_ns"] or 0) / 1e9,

@@ -19,25 +19,25 @@ from harness.core.evidence.reading import read_bytes
 from harness.core.evidence.recording import RankRecord, load_record, record_file
 from harness.core.evidence.records import BACKGROUND, Collective, RankEvidence
 from harness.core.evidence.store import EvidenceError
-from harness.core.evidence.whole_file import whole_file
+from harness.core.evidence.whole_file import open_whole_file
 from harness.recording.judged.stored_recording import Recording
 from harness.recording.traces.kineto import DTYPES, PHASE, STEP
 
-NAMES = {"all_gather": "_allgather_base", "reduce_scatter": "_reduce_scatter_base", "all_reduce": "allreduce"}
+EVENT_NAMES = {"all_gather": "_allgather_base", "reduce_scatter": "_reduce_scatter_base", "all_reduce": "allreduce"}
 """Operator -> how torch's events name it, where they do otherwise."""
-WORDS = {name: word for word, (name, _) in reversed(DTYPES.items()) if word != name}
+EVENT_DTYPES = {name: word for word, (name, _) in reversed(DTYPES.items()) if word != name}
 """Dtype -> how torch's events write it."""
-TRAINS = 1
+TRAINING_THREAD = 1
 """Thread of a trace: the one that trains."""
-OTHERS = 2
+OTHER_THREADS = 2
 """Thread of a trace that stands for all others."""
-BEGINS = b'{"schemaVersion": 1, "distributedInfo": '
+TRACE_BEGINNING = b'{"schemaVersion": 1, "distributedInfo": '
 """The first bytes of a trace."""
-SHOWN = 30
+SHOWN_RANKS = 30
 """Ranks of a group that torch writes before it writes dots."""
 
 
-def export(recording: Recording, folder: Path) -> tuple[list[Path], int]:
+def export_traces(recording: Recording, folder: Path) -> tuple[list[Path], int]:
     """Write a file for each rank that has times; return them, and how many collectives have none. Raises EvidenceError and
     OSError."""
     files = []
@@ -50,7 +50,7 @@ def export(recording: Recording, folder: Path) -> tuple[list[Path], int]:
             files.append(folder / f"rank_{rank:05d}.json.gz")
             files[-1].parent.mkdir(parents=True, exist_ok=True)
             refuse_other_file(files[-1])
-            with whole_file(files[-1]) as file:
+            with open_whole_file(files[-1]) as file:
                 file.write(gzip.compress(json.dumps(trace_of(record, calls)).encode(), mtime=0))
     return files, untimed
 
@@ -60,10 +60,10 @@ def refuse_other_file(file: Path) -> None:
     if not os.path.lexists(file):
         return
     try:
-        first_bytes = gzip.decompress(read_bytes(file))[: len(BEGINS)]
+        first_bytes = gzip.decompress(read_bytes(file))[: len(TRACE_BEGINNING)]
     except (OSError, EOFError, zlib.error) as error:
         raise EvidenceError(f"{file}: is there, and is no trace of ours ({error}); move it away") from error
-    if first_bytes != BEGINS:
+    if first_bytes != TRACE_BEGINNING:
         raise EvidenceError(f"{file}: is there, and this harness did not write it; move it away")
 
 
@@ -73,12 +73,17 @@ def trace_of(record: RankRecord, calls: Sequence[Collective]) -> dict[str, Any]:
     ordered = sorted(calls, key=lambda call: call.began or 0.0)
     process_name = {"name": "process_name", "ph": "M", "pid": evidence.rank, "tid": 0, "ts": 0}
     events = [process_name | {"args": {"name": f"rank {evidence.rank}"}}]
-    spans = [*_steps(record, ordered), *_phases(ordered), *map(_issued, ordered)]
+    spans = [*_step_spans(record, ordered), *_phase_spans(ordered), *map(_collective_span, ordered)]
     events += [_event(evidence.rank, *span) for span in sorted(spans, key=lambda span: (span[2], -span[3]))]
-    return {"schemaVersion": 1, "distributedInfo": _info(evidence), "displayTimeUnit": "ms", "traceEvents": events}
+    return {
+        "schemaVersion": 1,
+        "distributedInfo": _distributed_info(evidence),
+        "displayTimeUnit": "ms",
+        "traceEvents": events,
+    }
 
 
-Named = tuple[str, str, float, float, int, dict[str, Any]]
+NamedSpan = tuple[str, str, float, float, int, dict[str, Any]]
 """Kind, name, beginning and end in seconds, thread, arguments."""
 
 
@@ -90,7 +95,7 @@ def _event(
     return {"ph": "X", "cat": kind, "name": name, "pid": rank, "tid": thread, **times, "args": args}
 
 
-def _info(evidence: RankEvidence) -> dict[str, Any]:
+def _distributed_info(evidence: RankEvidence) -> dict[str, Any]:
     """Return the distributedInfo of a trace: rank, world size and process groups."""
     backends = sorted({group.backend for group in evidence.groups})
     listed = [
@@ -112,22 +117,22 @@ def _info(evidence: RankEvidence) -> dict[str, Any]:
     }
 
 
-def _ended(call: Collective) -> float:
+def _end_time(call: Collective) -> float:
     """Return when a collective no longer blocked its thread."""
     return (call.began or 0.0) + (call.blocked or 0.0)
 
 
-def _steps(record: RankRecord, calls: Sequence[Collective]) -> Iterator[Named]:
+def _step_spans(record: RankRecord, calls: Sequence[Collective]) -> Iterator[NamedSpan]:
     """Yield each step from its first pass until the next one's, or until its last collective where that is not known."""
     began = {step.step: step.began for step in record.steps if step.step and step.began}
     for number in record.ended_steps:
-        last = max((_ended(call) for call in calls if call.step == number), default=0.0)
+        last = max((_end_time(call) for call in calls if call.step == number), default=0.0)
         if number in began:
             ended = began.get(number + 1, max(last, began[number]))
-            yield "user_annotation", f"{STEP}{number}", began[number], ended, TRAINS, {}
+            yield "user_annotation", f"{STEP}{number}", began[number], ended, TRAINING_THREAD, {}
 
 
-def _phases(calls: Sequence[Collective]) -> Iterator[Named]:
+def _phase_spans(calls: Sequence[Collective]) -> Iterator[NamedSpan]:
     """Yield from the first to the last collective of each stretch of one phase, as an annotation."""
     foreground_calls = [call for call in calls if call.phase != BACKGROUND]
     for (step, phase), phase_calls in itertools.groupby(foreground_calls, key=lambda call: (call.step, call.phase)):
@@ -136,15 +141,15 @@ def _phases(calls: Sequence[Collective]) -> Iterator[Named]:
             "user_annotation",
             phase,
             calls_of_phase[0].began or 0.0,
-            max(map(_ended, calls_of_phase)),
-            TRAINS,
+            max(map(_end_time, calls_of_phase)),
+            TRAINING_THREAD,
             {"step": step},
         )
 
 
-def _issued(call: Collective) -> Named:
+def _collective_span(call: Collective) -> NamedSpan:
     """Return a collective as a span with the arguments that torch's events have."""
-    word = WORDS.get(call.dtype, call.dtype)
+    word = EVENT_DTYPES.get(call.dtype, call.dtype)
     size = dict(DTYPES.values()).get(call.dtype, 1)
     elements = call.bytes // size
     ranks = len(call.ranks)
@@ -153,10 +158,10 @@ def _issued(call: Collective) -> Named:
         "reduce_scatter": (elements, elements // ranks),
     }
     received, sent = elements_of_operator.get(call.op, (elements, elements))
-    dots = ", ..." if ranks > SHOWN else ""
-    ranks_text = f"[{', '.join(map(str, call.ranks[:SHOWN]))}{dots}]"
+    dots = ", ..." if ranks > SHOWN_RANKS else ""
+    ranks_text = f"[{', '.join(map(str, call.ranks[:SHOWN_RANKS]))}{dots}]"
     args: dict[str, Any] = {
-        "Collective name": NAMES.get(call.op, call.op),
+        "Collective name": EVENT_NAMES.get(call.op, call.op),
         "dtype": word,
         "In msg nelems": received,
         "Out msg nelems": sent,
@@ -171,5 +176,5 @@ def _issued(call: Collective) -> Named:
         args["Dst Rank" if call.op == "send" else "Src Rank"] = call.peer
     if call.root is not None:
         args["Root Rank"] = call.root
-    thread = OTHERS if call.phase == BACKGROUND else TRAINS
-    return "cpu_op", "record_param_comms", call.began or 0.0, _ended(call), thread, args
+    thread = OTHER_THREADS if call.phase == BACKGROUND else TRAINING_THREAD
+    return "cpu_op", "record_param_comms", call.began or 0.0, _end_time(call), thread, args

@@ -13,7 +13,7 @@ from harness.core.evidence.records import BACKGROUND, Collective, RankEvidence
 from harness.core.evidence.step import StepEvidence
 from harness.core.evidence.store import EvidenceError
 from harness.core.evidence.summary import summary_of
-from harness.core.evidence.text import counted
+from harness.core.evidence.text import count_text
 from harness.recording.judged.stored_recording import Recording
 from harness.recording.traces.kineto import Call, Span, Trace, operators_text
 from harness.recording.traces.phases import Phases, training_steps
@@ -29,7 +29,7 @@ class TracedRank:
     """Number of the step, from 1 -> when it was."""
     calls: tuple[Call, ...]
     """Collectives of these steps, with step and phase."""
-    beside: int
+    calls_left_out: int
     """Number of collectives that other threads issued, or that are in no step."""
     nameless: tuple[str, ...]
     """Operators of the collectives in these steps of which the trace names no group."""
@@ -45,13 +45,13 @@ class TracedJob:
     """Rank -> its record."""
     ranks: Mapping[int, TracedRank]
     """Rank -> what its trace shows."""
-    numbers: tuple[int, ...]
+    step_numbers: tuple[int, ...]
     """Numbers of ProfilerStep that the steps have in the traces."""
 
 
 def job_of(traces: Sequence[Trace]) -> TracedJob:
     """Return the job that these traces are of. Raises EvidenceError for traces that are not of one job."""
-    world = _world(traces)
+    world = _world_size(traces)
     spans = {trace.rank: training_steps(trace) for trace in traces}
     numbers = tuple(sorted(set.intersection(*({*steps} for steps in spans.values()))))
     position_of_number = {number: position for position, number in enumerate(numbers, start=1)}
@@ -61,20 +61,20 @@ def job_of(traces: Sequence[Trace]) -> TracedJob:
         for number, span in spans[trace.rank].items():
             if number in position_of_number:
                 steps[position_of_number[number]] = span
-        ranks[trace.rank] = _traced(trace, steps)
-    records = {rank: _record(traced_rank, world) for rank, traced_rank in ranks.items()}
+        ranks[trace.rank] = _traced_rank(trace, steps)
+    records = {rank: _rank_record(traced_rank, world) for rank, traced_rank in ranks.items()}
     folder = Path(os.path.commonpath([trace.path.parent for trace in traces]))
     recording = Recording(
         folder,
         {rank: summary_of(record) for rank, record in records.items()},
         exits=dict.fromkeys(ranks, 0),
-        provides=_provided(ranks, world),
+        provides=_provided_evidence(ranks, world),
         chosen=tuple(ranks) if len(ranks) < world else (),
     )
     return TracedJob(recording, records, ranks, numbers)
 
 
-def _world(traces: Sequence[Trace]) -> int:
+def _world_size(traces: Sequence[Trace]) -> int:
     """Return the number of ranks. Older traces do not say it: then there are at least those that are named."""
     by_rank: dict[int, Trace] = {}
     for trace in traces:
@@ -91,25 +91,25 @@ def _world(traces: Sequence[Trace]) -> int:
     named_ranks = set[int]()
     for trace in traces:
         for call in trace.calls:
-            named_ranks.update(call.what.ranks)
+            named_ranks.update(call.collective.ranks)
     return next(iter(trace_by_world), 1 + max(named_ranks | by_rank.keys()))
 
 
-def _traced(trace: Trace, steps: Mapping[int, Span]) -> TracedRank:
+def _traced_rank(trace: Trace, steps: Mapping[int, Span]) -> TracedRank:
     """Return a rank's collectives in these steps, with step, phase and number."""
     phases = Phases(trace, steps)
     calls = []
     beside = 0
     issued: dict[tuple[str, int | None], int] = {}
     for call in trace.calls:
-        step, phase = phases.of(call)
+        step, phase = phases.step_and_phase(call)
         if not step:
             beside += 1
             continue
-        key = (call.what.group, call.what.peer)
+        key = (call.collective.group, call.collective.peer)
         issued[key] = issued.get(key, -1) + 1
-        phase = phase if call.what.phase == BACKGROUND else call.what.phase
-        calls.append(replace(call, what=replace(call.what, step=step, phase=phase, seq=issued[key])))
+        phase = phase if call.collective.phase == BACKGROUND else call.collective.phase
+        calls.append(replace(call, collective=replace(call.collective, step=step, phase=phase, seq=issued[key])))
     nameless = []
     for when, op in trace.nameless:
         if any(span.start <= when <= span.end for span in steps.values()):
@@ -117,10 +117,10 @@ def _traced(trace: Trace, steps: Mapping[int, Span]) -> TracedRank:
     return TracedRank(trace, steps, tuple(calls), beside, tuple(nameless))
 
 
-def _record(traced_rank: TracedRank, world: int) -> RankRecord:
+def _rank_record(traced_rank: TracedRank, world: int) -> RankRecord:
     """Return a rank's trace as the record of a recording."""
     empty_step = StepEvidence(0, (), None, None, None, {}, {}, {}, {})
-    collectives: tuple[Collective, ...] = tuple(call.what for call in traced_rank.calls)
+    collectives: tuple[Collective, ...] = tuple(call.collective for call in traced_rank.calls)
     evidence = RankEvidence(
         traced_rank.trace.rank,
         world,
@@ -136,7 +136,7 @@ def _record(traced_rank: TracedRank, world: int) -> RankRecord:
     return RankRecord(evidence, steps, ended="ok", steps_seen=len(steps))
 
 
-def _provided(ranks: Mapping[int, TracedRank], world: int) -> Provided:
+def _provided_evidence(ranks: Mapping[int, TracedRank], world: int) -> Provided:
     """Return what the traces of a job provide, and for what they lack, why."""
     provided = TRACED
     if not any(traced_rank.steps for traced_rank in ranks.values()):
@@ -150,5 +150,7 @@ def _provided(ranks: Mapping[int, TracedRank], world: int) -> Provided:
         if traced_rank.trace.groups is None:
             provided = provided.without(("groups",), f"the trace of rank {rank} lists no process groups", unknown=True)
     if missing := sorted({*range(world)} - ranks.keys()):
-        provided = provided.only_partly(("uses", "members", "groups"), f"no trace of {counted(len(missing), 'rank')}")
+        provided = provided.only_partly(
+            ("uses", "members", "groups"), f"no trace of {count_text(len(missing), 'rank')}"
+        )
     return provided

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from harness.core.evidence.recording import RANKS
+from harness.core.evidence.recording import MAX_RANGE
 from harness.core.evidence.records import BACKGROUND, Collective, Group
 from harness.core.evidence.store import EvidenceError
-from harness.recording.traces.stream import NotJson, events, opened
+from harness.recording.traces.stream import NotJson, event_batches, open_trace
 
 OPERATORS = (
     *(
@@ -35,7 +35,7 @@ OPERATORS = (
     *("broadcast", "barrier", "gather", "scatter", "reduce", "send", "recv"),
 )
 """What a collective's name contains, the longer ones first."""
-SHORT = {
+OPERATOR_ALIASES = {
     "reducescatter": "reduce_scatter",
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -74,7 +74,7 @@ class Call:
 
     span: Span
     """When it was issued, and on which thread; of a kernel, when it ran."""
-    what: Collective
+    collective: Collective
     """What it was; phase and step are filled in last."""
 
 
@@ -114,11 +114,11 @@ def load_trace(path: Path) -> Trace:
     """Return what a profiler trace shows. Raises EvidenceError, in one sentence with the remedy."""
     reader = _Reader(Trace(path))
     try:
-        with opened(path) as file:
-            for batch in events(file, reader.around):
+        with open_trace(path) as file:
+            for batch in event_batches(file, reader.around):
                 for event in batch:
-                    reader.see(event)
-        return reader.whole()
+                    reader.read_event(event)
+        return reader.build_trace()
     except (NotJson, KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         why = error if isinstance(error, NotJson) else repr(error)
         raise EvidenceError(f"{path}: not a whole profiler trace ({why}); {REMEDY}") from error
@@ -134,17 +134,17 @@ class _Reader:
         self.forward_ops = array("d")
         self.issued: list[tuple[Span, str]] = []
         self.annotated: dict[str, list[tuple[Span, str]]] = {"nccl": [], "gloo": []}
-        self.raw: list[tuple[Span, dict[str, Any]]] = []
+        self.raw_calls: list[tuple[Span, dict[str, Any]]] = []
         self.raw_kernels: list[tuple[Span, dict[str, Any], str]] = []
 
-    def see(self, event: dict[str, Any]) -> None:
+    def read_event(self, event: dict[str, Any]) -> None:
         """Keep what the trace shows of this event. Times, ranks and groups are resolved once all are read."""
         kind = event.get("cat")
         name = event.get("name", "")
         if kind == "cpu_op":
             args = event.get("args", {})
             if name.startswith((BACKWARD_OP, "record_param_comms", "c10d::")):
-                self._operator(_span(event), name, args)
+                self._operator(_span_of(event), name, args)
             elif args.get("Fwd thread id") == 0 and "Sequence number" in args:
                 self.forward_ops.append(float(event["ts"]))
         elif kind == "user_annotation":
@@ -160,34 +160,34 @@ class _Reader:
             if op := operator_of(name.removeprefix("c10d::")):
                 self.issued.append((span, op))
         elif "Collective name" in args and operator_of(args["Collective name"]):
-            self.raw.append((span, args))
+            self.raw_calls.append((span, args))
 
     def _annotation(self, event: dict[str, Any], name: str) -> None:
         """Keep a range: a step, an optimizer's step, a backend's collective, or a pass of a wrapper."""
         if name.startswith(STEP):
             number = int(name.removeprefix(STEP))
-            self.trace.steps[number] = _span(event)
+            self.trace.steps[number] = _span_of(event)
         elif name.startswith("Optimizer.step"):
-            self.trace.optimizer.append(_span(event))
+            self.trace.optimizer.append(_span_of(event))
         elif name.startswith(("nccl:", "gloo:")):
             if op := operator_of(name[5:]):
-                self.annotated[name[:4]].append((_span(event), op))
+                self.annotated[name[:4]].append((_span_of(event), op))
         elif name.startswith(WRAPPERS):
             for kind in ("backward", "forward"):
                 if kind in name:
-                    self.trace.passes[kind].append(_span(event))
+                    self.trace.passes[kind].append(_span_of(event))
                     break
 
     def _kernel(self, event: dict[str, Any], name: str) -> None:
         """Keep a kernel: of a collective with its arguments, of others only the times."""
-        span = _span(event)
+        span = _span_of(event)
         args = event.get("args", {})
         if "nccl" in name.lower():
             self.raw_kernels.append((Span(span.start, span.end, str(args.get("stream"))), args, name))
         else:
             self.compute.extend((span.start, span.end))
 
-    def whole(self) -> Trace:
+    def build_trace(self) -> Trace:
         """Return the trace, once all is read: what the groups are may stand behind the events."""
         trace = self.trace
         info = self.around.get("distributedInfo", {})
@@ -199,41 +199,41 @@ class _Reader:
         trace.rank = int(info["rank"])
         trace.world = int(info.get("world_size", 0))
         trace.backend = str(info.get("backend", ""))
-        if not 0 <= trace.rank < (trace.world or RANKS) <= RANKS:
+        if not 0 <= trace.rank < (trace.world or MAX_RANGE) <= MAX_RANGE:
             raise ValueError(f"rank {trace.rank} of {trace.world}")
-        trace.groups = _groups(info.get("pg_config"))
+        trace.groups = _listed_groups(info.get("pg_config"))
         ranks_of_group = {group.name: group.ranks for group in trace.groups or ()}
-        for span, args in sorted(self.raw, key=lambda span_and_args: span_and_args[0].start):
-            call = _collective(args, ranks_of_group, operator_of(args["Collective name"]))
+        for span, args in sorted(self.raw_calls, key=lambda span_and_args: span_and_args[0].start):
+            call = _collective_of(args, ranks_of_group, operator_of(args["Collective name"]))
             if call is None:
                 trace.nameless.append((span.start, operator_of(args["Collective name"])))
             else:
                 trace.calls.append(Call(span, call))
         for span, args, name in self.raw_kernels:
-            if call := _collective(args, ranks_of_group, operator_of(args.get("Collective name", name.lower()))):
+            if call := _collective_of(args, ranks_of_group, operator_of(args.get("Collective name", name.lower()))):
                 trace.kernels.append(Call(span, call))
-        trace.nameless += self._nameless()
+        trace.nameless += self._calls_without_group()
         trace.compute = np.frombuffer(self.compute, np.float64).reshape(-1, 2)
         trace.forward_ops = np.sort(np.frombuffer(self.forward_ops, np.float64))
         return trace
 
-    def _nameless(self) -> list[tuple[float, str]]:
+    def _calls_without_group(self) -> list[tuple[float, str]]:
         """Return the collectives without arguments. Most are an operator and an annotation; gloo's is on another thread."""
-        named_spans = [span for span, _ in self.raw]
+        named_spans = [span for span, _ in self.raw_calls]
         issued_spans = [span for span, _ in self.issued]
         annotated = [*self.annotated["nccl"], *([] if issued_spans else self.annotated["gloo"])]
-        return _not_named(self.issued, named_spans) + _not_named(annotated, named_spans + issued_spans)
+        return _unnamed_calls(self.issued, named_spans) + _unnamed_calls(annotated, named_spans + issued_spans)
 
 
-def _span(event: dict[str, Any]) -> Span:
+def _span_of(event: dict[str, Any]) -> Span:
     start = float(event["ts"])
     return Span(start, start + float(event.get("dur", 0)), str(event.get("tid")))
 
 
-def ranks_in(rank_numbers: Iterable[Any]) -> tuple[int, ...]:
+def sorted_ranks(rank_numbers: Iterable[Any]) -> tuple[int, ...]:
     """Return the ranks in ascending order. Raises ValueError for a number that is no rank."""
     ranks = sorted(int(rank) for rank in rank_numbers)
-    if ranks and not 0 <= ranks[0] <= ranks[-1] < RANKS:
+    if ranks and not 0 <= ranks[0] <= ranks[-1] < MAX_RANGE:
         raise ValueError(f"ranks {ranks[0]} to {ranks[-1]}")
     return tuple(ranks)
 
@@ -241,16 +241,16 @@ def ranks_in(rank_numbers: Iterable[Any]) -> tuple[int, ...]:
 def operator_of(name: str) -> str:
     """Return the operator of a collective's name; empty where it is none, such as a wait."""
     operator = next((candidate for candidate in OPERATORS if candidate in name.lower()), "")
-    return SHORT.get(operator, operator)
+    return OPERATOR_ALIASES.get(operator, operator)
 
 
-def _groups(listed_groups: Any) -> tuple[Group, ...] | None:
+def _listed_groups(listed_groups: Any) -> tuple[Group, ...] | None:
     """Return the groups that distributedInfo lists; None where it lists none, or a group without all its ranks."""
     if not isinstance(listed_groups, list):
         return None
     groups = []
     for group_entry in listed_groups:
-        ranks = ranks_in(group_entry.get("ranks", ()))
+        ranks = sorted_ranks(group_entry.get("ranks", ()))
         if len(ranks) != int(group_entry.get("pg_size", len(ranks))) or not ranks:
             return None
         groups.append(
@@ -264,10 +264,10 @@ def _groups(listed_groups: Any) -> tuple[Group, ...] | None:
     return tuple(groups)
 
 
-def _collective(args: dict[str, Any], ranks_of_group: dict[str, tuple[int, ...]], op: str) -> Collective | None:
+def _collective_of(args: dict[str, Any], ranks_of_group: dict[str, tuple[int, ...]], op: str) -> Collective | None:
     """Return what its arguments say; None where they do not say over which ranks it ran."""
     name = str(args.get("Process Group Name", args.get("Process Group ID", "")))
-    ranks = _ranks(args, ranks_of_group.get(name))
+    ranks = _ranks_of_call(args, ranks_of_group.get(name))
     if ranks is None or not op:
         return None
     dtype = str(args.get("dtype", ""))
@@ -283,7 +283,7 @@ def _collective(args: dict[str, Any], ranks_of_group: dict[str, tuple[int, ...]]
     return Collective(op, ranks, name, dtype_name, elements * size, phase, 0, 0, peer=peer_rank)
 
 
-def _ranks(args: dict[str, Any], listed_ranks: tuple[int, ...] | None) -> tuple[int, ...] | None:
+def _ranks_of_call(args: dict[str, Any], listed_ranks: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """Return the ranks of the group that a collective ran over. None where the trace does not say them.
 
     torch writes the first 30 ranks of a group, and then dots. The others follow from the group's name, or from start and
@@ -293,18 +293,18 @@ def _ranks(args: dict[str, Any], listed_ranks: tuple[int, ...] | None) -> tuple[
     ranks_text = str(args.get("Process Group Ranks", ""))
     ranks = [int(rank) for rank in re.findall(r"\d+", ranks_text)]
     if "..." not in ranks_text and ranks and len(ranks) == size:
-        return ranks_in(ranks)
+        return sorted_ranks(ranks)
     if listed_ranks is not None and len(listed_ranks) == size:
         return listed_ranks
     start = int(args.get("Global rank start", -1))
     stride = int(args.get("Global rank stride", 0))
     ranks_by_stride = range(0)
-    if start >= 0 and stride > 0 and 0 < size <= RANKS:
+    if start >= 0 and stride > 0 and 0 < size <= MAX_RANGE:
         ranks_by_stride = range(start, start + size * stride, stride)
     return tuple(ranks_by_stride) if [*ranks_by_stride[: len(ranks)]] == ranks and ranks_by_stride else None
 
 
-def _not_named(candidates: Sequence[tuple[Span, str]], named_spans: Sequence[Span]) -> list[tuple[float, str]]:
+def _unnamed_calls(candidates: Sequence[tuple[Span, str]], named_spans: Sequence[Span]) -> list[tuple[float, str]]:
     """Return what overlaps with none of these on its thread."""
     by_thread: dict[Any, list[tuple[float, float]]] = {}
     for span in sorted(named_spans, key=lambda span: span.start):
@@ -325,6 +325,6 @@ def operators_text(ops: Sequence[str]) -> str:
     return ", ".join(f"{count} {op}" for op, count in Counter(ops).most_common())
 
 
-def seconds(span: Span) -> float:
+def seconds_of(span: Span) -> float:
     """Return how long a span took, in seconds."""
     return math.fsum((span.end, -span.start)) / 1e6

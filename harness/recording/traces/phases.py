@@ -26,13 +26,13 @@ class Ranges:
     """When each ends."""
 
     @classmethod
-    def of(cls, spans: Iterable[Span]) -> Ranges:
+    def from_spans(cls, spans: Iterable[Span]) -> Ranges:
         """Return the spans as ranges; those that overlap are merged."""
         pairs = np.array(sorted((span.start, span.end) for span in spans)).reshape(-1, 2)
-        return cls.merged(pairs)
+        return cls.from_pairs(pairs)
 
     @classmethod
-    def merged(cls, pairs: np.ndarray) -> Ranges:
+    def from_pairs(cls, pairs: np.ndarray) -> Ranges:
         """Return ranges of these pairs of start and end, in any order; those that overlap are merged."""
         if not len(pairs):
             return cls(np.zeros(0), np.zeros(0))
@@ -42,16 +42,16 @@ class Ranges:
         last_indices = np.concatenate((np.flatnonzero(is_first)[1:] - 1, [len(pairs) - 1]))
         return cls(pairs[is_first, 0], latest_ends[last_indices])
 
-    def has(self, when: float) -> bool:
+    def contains(self, when: float) -> bool:
         index = int(np.searchsorted(self.starts, when, "right")) - 1
         return index >= 0 and when <= self.ends[index]
 
-    def before(self, when: float) -> float:
+    def last_start(self, when: float) -> float:
         """Return when the last one that began until then began; minus infinity if none did."""
         index = int(np.searchsorted(self.starts, when, "right")) - 1
         return float(self.starts[index]) if index >= 0 else -np.inf
 
-    def after(self, when: float) -> float:
+    def next_start(self, when: float) -> float:
         """Return when the next one begins; infinity if none does."""
         index = int(np.searchsorted(self.starts, when, "right"))
         return float(self.starts[index]) if index < len(self.starts) else np.inf
@@ -71,8 +71,8 @@ class Phases:
         self.main = {span.thread for span in trace.steps.values()}
         self.by_thread = {kind: _by_thread(spans) for kind, spans in trace.passes.items()}
         self.threads = self.main | self.by_thread["backward"].keys()
-        self.backward = Ranges.of(trace.passes["backward"])
-        self.optimizer = Ranges.of(trace.optimizer)
+        self.backward = Ranges.from_spans(trace.passes["backward"])
+        self.optimizer = Ranges.from_spans(trace.optimizer)
         forward_times = trace.forward_ops
         last_begun = np.searchsorted(self.backward.starts, forward_times, "right") - 1
         is_in_backward = (
@@ -82,7 +82,7 @@ class Phases:
         )
         self.forward = forward_times[~is_in_backward]
 
-    def of(self, call: Call) -> tuple[int, str]:
+    def step_and_phase(self, call: Call) -> tuple[int, str]:
         """Return step and phase; step 0 for what is in no step, and for what another thread issues."""
         when = call.span.start
         thread = call.span.thread
@@ -93,17 +93,17 @@ class Phases:
 
     def _phase(self, when: float, thread: str, step: Span) -> str:
         """Return the phase of a time in a step: by a range that it is in, else by the ranges before and after it."""
-        if self.optimizer.has(when):
+        if self.optimizer.contains(when):
             return "optimizer"
         for kind in ("backward", "forward"):
-            if thread in self.by_thread[kind] and self.by_thread[kind][thread].has(when):
+            if thread in self.by_thread[kind] and self.by_thread[kind][thread].contains(when):
                 return kind
-        next_backward = self.backward.after(when)
-        optimizer_start = min(self.optimizer.after(when), step.end)
+        next_backward = self.backward.next_start(when)
+        optimizer_start = min(self.optimizer.next_start(when), step.end)
         if next_backward >= optimizer_start:
             return "other"
-        last_backward = self.backward.before(when)
-        if last_backward < max(step.start, self.optimizer.before(when)):
+        last_backward = self.backward.last_start(when)
+        if last_backward < max(step.start, self.optimizer.last_start(when)):
             return "forward"
         forward_range = np.searchsorted(self.forward, [last_backward, next_backward])
         return "forward" if forward_range[0] < forward_range[1] else "backward"
@@ -114,7 +114,7 @@ def _by_thread(spans: Iterable[Span]) -> dict[Any, Ranges]:
     spans_by_thread: dict[Any, list[Span]] = {}
     for span in spans:
         spans_by_thread.setdefault(span.thread, []).append(span)
-    return {thread: Ranges.of(thread_spans) for thread, thread_spans in spans_by_thread.items()}
+    return {thread: Ranges.from_spans(thread_spans) for thread, thread_spans in spans_by_thread.items()}
 
 
 def training_steps(trace: Trace) -> dict[int, Span]:

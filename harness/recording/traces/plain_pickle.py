@@ -6,7 +6,7 @@ import io
 import pickle
 from typing import Any
 
-PLAIN = {("torch.jit._pickle", f"build_{kind}list"): list for kind in ("int", "double", "bool", "tensor")}
+PLAIN_LISTS = {("torch.jit._pickle", f"build_{kind}list"): list for kind in ("int", "double", "bool", "tensor")}
 """What torch's own pickler names for a list of one kind."""
 
 
@@ -20,15 +20,15 @@ class _Reader(pickle._Unpickler):
     dispatch = {code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]}
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in PLAIN:
-            return PLAIN[module, name]
+        if (module, name) in PLAIN_LISTS:
+            return PLAIN_LISTS[module, name]
         raise NotPlain(f"it names {module}.{name}, and only plain values are read")
 
     def persistent_load(self, pid: Any) -> Any:
         raise NotPlain("it refers to values outside of it")
 
 
-def plain_of(data: bytes) -> Any:
+def load_plain(data: bytes) -> Any:
     """Return the value of a pickle of plain values. Raises NotPlain for others, and for what is no pickle."""
     try:
         return _Reader(io.BytesIO(data)).load()

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from harness.core.evidence.reading import regular
+from harness.core.evidence.reading import open_regular_file
 from harness.core.evidence.store import EvidenceError
 
 PIECE = 4_000_000  # characters that are read at once
-LARGEST = 256_000_000  # characters of one value
-EVENTS = "traceEvents"
+LONGEST_VALUE = 256_000_000  # characters of one value
+EVENTS_KEY = "traceEvents"
 _SPACE = re.compile(r"[\s,]*")
 _BETWEEN = re.compile(r"\}\s*,\s*(?=\{)")
 _DECODER = json.JSONDecoder(strict=False)
@@ -29,10 +29,10 @@ class NotJson(ValueError):
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_trace(path: Path) -> Iterator[BinaryIO]:
     """Open a file, through gzip where it is compressed. Raises EvidenceError with the remedy, also for what is read later."""
     try:
-        with regular(path) as file:
+        with open_regular_file(path) as file:
             is_compressed = file.read(2) == b"\x1f\x8b"
             file.seek(0)
             yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if is_compressed else file
@@ -41,101 +41,103 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         raise EvidenceError(f"{path}: cannot be read ({why}); copy it again from where it was written") from error
 
 
-class Text:
+class PartialText:
     """A piece of the file, and the place in it that is reached."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
         self.text = ""
-        self.at = 0
-        self.before = 0
-        self.over = False
+        self.position = 0
+        self.offset = 0
+        self.is_read = False
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Return how many characters of the piece are not read yet."""
-        return len(self.text) - self.at
+        return len(self.text) - self.position
 
-    def more(self) -> None:
+    def read_more(self) -> None:
         """Read a piece more, as long as what is here, and forget what is behind. Raises NotJson where nothing is left."""
-        if self.over or self.left > LARGEST:
-            raise NotJson("the file ends too early" if self.over else f"one value has more than {LARGEST} characters")
-        piece = self.file.read(max(PIECE, self.left))
-        self.over = not piece
-        self.before += self.at
-        self.text = self.text[self.at :] + self.decoder.decode(piece, final=self.over)
-        self.at = 0
+        if self.is_read or self.remaining > LONGEST_VALUE:
+            raise NotJson(
+                "the file ends too early" if self.is_read else f"one value has more than {LONGEST_VALUE} characters"
+            )
+        piece = self.file.read(max(PIECE, self.remaining))
+        self.is_read = not piece
+        self.offset += self.position
+        self.text = self.text[self.position :] + self.decoder.decode(piece, final=self.is_read)
+        self.position = 0
 
-    def next(self) -> str:
+    def next_letter(self) -> str:
         """Go to the next character that is neither space nor comma, and return it."""
         while True:
-            self.at = cast(Any, _SPACE.match(self.text, self.at)).end()
-            if self.left:
-                return self.text[self.at]
-            self.more()
+            self.position = cast(Any, _SPACE.match(self.text, self.position)).end()
+            if self.remaining:
+                return self.text[self.position]
+            self.read_more()
 
-    def value(self) -> Any:
+    def read_value(self) -> Any:
         """Return the value that begins here. A number at the end of a piece may go on."""
-        self.next()
+        self.next_letter()
         while True:
             try:
-                decoded, end = _DECODER.raw_decode(self.text, self.at)
-                if end < len(self.text) or self.over:
-                    self.at = end
+                decoded, end = _DECODER.raw_decode(self.text, self.position)
+                if end < len(self.text) or self.is_read:
+                    self.position = end
                     return decoded
             except json.JSONDecodeError as error:
-                if self.over:
-                    raise NotJson(f"character {self.before + error.pos}: {error.msg}") from error
-            self.more()
+                if self.is_read:
+                    raise NotJson(f"character {self.offset + error.pos}: {error.msg}") from error
+            self.read_more()
 
     def expect(self, *letters: str) -> str:
         """Go past the next letter, which must be one of these, and return it. Raises NotJson."""
-        letter = self.next()
+        letter = self.next_letter()
         if letter not in letters:
-            raise NotJson(f"character {self.before + self.at}: expected {' or '.join(letters)}, found {letter!r}")
-        self.at += 1
+            raise NotJson(f"character {self.offset + self.position}: expected {' or '.join(letters)}, found {letter!r}")
+        self.position += 1
         return letter
 
 
-def events(file: BinaryIO, around: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+def event_batches(file: BinaryIO, around: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
     """Yield the events of a trace in batches; `around` gets the other values of the file as they come. Raises NotJson."""
-    text = Text(file)
+    text = PartialText(file)
     if text.expect("{", "[") == "[":
-        yield from _array(text)
+        yield from _array_batches(text)
         return
-    while text.next() != "}":
-        key = text.value()
+    while text.next_letter() != "}":
+        key = text.read_value()
         text.expect(":")
-        if key == EVENTS:
+        if key == EVENTS_KEY:
             text.expect("[")
-            yield from _array(text)
+            yield from _array_batches(text)
         else:
-            around[key] = text.value()
+            around[key] = text.read_value()
 
 
-def _array(text: Text) -> Iterator[list[dict[str, Any]]]:
+def _array_batches(text: PartialText) -> Iterator[list[dict[str, Any]]]:
     """Yield its elements: many at once as long as a piece of the file has nothing else, then one by one."""
-    while text.next() != "]":
-        while text.left < PIECE // 2 and not text.over:
-            text.more()
-        yield _many(text) or list(itertools.islice(_single(text), 1000))
-    text.at += 1
+    while text.next_letter() != "]":
+        while text.remaining < PIECE // 2 and not text.is_read:
+            text.read_more()
+        yield _many_elements(text) or list(itertools.islice(_single_elements(text), 1000))
+    text.position += 1
 
 
-def _single(text: Text) -> Iterator[dict[str, Any]]:
+def _single_elements(text: PartialText) -> Iterator[dict[str, Any]]:
     """Yield the elements of an array one by one."""
-    while text.next() != "]":
-        yield text.value()
+    while text.next_letter() != "]":
+        yield text.read_value()
 
 
-def _many(text: Text) -> list[dict[str, Any]]:
+def _many_elements(text: PartialText) -> list[dict[str, Any]]:
     """Return the elements up to one of the last places that may lie between two; nothing where none does."""
     end = len(text.text)
-    boundaries = [match.start() + 1 for match in _BETWEEN.finditer(text.text, max(text.at, end - 100_000), end)]
+    boundaries = [match.start() + 1 for match in _BETWEEN.finditer(text.text, max(text.position, end - 100_000), end)]
     for boundary in boundaries[:-4:-1]:
         with contextlib.suppress(json.JSONDecodeError):
-            elements = json.loads(f"[{text.text[text.at : boundary]}]", strict=False)
-            text.at = boundary
+            elements = json.loads(f"[{text.text[text.position : boundary]}]", strict=False)
+            text.position = boundary
             return cast(list[dict[str, Any]], elements)
     return []

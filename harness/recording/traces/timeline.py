@@ -17,12 +17,12 @@ from harness.core.evidence.recording import RankRecord
 from harness.core.evidence.records import BACKGROUND, Collective
 from harness.recording.traces.job import TracedJob
 from harness.recording.traces.phases import Ranges
-from harness.recording.traces.times import kernels_of, waits_of
+from harness.recording.traces.times import find_waits, kernels_of
 
-COMPUTES = "computes"
-CLOCKS = "each rank by its own clock, from the beginning of its step"
-CLOCK = "all ranks by the clock of their machine"
-FINE = 1 / 1500
+COMPUTE_LANE = "computes"
+RANK_CLOCKS = "each rank by its own clock, from the beginning of its step"
+MACHINE_CLOCK = "all ranks by the clock of their machine"
+SMALLEST_GAP = 1 / 1500
 """Part of a step: shorter gaps between kernels are not drawn."""
 
 
@@ -44,7 +44,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of a job."""
+    """One step of a job as a picture, and which ranks came last to the collectives of all steps."""
 
     step: int
     """Number of the step."""
@@ -52,70 +52,78 @@ class Timeline:
     """Seconds of the longest rank."""
     ranks: Mapping[int, Sequence[Stretch]]
     """Rank -> what it is in, in the order of time."""
-    last: Mapping[int, int]
+    times_last: Mapping[int, int]
     """Rank -> to how many collectives of all steps it came last."""
-    caused: Mapping[int, float]
+    caused_waiting: Mapping[int, float]
     """Rank -> how many seconds the others together waited for it, in all steps."""
-    compared: int
+    compared_collectives: int
     """Collectives of all steps of which it is known who came when."""
     clock: str
     """By which clocks ranks are drawn, in words."""
 
 
-def of_traces(job: TracedJob) -> Timeline | None:
+def timeline_of_traces(job: TracedJob) -> Timeline | None:
     """Return the last step; None where no trace has kernels of collectives."""
     kernels = {rank: list(kernels_of(traced_rank)) for rank, traced_rank in job.ranks.items()}
-    if not job.numbers or not any(kernels.values()):
+    if not job.step_numbers or not any(kernels.values()):
         return None
-    waited_for = waits_of(kernels)
-    number = len(job.numbers)
+    waited_for = find_waits(kernels)
+    number = len(job.step_numbers)
     stretches_by_rank = {}
     lengths = []
     for rank, traced_rank in job.ranks.items():
         begin = traced_rank.steps[number].start
         end = traced_rank.steps[number].end
         lengths.append(1e-6 * (end - begin))
-        busy = _joined(Ranges.merged(traced_rank.trace.compute), begin, end)
-        stretches = [Stretch(COMPUTES, 1e-6 * (start - begin), 1e-6 * (stop - begin), COMPUTES) for start, stop in busy]
+        busy = _ranges_within(Ranges.from_pairs(traced_rank.trace.compute), begin, end)
+        stretches = [
+            Stretch(COMPUTE_LANE, 1e-6 * (start - begin), 1e-6 * (stop - begin), COMPUTE_LANE) for start, stop in busy
+        ]
         for index, call in enumerate(kernels[rank]):
-            if call.what.step == number:
+            if call.collective.step == number:
                 start = 1e-6 * (call.span.start - begin)
                 stop = 1e-6 * (call.span.end - begin)
                 waited = 1e-6 * waited_for.waits.get((rank, index), 0.0)
-                stretches.append(Stretch(_lane(call.what), start, stop, _text(call.what), waited))
+                stretches.append(Stretch(_lane_of(call.collective), start, stop, _call_text(call.collective), waited))
         stretches_by_rank[rank] = stretches
     seconds = {rank: 1e-6 * caused_time for rank, caused_time in waited_for.caused.items()}
     return Timeline(
-        job.numbers[-1], max(lengths), stretches_by_rank, waited_for.last, seconds, waited_for.compared, CLOCKS
+        job.step_numbers[-1],
+        max(lengths),
+        stretches_by_rank,
+        waited_for.last,
+        seconds,
+        waited_for.compared,
+        RANK_CLOCKS,
     )
 
 
-def _joined(busy: Ranges, begin: float, end: float) -> list[tuple[float, float]]:
+def _ranges_within(busy: Ranges, begin: float, end: float) -> list[tuple[float, float]]:
     """Return the ranges within this time, in its unit, with small gaps closed."""
     overlapping = slice(int(np.searchsorted(busy.ends, begin)), int(np.searchsorted(busy.starts, end)))
     joined: list[tuple[float, float]] = []
     for start, stop in zip(
         busy.starts[overlapping].clip(begin, end), busy.ends[overlapping].clip(begin, end), strict=True
     ):
-        if joined and start - joined[-1][1] < FINE * (end - begin):
+        if joined and start - joined[-1][1] < SMALLEST_GAP * (end - begin):
             joined[-1] = (joined[-1][0], float(stop))
         else:
             joined.append((float(start), float(stop)))
     return joined
 
 
-def of_records(records: Mapping[int, RankRecord]) -> Timeline | None:
+def timeline_of_records(records: Mapping[int, RankRecord]) -> Timeline | None:
     """Return the last step that all ranks recorded with times; None where there is none."""
     began: dict[int, dict[int, float]] = {}
     for rank, record in records.items():
         began[rank] = {step.step: step.began for step in record.steps if step.began and step.step in record.ended_steps}
     common = set.intersection(*(set(steps) for steps in began.values())) if began else set()
-    calls = {rank: _timed(record) for rank, record in records.items()}
+    calls = {rank: _timed_calls(record) for rank, record in records.items()}
     if not common or not any(calls.values()):
         return None
     step = max(common)
     is_one_clock = len({record.host for record in records.values()}) == 1
-    arrivals_by_key = _arrivals(calls) if is_one_clock else {}
+    arrivals_by_key = _arrivals_by_call(calls) if is_one_clock else {}
     first = min(began_by_step[step] for began_by_step in began.values())
     caused = dict[int, float]()
     last = Counter[int]()
@@ -126,14 +134,16 @@ def of_records(records: Mapping[int, RankRecord]) -> Timeline | None:
     stretches_by_rank = {}
     for rank, rank_calls in calls.items():
         start = first if is_one_clock else began[rank][step]
-        stretches_by_rank[rank] = [_blocked(call, start, arrivals_by_key) for call in rank_calls if call.step == step]
+        stretches_by_rank[rank] = [
+            _blocked_stretch(call, start, arrivals_by_key) for call in rank_calls if call.step == step
+        ]
     all_stretches = itertools.chain.from_iterable(stretches_by_rank.values())
     length = max((stretch.stop for stretch in all_stretches), default=0.0)
-    clock = CLOCK if is_one_clock else CLOCKS
+    clock = MACHINE_CLOCK if is_one_clock else RANK_CLOCKS
     return Timeline(step, length, stretches_by_rank, last, caused, len(arrivals_by_key), clock)
 
 
-def _timed(record: RankRecord) -> list[Collective]:
+def _timed_calls(record: RankRecord) -> list[Collective]:
     """Return the collectives of steps that have times, without those of other threads."""
     calls = record.evidence.collectives
     return [call for call in calls if call.began is not None and call.step and call.phase != BACKGROUND]
@@ -143,7 +153,7 @@ Arrivals = Mapping[tuple[str, tuple[int, ...], int], Mapping[int, float]]
 """(group, its ranks, position) -> rank -> when it came."""
 
 
-def _arrivals(calls: Mapping[int, Iterable[Collective]]) -> Arrivals:
+def _arrivals_by_call(calls: Mapping[int, Iterable[Collective]]) -> Arrivals:
     """Return when each rank came to each collective that all members of its group issued."""
     arrivals_by_key: dict[tuple[str, tuple[int, ...], int], dict[int, float]] = defaultdict(dict)
     for rank, rank_calls in calls.items():
@@ -153,18 +163,18 @@ def _arrivals(calls: Mapping[int, Iterable[Collective]]) -> Arrivals:
     return {key: rank_arrivals for key, rank_arrivals in arrivals_by_key.items() if len(rank_arrivals) == len(key[1])}
 
 
-def _blocked(call: Collective, start: float, arrivals_by_key: Arrivals) -> Stretch:
+def _blocked_stretch(call: Collective, start: float, arrivals_by_key: Arrivals) -> Stretch:
     """Return a collective as a stretch, as long as it blocked its thread."""
     rank_arrivals = arrivals_by_key.get((call.group, call.ranks, call.seq), {})
     began = call.began or 0.0
     blocked = call.blocked or 0.0
     waited = min(max(rank_arrivals.values()) - began, blocked) if rank_arrivals and call.peer is None else 0.0
-    return Stretch(_lane(call), began - start, began - start + blocked, _text(call), waited)
+    return Stretch(_lane_of(call), began - start, began - start + blocked, _call_text(call), waited)
 
 
-def _lane(call: Collective) -> str:
+def _lane_of(call: Collective) -> str:
     return f"{call.op} over {len(call.ranks)}"
 
 
-def _text(call: Collective) -> str:
+def _call_text(call: Collective) -> str:
     return f"{call.op} in {call.phase}, {call.bytes:,} bytes of {call.dtype}"

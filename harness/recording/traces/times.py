@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from harness.core.evidence.keys import ranks_key, ranks_of
+from harness.core.evidence.keys import ranks_from_key, ranks_key
 from harness.core.plan.figures.gpus import Machine
 from harness.recording.traces.job import TracedJob, TracedRank
 from harness.recording.traces.kineto import Call, Span
@@ -24,7 +24,7 @@ ROUND_TRIPS = {"all_reduce": 2}
 
 
 @dataclass(frozen=True)
-class Took:
+class CollectiveTime:
     """What ranks spent in one kind of collective, per rank and step."""
 
     groups: tuple[str, ...]
@@ -65,7 +65,7 @@ class RankTime:
 class Times:
     """Where the time of a job went, per step."""
 
-    took: tuple[Took, ...]
+    took: tuple[CollectiveTime, ...]
     """Kinds of collectives, the longest exposed first."""
     step: float
     """Seconds of a step, on average."""
@@ -78,53 +78,55 @@ class Times:
 def times_of(job: TracedJob) -> Times | None:
     """Return where the time of the job went, per step. None where no trace has kernels of collectives."""
     kernels = {rank: list(kernels_of(traced_rank)) for rank, traced_rank in job.ranks.items()}
-    if not job.numbers or not any(kernels.values()):
+    if not job.step_numbers or not any(kernels.values()):
         return None
-    computes = {rank: Ranges.merged(traced_rank.trace.compute) for rank, traced_rank in job.ranks.items()}
-    waited_for = waits_of(kernels)
+    computes = {rank: Ranges.from_pairs(traced_rank.trace.compute) for rank, traced_rank in job.ranks.items()}
+    waited_for = find_waits(kernels)
     waits = waited_for.waits
     caused = waited_for.caused
-    per_step = 1e-6 / len(job.numbers)
+    per_step = 1e-6 / len(job.step_numbers)
     ranks = {}
     steps = []
     for rank, traced_rank in job.ranks.items():
         begin = min(span.start for span in traced_rank.steps.values())
         end = max(span.end for span in traced_rank.steps.values())
         busy = computes[rank].overlap(begin, end)
-        alone = _alone(traced_rank.trace.kernels, computes[rank], begin, end)
+        alone = _exposed_time(traced_rank.trace.kernels, computes[rank], begin, end)
         waited = sum(duration for (waiting_rank, _), duration in waits.items() if waiting_rank == rank)
         parts = (busy, alone, max(end - begin - busy - alone, 0.0), waited, caused.get(rank, 0.0))
         ranks[rank] = RankTime(*(part * per_step for part in parts))
         steps.append((end - begin) * per_step)
-    took = tuple(_took(kernels, computes, waits, len(job.numbers)))
+    took = tuple(_collective_times(kernels, computes, waits, len(job.step_numbers)))
     return Times(took, float(np.mean(steps)), ranks, waited_for.compared)
 
 
 def with_links(times: Times, machine: Machine, nodes_of: int) -> Times:
     """Return them with the speed of links. Ranks are taken to fill nodes in their order."""
 
-    def link_speed(kind: Took) -> float:
+    def link_speed(kind: CollectiveTime) -> float:
         nodes_of_groups = (_count_nodes(group, nodes_of) for group in kind.groups)
-        return machine.within if max(nodes_of_groups) == 1 else machine.across
+        return machine.bytes_per_second_in_node if max(nodes_of_groups) == 1 else machine.bytes_per_second_across_nodes
 
     return replace(times, took=tuple(replace(kind, link=link_speed(kind)) for kind in times.took))
 
 
 def _count_nodes(group: str, nodes_of: int) -> int:
     """Return the number of nodes that a group's ranks are on. group: in the words of ranks_key."""
-    return len({rank // nodes_of for rank in ranks_of(group)})
+    return len({rank // nodes_of for rank in ranks_from_key(group)})
 
 
 def exposed_by_step(job: TracedJob) -> dict[tuple[int, str, str], tuple[float, ...]]:
     """Return, by size of group, operator and phase, the seconds of each step that are exposed on a rank, on average."""
-    exposed_times: dict[tuple[int, str, str], list[float]] = defaultdict(lambda: [0.0] * len(job.numbers))
+    exposed_times: dict[tuple[int, str, str], list[float]] = defaultdict(lambda: [0.0] * len(job.step_numbers))
     ranks: dict[tuple[int, str, str], set[int]] = defaultdict(set)
     for rank, traced_rank in job.ranks.items():
-        computes = Ranges.merged(traced_rank.trace.compute)
+        computes = Ranges.from_pairs(traced_rank.trace.compute)
         for call in kernels_of(traced_rank):
-            key = (len(call.what.ranks), call.what.op, call.what.phase)
+            key = (len(call.collective.ranks), call.collective.op, call.collective.phase)
             span = call.span
-            exposed_times[key][call.what.step - 1] += span.end - span.start - computes.overlap(span.start, span.end)
+            exposed_times[key][call.collective.step - 1] += (
+                span.end - span.start - computes.overlap(span.start, span.end)
+            )
             ranks[key].add(rank)
     seconds_by_key: dict[tuple[int, str, str], tuple[float, ...]] = {}
     for key, steps in exposed_times.items():
@@ -136,16 +138,16 @@ def kernels_of(traced_rank: TracedRank) -> Iterator[Call]:
     """Yield its kernels in these steps, as the calls that issued them: of each group and operator the next that began later."""
     free_spans: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for kernel in sorted(traced_rank.trace.kernels, key=lambda kernel: -kernel.span.start):
-        free_spans[kernel.what.group, kernel.what.op].append(kernel.span)
+        free_spans[kernel.collective.group, kernel.collective.op].append(kernel.span)
     issued = sorted(traced_rank.trace.calls, key=lambda call: call.span.start)
     calls_in_steps = {id(call.span): call for call in traced_rank.calls}
     for call in issued:
-        spans = free_spans[call.what.group, call.what.op]
+        spans = free_spans[call.collective.group, call.collective.op]
         while spans and spans[-1].start < call.span.start:
             spans.pop()
         span = spans.pop() if spans else None
         if span is not None and id(call.span) in calls_in_steps:
-            yield Call(span, calls_in_steps[id(call.span)].what)
+            yield Call(span, calls_in_steps[id(call.span)].collective)
 
 
 class Waits(NamedTuple):
@@ -161,13 +163,13 @@ class Waits(NamedTuple):
     """Number of these collectives."""
 
 
-def waits_of(kernels: Mapping[int, Sequence[Call]]) -> Waits:
+def find_waits(kernels: Mapping[int, Sequence[Call]]) -> Waits:
     """Return who waited for whom. kernels: by rank, its kernels of collectives."""
     kernel_times: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[int, float]]] = defaultdict(dict)
     for rank, calls in kernels.items():
         for index, call in enumerate(calls):
-            if call.what.peer is None:
-                key = (call.what.group, call.what.ranks, call.what.seq)
+            if call.collective.peer is None:
+                key = (call.collective.group, call.collective.ranks, call.collective.seq)
                 kernel_times[key][rank] = (index, call.span.end - call.span.start)
     complete = [
         time_of_rank for (_, ranks, _), time_of_rank in kernel_times.items() if len(time_of_rank) == len(ranks) > 1
@@ -184,19 +186,19 @@ def waits_of(kernels: Mapping[int, Sequence[Call]]) -> Waits:
     return waits
 
 
-def _alone(kernels: Sequence[Call], computes: Ranges, begin: float, end: float) -> float:
+def _exposed_time(kernels: Sequence[Call], computes: Ranges, begin: float, end: float) -> float:
     """Return how long collectives ran in this time and nothing else did."""
-    ranges = Ranges.of(kernel.span for kernel in kernels)
+    ranges = Ranges.from_spans(kernel.span for kernel in kernels)
     pairs = zip(ranges.starts.clip(begin, end), ranges.ends.clip(begin, end), strict=True)
     return float(sum(stop - start - computes.overlap(start, stop) for start, stop in pairs if stop > start))
 
 
-def _took(
+def _collective_times(
     kernels: Mapping[int, Sequence[Call]],
     computes: Mapping[int, Ranges],
     waits: Mapping[tuple[int, int], float],
     steps: int,
-) -> Iterator[Took]:
+) -> Iterator[CollectiveTime]:
     """Yield the cost of each kind of collective, the longest exposed first. Groups of one size are of one kind."""
     costs_by_key: dict[tuple[int, str, str], list[tuple[float, float, float, float]]] = defaultdict(list)
     known_keys = set[tuple[int, str, str]]()
@@ -204,7 +206,7 @@ def _took(
     ranks: dict[tuple[int, str, str], set[int]] = defaultdict(set)
     for rank, calls in kernels.items():
         for index, call in enumerate(calls):
-            collective = call.what
+            collective = call.collective
             span = call.span
             size = len(collective.ranks)
             key = (size, collective.op, collective.phase)
@@ -222,6 +224,6 @@ def _took(
         rank_steps = len(ranks[key]) * steps * 1e6
         rate = moved_bytes / max(duration - wait_time, 1e-9) * 1e6
         known_wait = wait_time / rank_steps if key in known_keys else None
-        yield Took(
+        yield CollectiveTime(
             tuple(sorted(groups[key])), key[1], key[2], duration / rank_steps, exposed / rank_steps, known_wait, rate
         )

@@ -20,7 +20,7 @@ from harness.core.cli import main
 from harness.core.cli.exit_codes import INTERRUPTED
 from harness.core.judge.finding import Finding
 from harness.core.judge.judgement import Judgement
-from harness.core.judge.result import Result, Verdict, one_cause
+from harness.core.judge.result import Result, Verdict, diagnosis_of_one_cause
 from harness.core.run.options import Options
 
 EVALUATES = """    with torch.no_grad():
@@ -86,7 +86,7 @@ def test_an_average_of_averages_is_answered_with_the_line_for_who_means_it(
 ) -> None:
     case = literal.tiny_case("ddp_2")
     monkeypatch.setattr(examination, "load_trial", lambda folder: literal.trial_of(case))
-    why = one_cause("the loss is averaged per rank: each divides", kind="averaged locally")
+    why = diagnosis_of_one_cause("the loss is averaged per rank: each divides", kind="averaged locally")
     passed = tuple(Result(check, Verdict.PASS, 1) for check in ("completed", "samples"))
     said = examination.explanation(Judgement(case, tmp_path, passed, why, 0.0), Options())
     assert said[0] == ("cause", "the loss is averaged per rank: each divides")
@@ -130,9 +130,7 @@ def test_the_one_adapter_of_the_folder_is_examined_and_never_the_harness_own_tra
 
     monkeypatch.setattr(doctor, "examine", examine)
     assert main(["doctor", "--cases", "builtin", "-k", "single"]) == 2
-    assert (
-        "this folder has no *_adapter.py, nor adapter.py; `harness init train.py` begins one" in capsys.readouterr().err
-    )
+    assert "no *_adapter.py or adapter.py in this folder; `harness init train.py` writes one" in capsys.readouterr().err
     own = (ROOT / "tests" / "own_trainer.py").read_text()
     Path("mine_adapter.py").write_text(own)
     assert main(["doctor", "--cases", "builtin", "-k", "single"]) == 0
@@ -214,9 +212,9 @@ def test_an_own_model_is_said_to_round_at_other_places_after_it_was_judged_as_on
 
     monkeypatch.setattr(examination, "reference_folder", measured)
     monkeypatch.setattr(
-        examination, "load", lambda *_: replace(trial.reference, noise={trial.case.golden_noise_key: noise})
+        examination, "load_stored", lambda *_: replace(trial.reference, noise={trial.case.golden_noise_key: noise})
     )
-    lines = list(examination.in_another_order(trial, Judgement(trial.case, Path(), results, None, 0.0), Options()))
+    lines = list(examination.explain_order(trial, Judgement(trial.case, Path(), results, None, 0.0), Options()))
     assert bool(lines) is told
     assert asked == ([] if own_model else [(trial.case.golden_noise_key,)])
     assert [text for _, text in lines if "own_model=True" in text] == [

@@ -31,9 +31,9 @@ def begun(facts: Facts, folder: Path) -> tuple[Any, dict[str, Case], str]:
     """Return the adapter, its first cases, and its text."""
     file, cases = folder / "train_adapter.py", folder / "cases"
     cases.mkdir(exist_ok=True)
-    file.write_text(skeleton.adapter(folder / "train.py", facts, file))
-    (cases / "first.yaml").write_text(skeleton.cases(facts))
-    return trainers.reload(str(file)), {case.name: case for case in load_all(cases)}, file.read_text()
+    file.write_text(skeleton.adapter_text(folder / "train.py", facts, file))
+    (cases / "first.yaml").write_text(skeleton.cases_text(facts))
+    return trainers.reload_adapter(str(file)), {case.name: case for case in load_all(cases)}, file.read_text()
 
 
 def names_fit(adapter: Any, facts: Facts, case: Case) -> bool:

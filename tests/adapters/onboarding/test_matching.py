@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.adapters.onboarding.matching import Shapes, match, table
+from harness.adapters.onboarding.matching import Shapes, match, name_table
 from harness.adapters.onboarding.names import remedies
 from harness.adapters.support.requests import NOT_PASSED_ON
 from harness.core.case.case import Case
@@ -125,7 +125,7 @@ def test_every_parameter_gets_its_name_by_a_table_that_gives_it(
     found = match(shapes, CASE.model.n_heads)
     assert found.other_sizes(CASE.model) == others and found.declarations == fused
     case = replace(CASE, model=replace(CASE.model, **others))
-    adapter = Named(table(found.names), *fused)
+    adapter = Named(name_table(found.names), *fused)
     parts = [part for name in shapes for one in [adapter.fqn(name)] for part in adapter.fused(case).get(one, (one,))]
     assert sorted(parts) == sorted(case.model.parameter_shapes())
     assert list(remedies(shapes, case, adapter, "a.py")) == []
@@ -141,7 +141,7 @@ def test_where_names_do_not_decide_order_does() -> None:
 
 
 def test_the_table_of_a_flat_block_is_short_and_names_that_an_adapter_has_stay() -> None:
-    assert table(match(FLAT, 8).names) == pairs(LINE)
+    assert name_table(match(FLAT, 8).names) == pairs(LINE)
     exchanged = Named(pairs(LINE.replace("w1", "w0").replace("w3", "w1").replace("w0", "w3")))
     assert match(FLAT, 8, exchanged.fqn).names["blocks.0.gate_proj.weight"] == "layers.0.feed_forward.w3.weight"
     assert list(remedies(FLAT, CASE, exchanged, "a.py")) == []

@@ -10,11 +10,11 @@ import pytest
 
 from harness.adapters.onboarding import examination, sample_orders
 from harness.adapters.onboarding.observed import Facts
-from harness.adapters.onboarding.skeleton import adapter as begun
+from harness.adapters.onboarding.skeleton import adapter_text as begun
 from harness.adapters.support.requests import NOT_PASSED_ON
 from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
-from harness.core.case.traits import USUAL
+from harness.core.case.traits import USUAL_TRAITS
 from harness.core.evidence.records import RankEvidence, Run
 from harness.core.evidence.step import Microbatch, StepEvidence
 from harness.core.judge.trial import Trial
@@ -41,7 +41,7 @@ class Refusing(Adapter):
 
 
 def advice(trial: Trial, refused: str | None, text: str) -> list[str]:
-    return list(sample_orders.advice(trial, Refusing(refused), text, "a.py"))
+    return list(sample_orders.advice_lines(trial, Refusing(refused), text, "a.py"))
 
 
 def test_a_case_that_is_skipped_is_answered_with_what_the_adapter_must_know(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def received(places: list[int], *, shifted: int = 0) -> Trial:
     rows = np.stack([data[place][0].numpy() for place in places]) + shifted
     step = StepEvidence(1, (Microbatch(rows, rows, 1.0, rows.size),), None, None, None, {}, {}, {}, {})
     evidence = RankEvidence(0, 1, (), (), (), (step,))
-    return Trial(CASE, make_plan(CASE, USUAL), Run("", 1, (), {0: evidence}), train(MODEL, TRAINING))
+    return Trial(CASE, make_plan(CASE, USUAL_TRAITS), Run("", 1, (), {0: evidence}), train(MODEL, TRAINING))
 
 
 def drawn_by(seed: int | None, *, declared: bool) -> list[int]:

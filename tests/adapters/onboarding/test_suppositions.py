@@ -13,16 +13,16 @@ import pytest
 import yaml
 
 from harness.adapters.onboarding.skeleton import as_yaml
-from harness.adapters.onboarding.suppositions import Supposed, suppose, suppositions, with_own_rates
+from harness.adapters.onboarding.suppositions import SupposedTrial, fitting_suppositions, suppositions, with_own_rates
 from harness.adapters.support.rows import halves
 from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
 from harness.core.case.features import Features
-from harness.core.case.traits import USUAL
+from harness.core.case.traits import USUAL_TRAITS
 from harness.core.causes.assume import retrain
 from harness.core.evidence.records import RankEvidence, Run, TensorEvidence
 from harness.core.evidence.step import Microbatch, StepEvidence
-from harness.core.judge.order import reordered_reference
+from harness.core.judge.order import reorder_reference
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
 from harness.core.plan.make_plan import make_plan
@@ -65,7 +65,7 @@ def trial_of(run: ReferenceRun, reference: ReferenceRun = REFERENCE, rates: tupl
     )
     held = tuple(TensorEvidence(f, v.shape, "float64", None, (), v) for f, v in reference.weights.items())
     evidence = RankEvidence(0, 1, held, (), (), steps, reports=())
-    return Trial(CASE, make_plan(CASE, USUAL), Run("", 1, (), {0: evidence}), reference)
+    return Trial(CASE, make_plan(CASE, USUAL_TRAITS), Run("", 1, (), {0: evidence}), reference)
 
 
 def by(model: ModelConfig, reference: ReferenceRun, **otherwise: Any) -> ReferenceRun:
@@ -147,11 +147,11 @@ HALVES = next(one for one, trainer in USUAL_ONES.items() if trainer is with_halv
 LEFT_OUT = "adapter: leave out `rows`; adjacent entries of a head turn together"
 
 
-def said(found: list[Supposed]) -> list[list[str]]:
+def said(found: list[SupposedTrial]) -> list[list[str]]:
     return [[each.line for each in one.suppositions] for one in found]
 
 
-def holds(one: Supposed) -> bool:
+def holds(one: SupposedTrial) -> bool:
     """Every check of numbers; of all else this evidence has little."""
     verdicts = {result.check: result.verdict for result in one.results}
     failed = {check for check, verdict in verdicts.items() if verdict is Verdict.FAIL}
@@ -175,13 +175,13 @@ def in_rows(trainer: Trainer | None = None) -> Trial:
         for fqn, shape in MODEL.parameter_shapes().items()
         if fqn.endswith(("wq.weight", "wk.weight"))
     }
-    reference = reordered_reference(REFERENCE, rows)
+    reference = reorder_reference(REFERENCE, rows)
     return trial_of((trainer or by)(MODEL, reference), reference)
 
 
 @pytest.mark.parametrize("which", USUAL_ONES, ids=lambda which: which[:60])
 def test_what_is_so_of_a_model_is_said_with_its_line_and_all_numbers_are_right_under_it(which: str) -> None:
-    found = suppose(trial_of(USUAL_ONES[which](MODEL, REFERENCE)))
+    found = fitting_suppositions(trial_of(USUAL_ONES[which](MODEL, REFERENCE)))
     assert said(found) == [[which]]
     assert holds(found[0])
 
@@ -193,7 +193,7 @@ def test_what_is_usually_so_is_supposed_in_this_order() -> None:
 def test_rows_in_a_wrong_order_are_said_beside_what_else_is_so() -> None:
     supposed = {each.line for each in suppositions(in_rows())}
     assert HALVES not in supposed and not any("n_heads" in line for line in supposed)
-    found = suppose(in_rows(partial(with_setting, rope_theta=1e4)))
+    found = fitting_suppositions(in_rows(partial(with_setting, rope_theta=1e4)))
     assert [set(one) for one in said(found)] == [{LEFT_OUT, "case: model: {rope_theta: 10000.0}"}]
     assert holds(found[0])
 
@@ -244,25 +244,25 @@ def test_numbers_are_written_so_that_yaml_reads_them(value: float, text: str) ->
 def test_of_a_model_that_is_right_nothing_is_supposed_but_its_own_schedule() -> None:
     rates = (0.001, 0.002)
     run = retrain(MODEL, replace(CASE.training, rates=rates), REFERENCE)
-    found = suppose(trial_of(run, rates=rates))
+    found = fitting_suppositions(trial_of(run, rates=rates))
     assert said(found) == [[]]
     assert found[0].trial.case == replace(CASE, training=replace(CASE.training, rates=rates))
     assert holds(found[0])
 
 
 def test_two_things_that_are_so_at_once_are_both_said() -> None:
-    found = suppose(trial_of(with_halves(replace(MODEL, norm_eps=1e-8), REFERENCE)))
+    found = fitting_suppositions(trial_of(with_halves(replace(MODEL, norm_eps=1e-8), REFERENCE)))
     assert said(found) == [["case: model: {norm_eps: 1.0e-08}", HALVES]]
     assert holds(found[0])
 
 
 def test_of_three_things_that_are_so_at_once_nothing_is_said() -> None:
-    assert suppose(trial_of(with_halves(replace(MODEL, norm_eps=1e-6, rope_theta=1e4), REFERENCE))) == []
+    assert fitting_suppositions(trial_of(with_halves(replace(MODEL, norm_eps=1e-6, rope_theta=1e4), REFERENCE))) == []
 
 
 @pytest.mark.parametrize(("loss", "valid"), [(None, None), (0.0, 0)])
 def test_where_no_loss_was_seen_nothing_is_supposed(loss: float | None, valid: int | None) -> None:
-    assert suppose(with_loss(trial_of(REFERENCE), loss, valid=valid)) == []
+    assert fitting_suppositions(with_loss(trial_of(REFERENCE), loss, valid=valid)) == []
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -278,8 +278,8 @@ def test_a_loss_is_given_within_its_bound_or_a_millionth_where_none_was_measured
     def off(by: float) -> Trial:
         return with_loss(trial, step.loss * step.valid_tokens * (1 + sign * by))
 
-    assert said(suppose(off(0.95 * bound)))[0] == []
-    assert [] not in said(suppose(off(1.05 * bound)))
+    assert said(fitting_suppositions(off(0.95 * bound)))[0] == []
+    assert [] not in said(fitting_suppositions(off(1.05 * bound)))
 
 
 @pytest.mark.parametrize("rates", [RATES, tuple(rate * (1 + 1e-13) for rate in RATES), RATES[:1], (0.5,), (0.5, None)])

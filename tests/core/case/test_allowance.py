@@ -20,7 +20,7 @@ from harness.core.evidence.records import Collective, HeldTensor
 from harness.core.evidence.step import Attention, Matmul, SavedTensorsHook
 from harness.core.judge.finding import Limit
 from harness.core.judge.result import Verdict
-from harness.core.judge.traffic import observed_outside
+from harness.core.judge.traffic import observed_bytes_outside
 from harness.core.judge.trial import Trial
 
 AVERAGE = Allowance("kept", "1 x parameters", "a moving average of the weights")
@@ -87,7 +87,7 @@ def sending_batches(size: int, phase: str = "other") -> Trial:
     """In step 2 the first rank sends integers to the other, beside as many bytes as losses and norms may take."""
     trial = trial_of(tiny_case("fsdp_2"))
     for rank, evidence in trial.ranks.items():
-        room = trial.plan.outside_bytes[rank] - sum(observed_outside(evidence, 2).values())
+        room = trial.plan.outside_bytes[rank] - sum(observed_bytes_outside(evidence, 2).values())
         usual = Collective("all_reduce", (0, 1), "(0, 1)", "float64", room, "other", 2, 998)
         call = Collective("broadcast", (0, 1), "(0, 1)", "int64", size, phase, 2, 999)
         trial = with_rank(trial, rank, collectives=(*evidence.collectives, usual, call))
@@ -177,7 +177,7 @@ def test_batched_matmuls_of_another_model_count_with_its_others() -> None:
 
 @pytest.mark.parametrize("name", ["llama3", "transformers"])
 def test_an_adapter_made_of_one_that_is_here_adds_its_allowance(name: str) -> None:
-    theirs: Any = type(trainers.load(name))
+    theirs: Any = type(trainers.load_adapter(name))
 
     class Mine(theirs):
         def traits(self, case: Case) -> TrainerTraits:
@@ -219,7 +219,7 @@ def test_allowances_are_stored_with_the_case() -> None:
             "phase 'other': choose one of forward, backward, pipeline, outside",
         ),
         ({"what": "kept", "bytes": 8, "reason": "why", "op": "all_reduce"}, "kept has no op, phase or axis"),
-        ({"what": "hooks", "reason": "why"}, "entry 1: name is missing"),
+        ({"what": "hooks", "reason": "why"}, "entry 1: name is required"),
         ({"what": "compiled", "graphs": 0, "reason": "why"}, "graphs 0: a number above 0"),
         ({"what": "compiled", "bytes": 8, "graphs": 1, "reason": "why"}, "compiled has no bytes: say graphs"),
         ({"what": "kept", "byte": 8, "reason": "why"}, "entry 1: unknown key 'byte'; did you mean 'bytes'?"),

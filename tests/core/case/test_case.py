@@ -12,7 +12,7 @@ from harness.core.case.case import Case, CaseError, to_json
 from harness.core.case.dims import ParallelDims
 from harness.core.case.features import Features
 from harness.core.case.loading import find_case, from_json, load_all, load_cases
-from harness.core.case.named_case import load_one
+from harness.core.case.named_case import load_case_named
 from harness.reference.config import PRESETS, ModelConfig, TrainingConfig
 
 
@@ -156,10 +156,9 @@ WRONG_LINES = {
     "resume: [{after: 1, dims: {tp: 16}}]": "resume: saved_1: n_heads 8 is not divisible by tp 16;"
     " request a tp that divides n_heads 8 and n_kv_heads 4",
     "resume: [{after: 2, until: 2}]": "resume: entry 1: until must be above after 2, got 2",
-    "resume: [{after: 2, cut_short: true}]": "resume: entry 1: cut_short is about a save after step `until`, which is not"
-    " given",
-    "resume: [{after: 1, model_only: true}, {after: 2}]": "resume: model_only is about the last launch; only the last entry"
-    " may have it",
+    "resume: [{after: 2, cut_short: true}]": "resume: entry 1: cut_short needs until: the step after which"
+    " the interrupted save begins",
+    "resume: [{after: 1, model_only: true}, {after: 2}]": "resume: model_only is allowed in the last entry only",
     "resume: [{after: 4, model_only: true}]": "resume: after 4 is beyond the 3 steps of the recipe",
     "cut_short: true": "'cut_short' is not written in a case; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists"
     " the launches before it",
@@ -169,7 +168,7 @@ WRONG_LINES = {
     "dims: {dp_shard: 2, tp: 2}\ntraining: {last_batch: 5}": "last_batch 5 is not divisible by 2 data ranks, and other axes are"
     " above 1",
     "dims: {pp: 2}\ntraining: {last_batch: 8}": "last_batch with pp 2: a schedule always cuts a batch in as many parts",
-    "features: {async_save: true}": "async_save is of a launch that saves, an entry of `resume`; leave it out",
+    "features: {async_save: true}": "async_save belongs in the features of an entry of `resume`; leave it out here",
     "resume: [{after: 1, until: 9}]": "resume: until 9 is beyond the 3 steps of the recipe",
     "saves_after: 2": "'saves_after' is not written in a case; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists"
     " the launches before it",
@@ -227,7 +226,7 @@ WRONG_LINES = {
     " choose default, always, never or a number above 1",
     "training: {compute_dtype: fp8}": "training: compute_dtype 'fp8': choose one of null, float64, float32, bfloat16",
     "features: {schedule: GPipe}": "schedule 'GPipe' means nothing with pp 1; leave it out",
-    "features: {wrapper: ddp}": "wrapper 'ddp' has no data ranks to look after; leave it out",
+    "features: {wrapper: ddp}": "wrapper 'ddp' needs dp_replicate, dp_shard or cp above 1",
     "dims: {dp_shard: 2}\nfeatures: {wrapper: ddp}": "wrapper 'ddp' shards nothing, but dp_shard 2",
     "dims: {dp_replicate: 2}\nfeatures: {reshard_after_forward: never}": "reshard_after_forward is FSDP's, and this case"
     " has wrapper ddp; leave it out",
@@ -355,12 +354,12 @@ def test_one_case_is_found_in_whatever_file_and_way_it_is_written(tmp_path: Path
     (tmp_path / "b.yaml").write_text(one("").replace("x:", "a:"))
     (tmp_path / "c.yaml").write_text("matrix: [{each: {by: {cp_1: {why: all}, cp_2: {why: all, dims: {cp: 2}}}}}]")
     found = {case.name: case for case in load_all(tmp_path)}
-    assert len(found) == 4 and all(load_one(name, tmp_path) == case for name, case in found.items())
+    assert len(found) == 4 and all(load_case_named(name, tmp_path) == case for name, case in found.items())
     with pytest.raises(CaseError, match="no case is named 'xx'; did you mean 'x'"):
-        load_one("xx", tmp_path)
+        load_case_named("xx", tmp_path)
     (tmp_path / "d.yaml").write_text(one(""))
     with pytest.raises(CaseError, match="case 'x' also exists in"):
-        load_one("x", tmp_path)
+        load_case_named("x", tmp_path)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:

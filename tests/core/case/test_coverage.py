@@ -9,11 +9,11 @@ import pytest
 from literal import SGD, tiny_case
 
 from harness.core.case.case import Case, CaseError, Saved
-from harness.core.case.coverage import MISSING, pairs, pairs_text
+from harness.core.case.coverage import MISSING, option_pairs, pairs_text
 from harness.core.case.dims import ParallelDims
 from harness.core.case.loading import load_all, load_cases
-from harness.core.case.options import options
-from harness.core.trainers import load
+from harness.core.case.options import all_options
+from harness.core.trainers import load_adapter
 
 
 class Picky:
@@ -26,8 +26,8 @@ class Picky:
 
 
 def state(cases: list[Case], one: str, other: str) -> tuple[tuple[str, ...], str]:
-    found = pairs(cases, Picky().unsupported)
-    return next((p.cases, p.reason) for p in found if {p.one.name, p.other.name} == {one, other})
+    found = option_pairs(cases, Picky().unsupported)
+    return next((p.cases, p.reason) for p in found if {p.first.name, p.second.name} == {one, other})
 
 
 def test_a_pair_is_covered_by_the_cases_that_have_both() -> None:
@@ -50,19 +50,21 @@ def test_a_case_that_the_trainer_refuses_covers_nothing() -> None:
 
 def test_no_pair_of_options_is_missing() -> None:
     """On a machine with a GPU nothing refuses async TP any more; its cases are still to be written there."""
-    found = pairs(load_all(), load("llama3").unsupported)
+    found = option_pairs(load_all(), load_adapter("llama3").unsupported)
     assert [
-        f"{p.one.name} x {p.other.name}" for p in found if p.missing and "async TP" not in (p.one.name, p.other.name)
+        f"{p.first.name} x {p.second.name}"
+        for p in found
+        if p.is_missing and "async TP" not in (p.first.name, p.second.name)
     ] == []
 
 
 def test_alternatives_are_no_pair() -> None:
-    kinds = {option.name: option.kind for option in options()}
-    assert all(kinds[p.one.name] != kinds[p.other.name] for p in pairs([], Picky().unsupported))
+    kinds = {option.name: option.kind for option in all_options()}
+    assert all(kinds[p.first.name] != kinds[p.second.name] for p in option_pairs([], Picky().unsupported))
 
 
 def test_every_pair_is_told_in_a_line_and_counted() -> None:
-    text = pairs_text(pairs([replace(tiny_case("fsdp_2_tp_2"), name="both")], Picky().unsupported))
+    text = pairs_text(option_pairs([replace(tiny_case("fsdp_2_tp_2"), name="both")], Picky().unsupported))
     assert "FSDP2 x TP" in text and " both\n" in text
     assert "refused: SGD with TP is beyond it" in text
     assert text.splitlines()[-1].startswith(f"{len(text.splitlines()) - 2} pairs of options: ")
@@ -70,7 +72,7 @@ def test_every_pair_is_told_in_a_line_and_counted() -> None:
 
 @pytest.mark.parametrize(("tier", "usual"), [("default", 1), ("nightly", 0)])
 def test_how_many_pairs_the_default_tier_has_is_told_beside_all(tier: str, usual: int) -> None:
-    text = pairs_text(pairs([replace(tiny_case("fsdp_2_tp_2"), tier=tier)], Picky().unsupported))
+    text = pairs_text(option_pairs([replace(tiny_case("fsdp_2_tp_2"), tier=tier)], Picky().unsupported))
     assert f" 1 in a case ({usual} in one of the default tier), " in text
 
 

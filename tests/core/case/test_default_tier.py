@@ -10,7 +10,7 @@ from itertools import combinations
 
 from harness.core.case.case import Case
 from harness.core.case.loading import load_all
-from harness.core.case.options import options
+from harness.core.case.options import all_options
 
 KINDS = ("data parallel", "tp", "cp", "pp", "checkpoint")
 ONCE = ("precision", "repeat")
@@ -21,7 +21,7 @@ def joins(cases: Iterable[Case]) -> set[tuple[str, str]]:
     """Finds every (kind of parallelism, option) and (kind, other kind) that one of the cases has."""
     found = set()
     for case in cases:
-        for pair in combinations([option for option in options() if option.holds(case)], 2):
+        for pair in combinations([option for option in all_options() if option.is_requested_by(case)], 2):
             kinds = [option.kind for option in pair if option.kind in KINDS]
             if len(kinds) == 1:
                 found |= {(kinds[0], option.name) for option in pair if option.kind not in KINDS}
@@ -34,6 +34,6 @@ def test_the_default_tier_joins_every_kind_of_parallelism_with_every_feature() -
     """Except what waits for a compiler, which has a tier of its own, and what is expected to fail."""
     usable = [case for case in load_all() if case.tier != "compiled" and case.expected_failure is None]
     default = [case for case in usable if case.tier == "default"]
-    once = {option.name for option in options() if option.kind in ONCE}
+    once = {option.name for option in all_options() if option.kind in ONCE}
     assert {join for join in joins(usable) - joins(default) if join[1] not in once} == set()
-    assert all(any(option.holds(case) for case in default) for option in options() if option.name in once)
+    assert all(any(option.is_requested_by(case) for case in default) for option in all_options() if option.name in once)

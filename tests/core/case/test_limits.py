@@ -14,11 +14,11 @@ import pytest
 
 from harness import ROOT
 from harness.core.case.case import Case, CaseError
-from harness.core.case.limits import NODES, too_large_to_start
+from harness.core.case.limits import MOST_YAML_NODES, start_problem
 from harness.core.case.loading import load_cases
-from harness.core.case.variants import reseeded
+from harness.core.case.variants import with_seed
 from harness.core.launch.job import Job
-from harness.core.run.folders import folder_of, trainer_label, without_source
+from harness.core.run.folders import folder_of, name_without_source, trainer_label
 from harness.core.run.options import Options
 from harness.reference.config import TrainingConfig
 
@@ -67,7 +67,7 @@ def test_a_cases_name_is_no_path(tmp_path: Path, name: str) -> None:
     ("text", "told"),
     [
         ("[" * 100_000, "not valid YAML: nested too deeply"),
-        (BOMB, f"values, counting what each alias stands for, more than {NODES}"),
+        (BOMB, f"values, counting what each alias stands for, more than {MOST_YAML_NODES}"),
         ("cases: &again [*again]", "not valid YAML: line 1: an alias within what it stands for"),
         (f"matrix: [{{each: {{{AXES}}}}}]", "matrix entry 1: 35831808 combinations, more than 10000"),
         ("cases: 1" + "0" * 5000, "not valid YAML: Exceeds the limit"),
@@ -81,25 +81,23 @@ def test_a_file_that_would_take_all_memory_is_refused_at_once(tmp_path: Path, te
 
 def test_a_step_of_a_cluster_is_planned_and_not_started_here() -> None:
     large = Case("large", "a test", training=TrainingConfig(global_batch=4096, seq_len=8192))
-    assert too_large_to_start(large).startswith(
-        "33554432 tokens a step, more than the 16777216 of a run; `harness plan`"
-    )
+    assert start_problem(large).startswith("33554432 tokens a step, more than the 16777216 of a run; `harness plan`")
 
 
 def test_another_seed_than_there_is_is_refused() -> None:
     with pytest.raises(CaseError, match="seed must be at least 0, got -5"):
-        reseeded(Case("one", "a test"), -5)
+        with_seed(Case("one", "a test"), -5)
 
 
 def test_sources_seeds_and_devices_have_folders_of_their_own() -> None:
     case = Case("one", "a test", file="cases/some.yaml")
     options = [Options(), *(Options(trainer=f"torchtitan@{source}") for source in ("/a/titan", "/b/titan", "/b/../c"))]
     options += [Options(device="cuda"), Options(fault="x.py:wrong"), Options(trainer="torchtitan")]
-    folders = [*(folder_of(case, one) for one in options), folder_of(reseeded(case, 7), Options())]
+    folders = [*(folder_of(case, one) for one in options), folder_of(with_seed(case, 7), Options())]
     assert len(set(folders)) == len(folders)
     assert (str(folders[0]), str(folders[-1])) == ("out/one", "out/one+seed_7")
     assert {folder.parent for folder in folders} == {Path("out")}
-    assert without_source(folders[1].name) == "one+torchtitan"
+    assert name_without_source(folders[1].name) == "one+torchtitan"
     assert "/" not in trainer_label("mine.py@/a/../b c?#;")
 
 
@@ -132,12 +130,12 @@ class Writing:
 
 def test_a_rank_that_writes_without_end_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     supervise = importlib.import_module("harness.core.launch.supervise")
-    monkeypatch.setattr(supervise, "LOG_CAP", 1000)
+    monkeypatch.setattr(supervise, "MAX_LOG_BYTES", 1000)
     monkeypatch.setattr(supervise, "STACK_PATIENCE", 0.0)
     (tmp_path / "logs").mkdir()
     for rank, letters in enumerate((10, 1001)):
         (tmp_path / "logs" / f"rank_{rank:02d}.log").write_bytes(b"x" * letters)
     fates = supervise.supervise(Job(tmp_path, 2, "", timeout=3600.0), Writing())
-    assert {fate.killed for fate in fates} == {
+    assert {fate.kill_reason for fate in fates} == {
         "killed by the harness after rank 1 wrote more than 0.001 MB into its log"
     }

@@ -13,7 +13,7 @@ from harness.core.case.loading import find_case, load_all
 from harness.core.case.measured import Measured
 from harness.core.case.traits import TrainerTraits
 from harness.core.evidence.records import Collective, Run
-from harness.core.judge.measured import torch_of
+from harness.core.judge.measured import torch_release
 from harness.core.plan.make_plan import make_plan
 
 
@@ -29,13 +29,13 @@ from harness.core.plan.make_plan import make_plan
     ],
 )
 def test_releases_are_compared_as_numbers_and_an_unknown_one_is_old(condition: str, release: str, holds: bool) -> None:
-    assert releases.holds(condition, release) is holds
+    assert releases.condition_holds(condition, release) is holds
 
 
 @pytest.mark.parametrize("condition", ["2.15", "~=2.15", "<2", "<2.15.1"])
 def test_a_condition_that_is_none_is_refused(condition: str) -> None:
     with pytest.raises(ValueError, match='expected "<" or ">=" and a release'):
-        releases.parsed(condition)
+        releases.parse_condition(condition)
 
 
 def test_norm_gradients_are_summed_over_tp_as_computed_and_from_2_15_on_as_they_are_reduced() -> None:
@@ -51,8 +51,8 @@ def test_norm_gradients_are_summed_over_tp_as_computed_and_from_2_15_on_as_they_
 def test_the_release_that_ran_is_the_one_that_ranks_tell_of() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     ranks = {0: trial.ranks[0], 1: replace(trial.ranks[1], environment={"torch": "2.15.0"})}
-    assert torch_of(replace(trial.run, ranks=ranks, made={"torch": "2.13.0"})) == "2.15.0"
-    assert torch_of(Run("", 2, (), {}, made={"torch": "2.13.0"})) == "2.13.0"
+    assert torch_release(replace(trial.run, ranks=ranks, made={"torch": "2.13.0"})) == "2.15.0"
+    assert torch_release(Run("", 2, (), {}, made={"torch": "2.13.0"})) == "2.13.0"
 
 
 def test_as_many_elements_in_another_dtype_of_the_recipe_are_told_as_that() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness.core.case.features import LOOPED
-from harness.core.case.schedule import ZERO_BUBBLE, Action, actions, gathers, refusal, stages_of
+from harness.core.case.schedule import ZERO_BUBBLE, Action, count_gathers, refusal, schedule_actions, stages_of
 
 SINGLE = ("GPipe", "1F1B")
 GRID = [
@@ -79,7 +79,7 @@ def plain_actions(steps: Any) -> Iterator[str]:
 def test_every_schedule_is_what_torch_generates(schedule: str) -> None:
     for numbers in TAKEN:
         if numbers[0] == schedule:
-            ours = {index: list(map(str, actions(*numbers, index))) for index in range(numbers[1])}
+            ours = {index: list(map(str, schedule_actions(*numbers, index))) for index in range(numbers[1])}
             assert ours == order_of_torch(*numbers), numbers
 
 
@@ -93,7 +93,7 @@ def test_what_is_refused_torch_refuses_too() -> None:
 def test_every_microbatch_goes_once_forward_and_once_backward_through_every_stage() -> None:
     for numbers in TAKEN:
         schedule, pp, chunks, microbatches = numbers
-        done = [action for index in range(pp) for action in actions(*numbers, index)]
+        done = [action for index in range(pp) for action in schedule_actions(*numbers, index)]
         everything = set(itertools.product(range(pp * chunks), range(microbatches)))
         for kinds in ("F", "BI", "BW"):
             seen = [(action.stage, action.microbatch) for action in done if action.kind in kinds]
@@ -103,7 +103,7 @@ def test_every_microbatch_goes_once_forward_and_once_backward_through_every_stag
 
 def test_no_schedule_waits_for_itself() -> None:
     for numbers in TAKEN:
-        waiting = {index: list(actions(*numbers, index)) for index in range(numbers[1])}
+        waiting = {index: list(schedule_actions(*numbers, index)) for index in range(numbers[1])}
         done: set[Action] = set()
         while any(waiting.values()):
             ready = [index for index, queue in waiting.items() if queue and can_run(queue[0], done, numbers)]
@@ -123,7 +123,7 @@ def can_run(action: Action, done: set[Action], numbers: tuple[str, int, int, int
 
 
 def test_1f1b_in_full() -> None:
-    shown = [" ".join(map(str, actions("1F1B", 3, 1, 4, index))) for index in range(3)]
+    shown = [" ".join(map(str, schedule_actions("1F1B", 3, 1, 4, index))) for index in range(3)]
     assert shown == [
         "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
         "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
@@ -163,8 +163,8 @@ def test_refusals_say_the_arithmetic() -> None:
 
 
 def test_fsdp_gathers_a_stage_once_a_pass_or_as_often_as_forward_freed_it() -> None:
-    first = actions("1F1B", 2, 1, 4, 0)  # 0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
-    assert gathers(first, looped=False, freed=False) == {(0, "forward"): 1}
-    assert gathers(first, looped=False, freed=True) == {(0, "forward"): 2, (0, "backward"): 3}
-    looped = actions("LoopedBFS", 2, 2, 2, 1)
-    assert gathers(looped, looped=True, freed=False) == {(1, "pipeline"): 1, (3, "pipeline"): 1}
+    first = schedule_actions("1F1B", 2, 1, 4, 0)  # 0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
+    assert count_gathers(first, looped=False, freed=False) == {(0, "forward"): 1}
+    assert count_gathers(first, looped=False, freed=True) == {(0, "forward"): 2, (0, "backward"): 3}
+    looped = schedule_actions("LoopedBFS", 2, 2, 2, 1)
+    assert count_gathers(looped, looped=True, freed=False) == {(1, "pipeline"): 1, (3, "pipeline"): 1}

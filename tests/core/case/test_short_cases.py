@@ -6,7 +6,7 @@ from pathlib import Path
 
 from harness.core.case.case import Case
 from harness.core.case.loading import load_all
-from harness.core.case.options import options
+from harness.core.case.options import all_options
 
 NAMES = Path(__file__).parents[2].joinpath("short_cases.txt").read_text().split()
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
@@ -17,7 +17,9 @@ FAMILIES = ("float32", "bfloat16", "float8", "mxfp8")
 def has_reach(case: Case) -> set[str]:
     """Return the wrappers, axes and precisions that it has, and whether it resumes."""
     names = {
-        option.name for option in options() if option.holds(case) and option.kind in ("data parallel", "precision")
+        option.name
+        for option in all_options()
+        if option.is_requested_by(case) and option.kind in ("data parallel", "precision")
     }
     families = {family for family in FAMILIES for name in names if name.startswith(family)}
     wrappers = {name for name in names if not any(name.startswith(family) for family in FAMILIES)}

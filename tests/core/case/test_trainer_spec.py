@@ -32,4 +32,4 @@ def test_a_trainer_in_a_folder_with_an_at_sign_is_loaded(tmp_path: Path) -> None
     file = tmp_path / "me@work" / "mine.py"
     file.parent.mkdir()
     file.write_text("from harness.core.trainers.llama3 import adapter\n")
-    assert trainers.load(trainers.spec(str(file), None)).name == "llama3"
+    assert trainers.load_adapter(trainers.absolute_spec(str(file), None)).name == "llama3"

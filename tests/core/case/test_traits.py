@@ -15,7 +15,7 @@ from harness.core.case.case import ExpectedFailure, Saved
 from harness.core.case.dims import ParallelDims
 from harness.core.case.features import Features
 from harness.core.case.measured import Measured, Unit
-from harness.core.case.traits import TrainerTraits, settled
+from harness.core.case.traits import TrainerTraits, with_trainer_choices
 from harness.core.evidence.store import EvidenceError
 from harness.core.judge.stored_trial import load_case
 from harness.core.plan.make_plan import make_plan
@@ -44,9 +44,9 @@ def test_the_plan_carries_the_traits_that_it_was_made_of() -> None:
 
 def test_a_wrapper_that_a_case_requests_is_not_the_trainers_choice() -> None:
     chosen = {"run": TrainerTraits(wrapper="replicate")}
-    assert settled(tiny_case("ddp_2"), chosen).wrapper == "replicate"
-    assert settled(tiny_case("ddp_2", wrapper="ddp"), chosen).wrapper == "ddp"
-    assert settled(tiny_case("ddp_2"), {"run": APART}) == tiny_case("ddp_2")
+    assert with_trainer_choices(tiny_case("ddp_2"), chosen).wrapper == "replicate"
+    assert with_trainer_choices(tiny_case("ddp_2", wrapper="ddp"), chosen).wrapper == "ddp"
+    assert with_trainer_choices(tiny_case("ddp_2"), {"run": APART}) == tiny_case("ddp_2")
 
 
 def test_a_trainer_that_cannot_defer_reduces_after_every_microbatch_where_that_means_something() -> None:
@@ -54,33 +54,37 @@ def test_a_trainer_that_cannot_defer_reduces_after_every_microbatch_where_that_m
     wrapped_alone = {"run": TrainerTraits(defers_sync=False, wrapper="fsdp2")}
     over_replicas = {"run": TrainerTraits(defers_sync="all_reduce")}
     staged = replace(tiny_case("fsdp_2", accumulation=2), dims=ParallelDims(pp=2, dp_shard=2))
-    assert not settled(tiny_case("fsdp_2", accumulation=2), at_once).features.defer_sync
-    assert settled(tiny_case("fsdp_2"), at_once) == tiny_case("fsdp_2")
-    assert settled(tiny_case("single", accumulation=2), at_once).features.defer_sync
-    assert not settled(tiny_case("single", accumulation=2), wrapped_alone).features.defer_sync
-    assert settled(tiny_case("hsdp_2x2", accumulation=2), over_replicas).features.defer_sync == "all_reduce"
-    assert settled(tiny_case("fsdp_2", accumulation=2), over_replicas).features.defer_sync is False
-    assert settled(staged, at_once).features.defer_sync, "torch reduces after every pass of the schedule, as it is"
-    assert settled(tiny_case("fsdp_2", accumulation=2), {"run": APART}).features.defer_sync
+    assert not with_trainer_choices(tiny_case("fsdp_2", accumulation=2), at_once).features.defer_sync
+    assert with_trainer_choices(tiny_case("fsdp_2"), at_once) == tiny_case("fsdp_2")
+    assert with_trainer_choices(tiny_case("single", accumulation=2), at_once).features.defer_sync
+    assert not with_trainer_choices(tiny_case("single", accumulation=2), wrapped_alone).features.defer_sync
+    assert (
+        with_trainer_choices(tiny_case("hsdp_2x2", accumulation=2), over_replicas).features.defer_sync == "all_reduce"
+    )
+    assert with_trainer_choices(tiny_case("fsdp_2", accumulation=2), over_replicas).features.defer_sync is False
+    assert with_trainer_choices(staged, at_once).features.defer_sync, (
+        "torch reduces after every pass of the schedule, as it is"
+    )
+    assert with_trainer_choices(tiny_case("fsdp_2", accumulation=2), {"run": APART}).features.defer_sync
 
 
 def test_what_is_expected_to_fail_with_the_usual_wrapper_is_not_with_the_trainers() -> None:
     expected = replace(tiny_case("ddp_2"), expected_failure=EXPECTED)
-    assert settled(expected, {"run": TrainerTraits(wrapper="replicate")}).expected_failure is None
-    assert settled(expected, {"run": TrainerTraits(wrapper="ddp")}).expected_failure is not None
+    assert with_trainer_choices(expected, {"run": TrainerTraits(wrapper="replicate")}).expected_failure is None
+    assert with_trainer_choices(expected, {"run": TrainerTraits(wrapper="ddp")}).expected_failure is not None
 
 
 def test_what_a_trainer_gets_wrong_is_expected_of_its_cases_alone_that_say_nothing_themselves() -> None:
     own, chosen = replace(EXPECTED, because="torch"), {"run": TrainerTraits(expected_failure=EXPECTED)}
-    assert settled(tiny_case("fsdp_2"), chosen).expected_failure == EXPECTED
-    assert settled(replace(tiny_case("fsdp_2"), expected_failure=own), chosen).expected_failure == own
+    assert with_trainer_choices(tiny_case("fsdp_2"), chosen).expected_failure == EXPECTED
+    assert with_trainer_choices(replace(tiny_case("fsdp_2"), expected_failure=own), chosen).expected_failure == own
 
 
 def test_every_launch_has_the_choices_that_were_made_for_it() -> None:
     saved = Saved(after=1, dims=ParallelDims(dp_replicate=2))
     requested = replace(tiny_case("ddp_2"), resume=(saved,))
     chosen = {"saved_1": TrainerTraits(wrapper="fsdp2"), "run": TrainerTraits(wrapper="replicate")}
-    assert {name: one.wrapper for name, one in settled(requested, chosen).launches.items()} == {
+    assert {name: one.wrapper for name, one in with_trainer_choices(requested, chosen).launches.items()} == {
         "saved_1": "fsdp2",
         "run": "replicate",
     }
@@ -139,10 +143,10 @@ def test_traits_that_cannot_be_read_are_said_to_be_damaged(tmp_path, text: str |
 
 def test_a_trainer_that_keeps_its_own_schedule_has_it_in_every_case_of_no_file() -> None:
     own, requested = TrainerTraits(rates=(0.1, 0.2, 0.3)), replace(tiny_case("single", SGD), file="cases/any.yaml")
-    kept = settled(requested, {"run": own})
+    kept = with_trainer_choices(requested, {"run": own})
     assert (kept.training.rates, kept.file) == ((0.1, 0.2, 0.3), "")
     assert traits.from_json(json.loads(json.dumps(traits.to_json(own)))) == own
     with_rates = replace(requested, training=replace(SGD, rates=(1.0, 1.0, 1.0)))
-    assert settled(with_rates, {"run": own}) == with_rates
+    assert with_trainer_choices(with_rates, {"run": own}) == with_rates
     with pytest.raises(case.CaseError, match="rates: one of at least 0 is needed for each of 3 steps"):
-        settled(requested, {"run": TrainerTraits(rates=(0.1,))})
+        with_trainer_choices(requested, {"run": TrainerTraits(rates=(0.1,))})

@@ -25,8 +25,8 @@ def _nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def both(key: str, first: Any, second: Any) -> Any:
-    return assume.another_reference(
-        assume.another_reference(RIGHT, **{key: first}), **{key: second}
+    return assume.assume_reference(
+        assume.assume_reference(RIGHT, **{key: first}), **{key: second}
     ).assumption.reference[key]
 
 
@@ -52,13 +52,13 @@ def test_a_reference_is_trained_by_the_case_and_in_the_order_of_rows_of_the_trai
 ) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(assume, "retrain", lambda *of, **words: (seen.append((of, words)), of[2])[1])
-    assume.another_reference(RIGHT, amsgrad=True)
-    assume.another_reference(_with_rows(RIGHT, order := np.array([1, 0])), amsgrad=True)
+    assume.assume_reference(RIGHT, amsgrad=True)
+    assume.assume_reference(_with_rows(RIGHT, order := np.array([1, 0])), amsgrad=True)
     case, reference = RIGHT.case, RIGHT.reference
     assert seen[0] == ((case.model, case.training, reference), {"amsgrad": True})
     assert seen[1][1]["rows"] == {"norm.weight": order}
-    monkeypatch.setattr(type(RIGHT.plan), "columns", {"layers.0.attention.wo.weight": 2})
-    assume.another_reference(RIGHT)
+    monkeypatch.setattr(type(RIGHT.plan), "column_blocks", {"layers.0.attention.wo.weight": 2})
+    assume.assume_reference(RIGHT)
     assert seen[2][1] == {"columns": {"layers.0.attention.wo.weight": 2}}
 
 
@@ -78,7 +78,7 @@ def test_the_plan_of_another_case_is_of_the_same_trainer_torch_and_observed_unit
     traits = replace(RIGHT.traits, measured=Measured({0: ()}, torch="2.14"))
     trial = replace(RIGHT, plan=replace(RIGHT.plan, traits=traits))
     plans = calls_of(monkeypatch, assume, "make_plan", lambda *of: "the plan")
-    changed = assume.another_feature(trial, loss_parallel=False)
+    changed = assume.assume_features(trial, loss_parallel=False)
     assert plans == [((changed.case, traits), {})]
     assert (changed.plan, changed.case.features.loss_parallel) == ("the plan", False)
     assert replace(changed.case, features=trial.case.features) == trial.case
@@ -88,9 +88,9 @@ def test_the_plan_of_another_case_is_of_the_same_trainer_torch_and_observed_unit
 def test_the_plan_of_another_case_says_what_ranks_hold_unless_that_of_a_recording_did_not(derived: bool) -> None:
     plan = RIGHT.plan if derived else without_slices(RIGHT.plan)
     recording = replace(RIGHT, plan=plan, run=replace(RIGHT.run, provided=RECORDED))
-    changed = assume.another_feature(recording, loss_parallel=False).plan
+    changed = assume.assume_features(recording, loss_parallel=False).plan
     assert [bool(held) for held in changed.slices.values()] == [derived, derived]
-    unrecorded = assume.another_feature(replace(recording, run=RIGHT.run), loss_parallel=False).plan
+    unrecorded = assume.assume_features(replace(recording, run=RIGHT.run), loss_parallel=False).plan
     assert all(unrecorded.slices.values())
 
 
@@ -98,17 +98,17 @@ def test_the_plan_of_another_case_says_what_ranks_hold_unless_that_of_a_recordin
 def test_ranks_that_train_apart_have_a_reference_each_and_one_copy_is_everybodys(
     monkeypatch: pytest.MonkeyPatch, runs: tuple[str, ...], references: dict[int, str]
 ) -> None:
-    trained = calls_of(monkeypatch, assume, "retrain_apart", lambda *of: runs)
-    trial = RIGHT.assuming(reference={"amsgrad": True})
-    changed = assume.apart(trial, {0: 1, 1: 0}, [{"left": 1}, {"left": 2}], owners=(0, 1))
+    trained = calls_of(monkeypatch, assume, "retrain_separately", lambda *of: runs)
+    trial = RIGHT.with_assumption(reference={"amsgrad": True})
+    changed = assume.assume_separate_copies(trial, {0: 1, 1: 0}, [{"left": 1}, {"left": 2}], owners=(0, 1))
     each = [{"amsgrad": True, "left": 1}, {"amsgrad": True, "left": 2}]
     assert trained == [((RIGHT.case.model, RIGHT.case.training, RIGHT.reference, each), {"owners": (0, 1)})]
     assert (changed.reference, changed.assumption.references) == ("a", references)
 
 
 def test_what_is_assumed_apart_is_not_as_requested_even_with_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls_of(monkeypatch, assume, "retrain_apart", lambda *of: ("a",))
-    assert RIGHT.assumption == AS_REQUESTED != assume.apart(RIGHT, {0: 0, 1: 0}, [{}]).assumption
+    calls_of(monkeypatch, assume, "retrain_separately", lambda *of: ("a",))
+    assert RIGHT.assumption == AS_REQUESTED != assume.assume_separate_copies(RIGHT, {0: 0, 1: 0}, [{}]).assumption
 
 
 def _with_rows(trial: Trial, order: np.ndarray) -> Trial:

@@ -9,7 +9,7 @@ from diagnosed import broken, dims
 from literal import judged, tiny_case, trial_of, with_collectives, with_every_rank, with_rank
 
 from harness.core.causes import diagnose
-from harness.core.causes.declarable import IN_BACKWARD, lines_to_write
+from harness.core.causes.declarable import REDUCE_IN_BACKWARD, adapter_lines
 from harness.core.checks import judge
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
@@ -37,8 +37,8 @@ def averaged_by_hand(wrapper: str, *, wrapped: bool, behind: bool) -> Trial:
 @pytest.mark.parametrize(
     ("wrapped", "behind", "lines"),
     [
-        (False, True, [IN_BACKWARD, CLAIM]),
-        (True, True, [IN_BACKWARD]),
+        (False, True, [REDUCE_IN_BACKWARD, CLAIM]),
+        (True, True, [REDUCE_IN_BACKWARD]),
         (False, False, [CLAIM]),
     ],
 )
@@ -54,7 +54,7 @@ def test_gradients_that_are_averaged_by_hand_are_answered_with_the_calls_that_la
 
 
 def adapters(trial: Trial) -> list[str]:
-    return [text for _, text in lines_to_write(trial, broken("features", "traffic"))]
+    return [text for _, text in adapter_lines(trial, broken("features", "traffic"))]
 
 
 def test_gradients_that_are_reduced_in_backward_already_are_not_told_to_be_behind_it_if_they_are_there_again() -> None:

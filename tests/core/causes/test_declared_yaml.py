@@ -16,7 +16,7 @@ from harness.core.case.allowance import Allowance
 from harness.core.case.case import to_json
 from harness.core.case.loading import from_json
 from harness.core.causes import diagnose
-from harness.core.causes.declarable import LABEL, as_declared
+from harness.core.causes.declarable import IF_INTENDED, trial_of_case
 from harness.core.checks import judge
 from harness.core.evidence.records import Collective, HeldTensor
 from harness.core.evidence.step import Attention, Call, Matmul, SavedTensorsHook
@@ -66,7 +66,7 @@ def hooked() -> Trial:
 
 def pasted(trial: Trial, line: str) -> Trial:
     """The trial of the case with this line among its keys."""
-    return as_declared(trial, from_json(to_json(trial.case) | yaml.safe_load(line)))
+    return trial_of_case(trial, from_json(to_json(trial.case) | yaml.safe_load(line)))
 
 
 @pytest.mark.slow("many of a kind; the first run in the same way", after=3)
@@ -90,7 +90,7 @@ def test_the_line_that_is_printed_makes_the_check_pass_where_it_is_pasted(trial,
     assert judged(check, trial).verdict is Verdict.FAIL
     diagnosis = diagnose(trial, judge(trial))
     assert diagnosis is not None
-    (line,) = [text for label, text in diagnosis.evidence if label == LABEL]
+    (line,) = [text for label, text in diagnosis.evidence if label == IF_INTENDED]
     assert declared is None or yaml.safe_load(line) == declared
     assert judged(check, pasted(trial, line)).verdict is Verdict.PASS
 
@@ -98,7 +98,7 @@ def test_the_line_that_is_printed_makes_the_check_pass_where_it_is_pasted(trial,
 def test_what_the_case_allows_already_stands_in_the_line():
     diagnosis = diagnose(keeping(KNOWN), judge(keeping(KNOWN)))
     assert diagnosis is not None
-    (line,) = [text for label, text in diagnosis.evidence if label == LABEL]
+    (line,) = [text for label, text in diagnosis.evidence if label == IF_INTENDED]
     assert [entry["what"] for entry in yaml.safe_load(line)["allow"]] == ["copied", "kept"]
 
 
@@ -115,7 +115,7 @@ def test_attention_that_is_one_kernel_in_some_layers_only_is_not_answered_with_a
     trial = computing(with_attention_written_out(), attention={**WRITTEN_OUT, Attention("forward", "attention"): 1})
     diagnosis = diagnose(trial, judge(trial))
     assert diagnosis is not None
-    assert not [text for label, text in diagnosis.evidence if label == LABEL]
+    assert not [text for label, text in diagnosis.evidence if label == IF_INTENDED]
 
 
 # ---- traffic
@@ -133,7 +133,7 @@ def moving_more(op: str, phase: str, by: int) -> Trial:
 def printed(trial: Trial) -> list[str]:
     diagnosis = diagnose(trial, judge(trial))
     assert diagnosis is not None
-    return [text for label, text in diagnosis.evidence if label == LABEL]
+    return [text for label, text in diagnosis.evidence if label == IF_INTENDED]
 
 
 def test_sums_over_tp_beyond_the_plan_are_answered_with_the_line_where_nothing_else_fails():

@@ -11,7 +11,7 @@ from literal import tiny_case, trial_of, with_step_1_gradients
 
 from harness.core.causes import engine, hypothesis
 from harness.core.causes.engine import explain
-from harness.core.causes.hypothesis import Broken, Fact, Hypothesis, as_seen
+from harness.core.causes.hypothesis import Broken, Fact, Hypothesis, facts_of_unproven
 from harness.core.checks import judge
 from harness.core.evidence.provided import Provided
 from harness.core.judge.finding import Finding
@@ -66,12 +66,12 @@ def test_what_a_check_saw_of_a_hypothesis_that_is_not_proven_is_said_with_its_li
 
     def suspects(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         yield Hypothesis(Cause("unseen", "unseen"), None)
-        yield Hypothesis(cause, None, lines=lines, seen=("gradients",))
-        yield Hypothesis(Cause("later", "later"), None, seen=("gradients",))
+        yield Hypothesis(cause, None, lines=lines, seen_by=("gradients",))
+        yield Hypothesis(Cause("later", "later"), None, seen_by=("gradients",))
 
-    found = explain(DOUBLED, judge(DOUBLED), (suspects,), (as_seen(suspects),))
+    found = explain(DOUBLED, judge(DOUBLED), (suspects,), (facts_of_unproven(suspects),))
     assert found.facts == (Fact(cause, ("gradients",), lines),)
-    assert len(list(as_seen(suspects)(DOUBLED, {}))) == 1
+    assert len(list(facts_of_unproven(suspects)(DOUBLED, {}))) == 1
 
 
 def test_a_change_besides_is_made_after_the_first() -> None:
@@ -83,7 +83,7 @@ def test_a_change_besides_is_made_after_the_first() -> None:
 
 def test_a_right_trial_has_nothing_to_explain() -> None:
     trial = trial_of(tiny_case("ddp_2"))
-    assert explain(trial, judge(trial), (), ()).left == ()
+    assert explain(trial, judge(trial), (), ()).unexplained == ()
 
 
 @pytest.mark.parametrize(
@@ -95,10 +95,10 @@ def test_a_check_that_has_nothing_to_judge_holds_only_where_that_is_what_is_assu
     monkeypatch: pytest.MonkeyPatch, check: str, apart: object, holds: bool
 ) -> None:
     monkeypatch.setattr(hypothesis, "verdict_of", lambda trial, name: Verdict.NOT_APPLICABLE)
-    one = Hypothesis(Cause("apart", "apart"), lambda trial: trial.assuming(references=apart))  # type: ignore[arg-type]
-    proof = hypothesis.tested(RIGHT, [Result(check, Verdict.FAIL)], one)
+    one = Hypothesis(Cause("apart", "apart"), lambda trial: trial.with_assumption(references=apart))  # type: ignore[arg-type]
+    proof = hypothesis.prove(RIGHT, [Result(check, Verdict.FAIL)], one)
     assert proof is not None
-    assert (proof.explained, proof.left) == (((check,), ()) if holds else ((), (check,)))
+    assert (proof.explained, proof.unexplained) == (((check,), ()) if holds else ((), (check,)))
 
 
 def test_a_check_is_judged_by_its_own_name_as_far_as_its_evidence_is_on_record() -> None:
@@ -119,7 +119,7 @@ def computing(name: str, assume: object, passes: int) -> object:
 
     def after_these(trial: Trial) -> Trial:
         for _ in range(passes):
-            budget.spend(SIZE)
+            budget.spend_logits(SIZE)
         return assume(trial)  # type: ignore[operator,no-any-return]
 
     return suspect(name, after_these)
@@ -127,8 +127,8 @@ def computing(name: str, assume: object, passes: int) -> object:
 
 def test_each_search_has_all_of_its_passes_and_outside_of_one_there_is_no_bound() -> None:
     for _ in range(2):
-        assert named(DOUBLED, computing("doubled", twice_the_gradients, engine.PASSES)) == ["doubled"]
-    budget.spend(10 * engine.PASSES * SIZE)
+        assert named(DOUBLED, computing("doubled", twice_the_gradients, engine.MOST_PASSES)) == ["doubled"]
+    budget.spend_logits(10 * engine.MOST_PASSES * SIZE)
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class Numbers:
     gradients: float
     update: float
 
-    def verdict_of(self, check: str) -> Verdict:
-        return Verdict.PASS if getattr(self, check) == 1 else Verdict.FAIL
+    def result_of(self, check: str) -> Result:
+        return Result(check, Verdict.PASS if getattr(self, check) == 1 else Verdict.FAIL)
 
 
 def test_evidence_that_is_no_trial_is_judged_again_by_itself() -> None:
@@ -153,4 +153,4 @@ def test_evidence_that_is_no_trial_is_judged_again_by_itself() -> None:
     results = [wrong, Result("update", Verdict.PASS, 1)]
     found = explain(Numbers(0.5, 1), results, [halved, all_doubled], [])
     assert [proof.hypotheses[0].cause.kind for proof in found.proofs] == ["halved"]
-    assert explain(Numbers(0.5, 1), results, [all_doubled], []).left == ("gradients",)
+    assert explain(Numbers(0.5, 1), results, [all_doubled], []).unexplained == ("gradients",)

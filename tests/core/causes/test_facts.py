@@ -30,15 +30,15 @@ from harness.core.case.case import Saved
 from harness.core.case.dims import ParallelDims
 from harness.core.causes import diagnose
 from harness.core.causes.facts import (
-    ROWS,
+    FINDING_ROWS,
+    facts_of_table,
     layers_lost,
     not_finite,
     not_trained,
-    observed,
     of_other_stages,
     process_failed,
 )
-from harness.core.causes.words import elsewhere, first_finding
+from harness.core.causes.words import elsewhere_text, first_finding
 from harness.core.checks import judge
 from harness.core.evidence.checkpoint_index import SavedTensor
 from harness.core.evidence.records import Collective, Exit, HeldTensor
@@ -186,7 +186,7 @@ def test_what_ranks_lack_is_named_with_them(trial: Trial, ranks: tuple[int, ...]
 
 def test_whole_ranks_that_are_missing_break_every_check_and_what_they_lack_those_of_it() -> None:
     (whole, *_), (part, *_) = (
-        list(observed(trial, {"completed": judged("completed", trial), "loss": broken("loss")["loss"]}))
+        list(facts_of_table(trial, {"completed": judged("completed", trial), "loss": broken("loss")["loss"]}))
         for trial in (without_rank(DDP_2, 1), with_rank(DDP_2, 1, steps=()))
     )
     assert {"completed", "loss"} <= {*whole.checks}
@@ -215,11 +215,15 @@ def test_more_steps_than_requested_are_one_cause_of_what_is_counted_by_steps() -
 def test_a_finding_is_of_all_ranks_of_which_it_is_the_same_and_names_where_there_are_others() -> None:
     here = Finding(ranks=(1,), step=1, quantity="bytes", expected=2, observed=3)
     same = [replace(here, ranks=(0,)), replace(here, ranks=(3,))]
-    assert first_finding([here, *same]) == replace(here, ranks=(0, 1, 3)) and elsewhere([here, *same]) == ""
+    assert first_finding([here, *same]) == replace(here, ranks=(0, 1, 3)) and elsewhere_text([here, *same]) == ""
     more, later = replace(here, ranks=(2,), observed=4), replace(here, step=3)
     assert first_finding([here, more, later]) == here
-    assert [word in elsewhere([here, more, later]) for word in ("rank 2", "step 3", "rank 1")] == [True, True, False]
-    assert elsewhere([here, replace(more, quantity="calls")]) == ""
+    assert [word in elsewhere_text([here, more, later]) for word in ("rank 2", "step 3", "rank 1")] == [
+        True,
+        True,
+        False,
+    ]
+    assert elsewhere_text([here, replace(more, quantity="calls")]) == ""
 
 
 # ---- parameters that nobody trains, layers that are lost
@@ -370,9 +374,9 @@ def test_a_switch_that_changes_numbers_is_named_before_others() -> None:
 def test_of_all_that_is_kept_what_is_retained_is_named_before_what_is_copied() -> None:
     trial = by_step(FSDP, 1, *[{"graphs_retained": 1, "copied": {"other": 936}}] * 3)
     trial = with_rank(trial, 0, held=(HeldTensor((300,), "float32", 1200),))
-    kinds = [fact.cause.kind for fact in observed(trial, {"memory": judged("memory", trial)})]
+    kinds = [fact.cause.kind for fact in facts_of_table(trial, {"memory": judged("memory", trial)})]
     assert kinds[:3] == ["retained", "retained graph", "copied"]
-    declared = next(observed(trial, {"memory": judged("memory", trial)})).lines
+    declared = next(facts_of_table(trial, {"memory": judged("memory", trial)})).lines
     assert [label for label, _ in declared] == ["if intended", "", "failing then"] and "kept" in str(declared[0])
 
 
@@ -380,26 +384,26 @@ def test_traffic_of_no_plan_is_a_symptom_and_none_where_numbers_are_wrong() -> N
     call = Collective("all_reduce", (0, 1), "0", "float64", 640, "forward", 2, 99)
     trial = with_every_rank(FSDP, lambda t, rank: with_rank(t, rank, collectives=(*t.ranks[rank].collectives, call)))
     results = {"traffic": judged("traffic", trial)}
-    (fact,) = observed(trial, results)
-    assert (fact.cause.kind, fact.symptom) == ("traffic of no plan", True)
-    assert list(observed(trial, results | broken("loss"))) == []
+    (fact,) = facts_of_table(trial, results)
+    assert (fact.cause.kind, fact.is_symptom) == ("traffic of no plan", True)
+    assert list(facts_of_table(trial, results | broken("loss"))) == []
 
 
 def test_a_golden_that_fails_alone_says_that_the_reference_moved() -> None:
-    (fact,) = observed(FSDP, broken("golden"))
+    (fact,) = facts_of_table(FSDP, broken("golden"))
     assert (fact.cause.kind, fact.checks) == ("reference moved", ("golden",))
-    assert not [one for one in observed(FSDP, broken("golden", "loss")) if one.cause.kind == "reference moved"]
+    assert not [one for one in facts_of_table(FSDP, broken("golden", "loss")) if one.cause.kind == "reference moved"]
 
 
 def test_a_check_that_passes_states_nothing() -> None:
-    assert list(observed(FSDP, {})) == [] and all(row.check for row in ROWS)
+    assert list(facts_of_table(FSDP, {})) == [] and all(row.check for row in FINDING_ROWS)
     assert list(process_failed(FSDP, {})) == [] and list(layers_lost(FSDP, broken("completed"))) == []
 
 
 @pytest.mark.parametrize("check", ["process_groups", "traffic", "placements", "memory"])
 def test_a_structure_that_no_request_explains_is_named_by_its_check(check: str) -> None:
-    assert [fact.cause.kind for fact in observed(FSDP, broken(check))] == [f"{check} of no plan"]
-    assert list(observed(FSDP, broken(check, "gradients"))) == []
+    assert [fact.cause.kind for fact in facts_of_table(FSDP, broken(check))] == [f"{check} of no plan"]
+    assert list(facts_of_table(FSDP, broken(check, "gradients"))) == []
 
 
 # ---- parameters of other stages

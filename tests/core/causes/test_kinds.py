@@ -12,7 +12,7 @@ from diagnosed import LISTED, is_listed
 from harness.faults import all_faults
 
 ROOT = Path(__file__).parents[3]
-PLACE = {"Cause": 0, "stated": 2, "seen": 2}
+PLACE = {"Cause": 0, "fact_with_text": 2, "fact_of_first_finding": 2}
 """Which argument of a call is the kind."""
 
 
@@ -37,8 +37,10 @@ def named_in(source: Path) -> Iterator[str]:
                 given = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
                 for one in (one for one in given if [ast.unparse(to) for to in one.targets] == [kind.id]):
                     yield from strings(one.value)
-    yield from getattr(module, "KINDS", {}).values()
-    yield from (row.kind for name in ("ROWS", "TABLE") for row in getattr(module, name, ()) if hasattr(row, "kind"))
+    for name in ("KINDS", "KIND_OF_FIELD"):
+        yield from getattr(module, name, {}).values()
+    for name in ("FINDING_ROWS", "STRUCTURE_ROWS"):
+        yield from (row.kind for row in getattr(module, name, ()) if hasattr(row, "kind"))
 
 
 def named() -> set[str]:

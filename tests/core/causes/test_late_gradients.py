@@ -7,7 +7,7 @@ import pytest
 from trained import Ran, _ran, case_of, diagnosed, reference  # noqa: F401
 
 from harness.core.case.case import Case
-from harness.reference.counterfactual import Apart, Batch, Otherwise, retrain_apart
+from harness.reference.counterfactual import Batch, Changes, SeparateCopies, retrain_separately
 
 Arrays = dict[str, np.ndarray]
 
@@ -34,8 +34,8 @@ def test_a_microbatch_that_is_reduced_with_the_next_step_is_told_from_one_that_i
         late = before.get(step - 1, {})
         return [{fqn: own[fqn] + carried * late.get(fqn, 0.0) for fqn in own}]
 
-    apart = Apart((0, 0), shares, reduce, [Otherwise()])
-    (trained,) = retrain_apart(case.model, case.training, reference(case), apart)
+    apart = SeparateCopies((0, 0), shares, reduce, [Changes()])
+    (trained,) = retrain_separately(case.model, case.training, reference(case), apart)
     found = diagnosed(ran(case, trained))
     details = dict(found.causes[0].details)
     assert found.kinds == ("unequal contributions",) and details["microbatches"] == (2,)

@@ -16,7 +16,7 @@ from harness.core.case.dims import AXES, ParallelDims
 from harness.core.case.measured import Measured
 from harness.core.causes import diagnose
 from harness.core.causes.hypothesis import Hypothesis
-from harness.core.causes.layouts import BY_RANK, Layout, layouts, other_layouts, renamed
+from harness.core.causes.layouts import PLAN_FIELDS_BY_RANK, Layout, candidate_layouts, other_layouts, renumber_trial
 from harness.core.causes.structure_facts import facts_of_structure as facts
 from harness.core.checks import judge
 from harness.core.evidence.provided import RECORDED
@@ -115,9 +115,9 @@ def test_what_ranks_hold_is_fitted_by_a_layout(
     requested: ParallelDims, ran: ParallelDims, rank_of: list[int], details: dict[str, Any], fitted: int
 ) -> None:
     trial = held_as(right(requested), ran, rank_of)
-    first = min(proposed(trial), key=lambda one: one.fitted)
+    first = min(proposed(trial), key=lambda one: one.fitted_count)
     seen = {name: value for name, value in first.cause.details if value != getattr(requested, name, None)}
-    assert (first.cause.kind, seen, first.fitted) == ("another layout", details, fitted)
+    assert (first.cause.kind, seen, first.fitted_count) == ("another layout", details, fitted)
     assert assumed(first, trial) and proposed(trial, "placements") and not proposed(trial, "traffic")
 
 
@@ -131,7 +131,7 @@ def test_axes_in_the_wrong_order(order: tuple[str, ...], requested: ParallelDims
     there = iter(of)
     layout = Layout(requested, tuple(next(there) if axis in of else axis for axis in AXES))
     trial = right(requested)
-    other = renamed(trial, {layout.place(rank): rank for rank in trial.ranks})
+    other = renumber_trial(trial, {layout.usual_rank(rank): rank for rank in trial.ranks})
     assert other.ranks[1].rank == 1 and len(other.ranks) == len(trial.ranks)
     cause = cause_of(other)
     assert (cause.kind, dict(cause.details)["order"]) == ("another layout", layout.order)
@@ -142,7 +142,7 @@ def test_axes_in_the_wrong_order(order: tuple[str, ...], requested: ParallelDims
     [(dims(), {}), (dims(tp=2), {1: 2}), (dims(2, 2), {1: 3, 2: 2}), (dims(1, 2, 2), {1: 4, 2: 3})],
 )
 def test_layouts_of_one_choice_come_before_those_of_two(requested: ParallelDims, counts: dict[int, int]) -> None:
-    found = [count for count, _ in layouts(requested)]
+    found = [count for count, _ in candidate_layouts(requested)]
     assert found == sorted(found) and {count: found.count(count) for count in found} == counts
 
 
@@ -203,15 +203,15 @@ def test_the_plan_of_a_layout_is_that_of_the_known_axes_and_of_cp_keys_and_value
     layout: Layout, known: ParallelDims, place_of: list[int], groups: dict[str, Any], wrapper: str
 ) -> None:
     trial = right(layout.dims, wrapper=wrapper)
-    traits = replace(trial.traits, measured=Measured(trial.plan.observed or {}, torch="2.9.0"))
+    traits = replace(trial.traits, measured=Measured(trial.plan.measured_units or {}, torch="2.9.0"))
     trial = replace(trial, plan=replace(trial.plan, traits=traits))
     plan, own = layout.assume(trial).plan, trial.plan
     wanted = make_plan(replace(trial.case, dims=known), trial.traits)
-    assert layout.known == known
+    assert layout.known_dims == known
     assert plan.groups == groups | {layout.without: own.groups[layout.without]}
     assert (plan.dims, plan.traits, plan.shard_axis) == (own.dims, own.traits, wanted.shard_axis)
     assert dict(plan.outside_bytes) == dict(own.outside_bytes)
-    for key, (rank, place) in itertools.product(BY_RANK, enumerate(place_of)):
+    for key, (rank, place) in itertools.product(PLAN_FIELDS_BY_RANK, enumerate(place_of)):
         more = getattr(own, key)[rank] if layout.without == "cp" and "flows" in key else ()
         between = tuple(flow for flow in more if "keys and values" in flow.role)
         of_known = getattr(wanted, key)[place]
@@ -235,10 +235,10 @@ def test_what_fsdp_left_out_is_gathered_by_nobody_and_kept_whole_by_each() -> No
     trial = with_rows(right(dims(shard=2)), NORM, dict.fromkeys((0, 1), (0, 16)))
     trial = replace(trial, plan=replace(trial.plan, traits=replace(trial.traits, measured=Measured({}, torch="2.9.0"))))
     (one,) = proposed(trial)
-    assert (one.cause.kind, one.fitted) == ("left out of a wrapper", 2)
+    assert (one.cause.kind, one.fitted_count) == ("left out of a wrapper", 2)
     assert one.cause.details == (("left_out", "FSDP"), ("parameters", (NORM,)))
     plan, before = assumed(one, trial).plan, trial.plan
-    assert (plan.observed, plan.traits) == ({}, before.traits)
+    assert (plan.measured_units, plan.traits) == ({}, before.traits)
     for rank in (0, 1):
         assert plan.slices[rank] == before.slices[rank] | {NORM: ((0, 16),)}
         assert plan.after_forward[rank] == before.after_forward[rank] | {NORM: Kept(2, 16 * 8)}
@@ -273,7 +273,9 @@ STRIDED = {rank: (4 * rank, 4 * rank + 4) for rank in range(4)}  # rank = 2 * dp
 def test_rows_dealt_out_in_strides_are_told_and_what_tp_ranks_gather_is_assumed_to_be_the_weights() -> None:
     trial = with_rows(right(dims(1, 2, 2)), LAST, STRIDED)
     one, *others = proposed(trial)
-    assert (one.cause.kind, one.fitted) == ("strided shards", 1) and one.cause.details == (("parameters", (LAST,)),)
+    assert (one.cause.kind, one.fitted_count) == ("strided shards", 1) and one.cause.details == (
+        ("parameters", (LAST,)),
+    )
     assert [other.cause.kind for other in others] == ["left out of a wrapper"]
     before, after = trial.reference.weights, assumed(one, trial).reference.weights
     assert np.array_equal(after[LAST], before[LAST][[*range(4), *range(8, 12), *range(4, 8), *range(12, 16)]])
@@ -312,7 +314,7 @@ def test_each_rank_is_renamed_wherever_it_is_named() -> None:
         groups=(replace(group, ranks=(0, 1)), replace(group, ranks=(1, 3))),
     )
     run = replace(changed.run, exits=tuple(Exit(rank, "raised", rank) for rank in range(4)))
-    other = renamed(replace(trial, run=run, repeat=run), names)
+    other = renumber_trial(replace(trial, run=run, repeat=run), names)
     assert [evidence.rank for evidence in other.ranks.values()] == [*other.ranks] == [0, 1, 2, 3]
     assert [(exit.rank, exit.code) for exit in other.run.exits] == [(0, 2), (1, 0), (2, 3), (3, 1)]
     seen = other.ranks[1]
@@ -322,4 +324,4 @@ def test_each_rank_is_renamed_wherever_it_is_named() -> None:
     assert [one.ranks for one in seen.groups] == [(1, 3), (2, 3)]
     assert [(one.shard_ranks, one.replicate_ranks) for one in seen.structure.values()] == [((0, 1), (3,))]
     assert other.repeat == other.run
-    assert renamed(other, {new: old for old, new in names.items()}).run.exits == run.exits
+    assert renumber_trial(other, {new: old for old, new in names.items()}).run.exits == run.exits

@@ -198,7 +198,7 @@ def test_the_first_module_whose_input_is_wrong_is_located(
 @pytest.mark.parametrize(("off_by", "module"), [(2e-4, ""), (1e-3, ""), (1e-2, "norm")])
 def test_in_noise_a_few_times_the_bound_of_the_first_loss_is_noise(off_by: float, module: str) -> None:
     trial = with_noise(wrong_forward({"norm": (72 * (1 + off_by), 8.0)}), loss=1e-4)
-    assert first_wrong_input(trial).wrong == module
+    assert first_wrong_input(trial).first_wrong == module
 
 
 def test_a_module_that_nobody_saw_is_passed_over_and_without_any_nothing_is_located() -> None:
@@ -224,7 +224,7 @@ def test_the_probe_measures_what_the_reference_does_in_whatever_pieces() -> None
     clock.phase = lambda: "backward"  # type: ignore[method-assign]
     model(tokens)  # recomputation is not measured
     recorder.remove()
-    expected, seen = mean_squares(model, tokens), recorder.of_step(1).inputs
+    expected, seen = mean_squares(model, tokens), recorder.activity_of(1).inputs
     assert list(expected) == list(seen)
     assert "tok_embeddings" not in seen and "layers.0.attention.inner_attention" in seen
     for fqn, (squares, count) in seen.items():

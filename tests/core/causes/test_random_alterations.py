@@ -178,7 +178,7 @@ def test_no_solver_raises(name: str, alterations: list[Any], seed: int) -> None:
     trial = TRIALS[name]
     for place, alteration in alterations:
         trial = with_alteration(trial, place, alteration)
-    raised = [text for text in explained(trial).raised if " raised " in text]
+    raised = [text for text in explained(trial).errors if " raised " in text]
     assert raised == []
 
 
@@ -208,5 +208,5 @@ def test_random_gradients_are_explained_by_nothing(
         return with_step(t, rank, step, gradients=gradients | wrong)
 
     found = explained(with_every_rank(trial, change))
-    assert found.raised == ()
+    assert found.errors == ()
     assert not [proof for proof in found.proofs if "gradients" in proof.explained]

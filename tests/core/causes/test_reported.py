@@ -14,7 +14,7 @@ from literal_reference import clip
 from harness.core.case.dims import ParallelDims
 from harness.core.causes import diagnose
 from harness.core.causes.engine import explain, failing_checks
-from harness.core.causes.reported import norms, odd_reports, reported_of, wrong_reports
+from harness.core.causes.reported import norm_sources, odd_reports, reports_of, wrong_reports
 from harness.core.checks import judge
 from harness.core.judge.contents import to_bfloat16
 from harness.core.judge.norms import norm_of
@@ -260,10 +260,10 @@ def test_reports_that_are_lacking_and_a_largest_loss_below_the_mean() -> None:
 
 def test_no_norm_is_known_where_a_gradient_is_of_no_planned_parameter() -> None:
     trial = shows(FSDP_4, NORM, lambda rank, step: 2.0 * right(FSDP_4, NORM)[step])
-    assert reported_of(trial, "grad_norm") is not None
+    assert reports_of(trial, "grad_norm") is not None
     own = trial.ranks[0].steps[0].gradients
     trial = with_step(trial, 0, 1, gradients={**own, "copied.weight": next(iter(own.values()))})
-    assert reported_of(trial, "grad_norm") is None
+    assert reports_of(trial, "grad_norm") is None
 
 
 @pytest.mark.parametrize("steps", [(2,), (2, 3)])
@@ -314,6 +314,6 @@ def test_norms_are_of_the_gradients_that_their_details_say(dtype: type) -> None:
             *(of[fqn] if fqn != "output.weight" else np.split(of[fqn], 2)[0] for fqn in of)
         ),
     }
-    found = {details[0]: number for details, number in norms(trial)}
+    found = {details[0]: number for details, number in norm_sources(trial)}
     for detail, value in wanted.items():
         assert [found[detail](rank, 1) for rank in trial.ranks] == pytest.approx([value] * 4, rel=1e-12), detail

@@ -19,7 +19,7 @@ from harness.core.case.features import Features
 from harness.core.case.traits import TrainerTraits
 from harness.core.causes import diagnose
 from harness.core.causes.hypothesis import Hypothesis
-from harness.core.causes.request import Neighbour, neighbours, singles
+from harness.core.causes.request import Neighbour, neighbours, neighbours_of_one_field
 from harness.core.checks import judge
 from harness.core.evidence.provided import RECORDED
 from harness.core.judge.result import Cause, Verdict
@@ -100,7 +100,7 @@ def test_dtypes_are_those_in_force_where_none_is_requested(
 ) -> None:
     trial = trial_of(tiny_case("fsdp_2", **requested), tiny_case("fsdp_2", **ran))
     (one,) = proposed(trial, "features")
-    assert (one.cause.kind, one.cause.details, one.fitted) == (FEATURE, details, 1)
+    assert (one.cause.kind, one.cause.details, one.fitted_count) == (FEATURE, details, 1)
 
 
 def test_a_recipe_is_assumed_of_whatever_case_is_assumed_already_with_the_noise_of_the_one_requested() -> None:
@@ -144,7 +144,7 @@ def test_every_switch_and_choice_of_a_request_is_tried_without_being_listed() ->
     case = tiny_case(everywhere, replace(ADAMW, global_batch=64, seq_len=64), model=model, accumulation=2)
     trial = trial_of(tiny_case("single"))
     trial = replace(trial, case=case, plan=replace(trial.plan, dims=everywhere))
-    tried = {name for one in singles(trial) for _, name in one.values}
+    tried = {name for one in neighbours_of_one_field(trial) for _, name in one.values}
     for owner in (Features, TrainerTraits):
         switches = {one.name for one in dataclasses.fields(owner) if one.type == "bool"}
         assert switches - tried <= {"async_save"}, owner  # which is of launches that save
@@ -154,7 +154,7 @@ def test_every_switch_and_choice_of_a_request_is_tried_without_being_listed() ->
 
 def test_what_there_is_no_case_of_is_not_tried() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
-    tried = {(name, value) for one in singles(trial) for (_, name), value in one.values.items()}
+    tried = {(name, value) for one in neighbours_of_one_field(trial) for (_, name), value in one.values.items()}
     assert not {"schedule", "cp_rotation", "loss_parallel"} & {name for name, _ in tried}
     assert (
         ("loss_chunks", 0) not in tried
@@ -175,7 +175,9 @@ def test_policies_are_words_and_what_divides_the_shards_and_no_default_of_units_
     layout: ParallelDims, changes: dict[str, Any], policies: list[Any]
 ) -> None:
     trial = trial_of(tiny_case(layout, **changes), tiny_case(layout))
-    found = [one.values["features", "reshard_after_forward"] for one in singles(trial) if is_policy(one)]
+    found = [
+        one.values["features", "reshard_after_forward"] for one in neighbours_of_one_field(trial) if is_policy(one)
+    ]
     assert found == policies
 
 
@@ -216,7 +218,7 @@ def test_a_schedule_and_a_number_of_microbatches_are_one_field_or_two(
     requested: Case, ran: Case, details: dict[str, Any]
 ) -> None:
     found = [one for one in proposed(acting(requested, ran), "schedule") if dict(one.cause.details) == details]
-    assert [(one.cause.kind, one.fitted) for one in found] == [(FEATURE, len(details))]
+    assert [(one.cause.kind, one.fitted_count) for one in found] == [(FEATURE, len(details))]
 
 
 # ---- units

@@ -27,7 +27,7 @@ from harness.core.case.dims import ParallelDims
 from harness.core.causes.contributions import sums_of_whole_gradients
 from harness.core.causes.engine import explain
 from harness.core.checks import judge
-from harness.core.judge.losses import losses
+from harness.core.judge.losses import losses_of_rank
 from harness.core.judge.trial import Trial
 
 WQ = "layers.0.attention.wq.weight"
@@ -93,7 +93,7 @@ def test_a_number_of_tokens_is_tested_in_every_step(factor: Callable[[int, int],
 def test_tokens_of_one_microbatch_in_the_place_of_all_are_named(times: int) -> None:
     trial = trial_of(tiny_case("ddp_2", accumulation=2))
     valid = {step.step: step.valid_tokens for step in trial.reference.steps}
-    alone = {step: sum(losses(trial, rank, step)[1][1] for rank in (0, 1)) for step in valid}
+    alone = {step: sum(losses_of_rank(trial, rank, step)[1][1] for rank in (0, 1)) for step in valid}
     wrong = with_factors(trial, lambda rank, step, fqn: valid[step] / (times * alone[step]))
     assert factor_of(wrong) == valid[1] / (times * alone[1]) and "microbatch 2" in names(wrong)
 
@@ -161,7 +161,7 @@ def test_a_tied_weight_whose_gradient_is_added_twice_is_no_matter_of_degrees() -
 
 def nothing(trial: Trial) -> None:
     found = explain(trial, judge(trial), (sums_of_whole_gradients,), ())
-    assert not any(proof.complete for proof in found.proofs)
+    assert not any(proof.is_complete for proof in found.proofs)
 
 
 def test_other_factors_in_each_step_on_each_replica_or_of_each_entry_are_none() -> None:

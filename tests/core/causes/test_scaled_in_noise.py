@@ -10,7 +10,7 @@ from diagnosed import NORM, with_factors
 from literal import judged, tiny_case, trial_of, with_updates_that_follow, with_value
 from noisy import with_noise
 
-from harness.core.causes.assume import another_reference
+from harness.core.causes.assume import assume_reference
 from harness.core.causes.contributions import sums_of_whole_gradients
 from harness.core.causes.engine import explain, failing_checks
 from harness.core.checks import judge
@@ -35,7 +35,7 @@ def numbers(trial: Trial) -> list[Result]:
 def in_noise(trial: Trial) -> list[dict[str, object]]:
     """The details of each cause that explains all."""
     found = explain(trial, numbers(trial), (sums_of_whole_gradients,), ())
-    proven = [one for proof in found.proofs if proof.complete for one in proof.hypotheses]
+    proven = [one for proof in found.proofs if proof.is_complete for one in proof.hypotheses]
     assert {one.cause.kind for one in proven} <= {"gradients scaled"}
     return [dict(one.cause.details) for one in proven]
 
@@ -88,7 +88,7 @@ def test_a_loss_that_is_scaled_before_backward_counts_each_token_so_often_from_t
     wrong = with_factors(loud(), lambda rank, step, fqn: 2.001 if step >= since else 1.0)
     found = [one.assume for one in sums_of_whole_gradients(wrong, {"gradients": judged("gradients", wrong)})]
     (assumed,) = [one for one in found if "batch" in getattr(one, "keywords", {})]
-    assert getattr(assumed, "func", None) is another_reference
+    assert getattr(assumed, "func", None) is assume_reference
     batch: Any = getattr(assumed, "keywords", {})["batch"]
     counts = [batch(step, Batch(labels, labels)).counts for step in (1, 2, 3)]
     assert [set(one.ravel()) for one in counts] == [{2.0 if step >= since else 1.0} for step in (1, 2, 3)]

@@ -11,7 +11,7 @@ from diagnosed import here
 from literal import tiny_case
 
 from harness.core.case.case import Case
-from harness.core.causes import engine, hypothesis, undercut
+from harness.core.causes import engine
 from harness.core.causes.engine import Explanation, explain
 from harness.core.causes.hypothesis import Broken, Fact, Hypothesis
 from harness.core.judge.result import Cause, Result, Verdict
@@ -32,17 +32,10 @@ class Run:
     gradients_from: int = 1
     """The first step in which gradients are wrong, as far as they are."""
 
-
-@pytest.fixture(autouse=True)
-def _declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (hypothesis, undercut):
-        monkeypatch.setattr(module, "judge_check", declared_result)
-
-
-def declared_result(run: Run, check: str) -> Result:
-    if check in run.holding:
-        return Result(check, Verdict.PASS)
-    return failing(check, run.gradients_from if check == "gradients" else 1)
+    def result_of(self, check: str) -> Result:
+        if check in self.holding:
+            return Result(check, Verdict.PASS)
+        return failing(check, self.gradients_from if check == "gradients" else 1)
 
 
 def failing(check: str, step: int = 1) -> Result:
@@ -89,7 +82,7 @@ def explained(
 def told(found: Explanation) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     """The causes of each proof, what it explains and what it leaves."""
     return [
-        (" + ".join(cause_line(one.cause) for one in proof.hypotheses), proof.explained, proof.left)
+        (" + ".join(cause_line(one.cause) for one in proof.hypotheses), proof.explained, proof.unexplained)
         for proof in found.proofs
     ]
 
@@ -124,8 +117,8 @@ ALL = (G, T, S)
         ([one("a", G, fitted=2), one("b", G)], [("b", (G,), ALL[1:])], 6),
         ([one("a", G), one("a", G)], [("a", (G,), ALL[1:])], 6),
         # where ranks are numbered otherwise nothing else is looked for
-        ([one("a", G, T, renumbers=True), one("b", S, fitted=2)], [("b + a", ALL, ())], 3),
-        ([one("a", G, T, renumbers=True)], [("a", (G, T), (S,))], 1),
+        ([one("a", G, T, renumbers_ranks=True), one("b", S, fitted=2)], [("b + a", ALL, ())], 3),
+        ([one("a", G, T, renumbers_ranks=True)], [("a", (G, T), (S,))], 1),
     ],
 )
 def test_the_simplest_that_explains_all_is_the_cause_else_two_else_what_explains_most(
@@ -133,15 +126,15 @@ def test_the_simplest_that_explains_all_is_the_cause_else_two_else_what_explains
 ) -> None:
     found = explained(*proposed)
     assert told(found) == expected
-    assert (found.facts, found.raised, found.ended, found.tried) == ((), (), "", tried)
-    assert found.left == (expected[0][2] if expected else ALL)
+    assert (found.facts, found.errors, found.end_reason, found.tried_count) == ((), (), "", tried)
+    assert found.unexplained == (expected[0][2] if expected else ALL)
 
 
 def test_of_what_explains_as_much_the_one_that_a_check_left_has_seen_is_said() -> None:
-    plain, seen = one("plain", G), one("seen", G, seen=(T,))
+    plain, seen = one("plain", G), one("seen", G, seen_by=(T,))
     for proposed in ((plain, seen), (seen, plain)):
         assert told(explained(*proposed)) == [("seen", (G,), (T, S))]
-    for elsewhere in (one("seen", G, seen=(G,)), one("seen", G, seen=("memory",))):
+    for elsewhere in (one("seen", G, seen_by=(G,)), one("seen", G, seen_by=("memory",))):
         assert told(explained(plain, elsewhere)) == [("plain", (G,), (T, S)), ("seen", (G,), (T, S))]
 
 
@@ -163,7 +156,7 @@ def test_a_second_that_explains_a_part_is_said_with_the_first_and_the_best_of_th
 
     found = explain(Run(), results(*ALL, "update"), (suspects,), ())  # type: ignore[arg-type]
     assert told(found) == [("first + best", ALL, ("update",))]
-    assert found.tried == 4
+    assert found.tried_count == 4
 
     def in_vain(run: Run, broken: Broken) -> Iterator[Hypothesis]:
         yield one("first", G) if G in broken else one("nothing")
@@ -239,7 +232,7 @@ def test_facts_are_said_of_checks_that_no_proof_explains(
     found = explained(*proposed, facts=tuple(facts), broken=FIVE)
     assert [text for text, *_ in told(found)] == proofs
     assert [cause_line(of.cause) for of in found.facts] == seen
-    assert found.left == left
+    assert found.unexplained == left
 
 
 # ---- what is on record besides
@@ -256,7 +249,7 @@ def test_what_is_raised_is_on_record_once_with_the_line_and_ends_what_that_suspe
         f"deeper raised ValueError: first at suspects:{at}",
         f"suspects raised KeyError: 'layers.9' at suspects:{at}",
     ]
-    assert found.raised == (*texts,)
+    assert found.errors == (*texts,)
     assert told(found) == [("a + c", (T, S), (G,))]
 
 
@@ -266,31 +259,35 @@ def test_what_an_assumption_raises_is_told_by_its_kind_and_missing_bounds_in_the
 
     odd = Hypothesis(Cause("odd", "-"), lost)  # type: ignore[arg-type]
     found = explained(odd, one("a", *ALL))
-    assert found.raised == (f"odd raised KeyError: 'layers.9' at lost:{lost.__code__.co_firstlineno + 1}",)
-    assert told(found) == [("a", ALL, ())] and found.tried == 2
+    assert found.errors == (f"odd raised KeyError: 'layers.9' at lost:{lost.__code__.co_firstlineno + 1}",)
+    assert told(found) == [("a", ALL, ())] and found.tried_count == 2
     bounds = [NoBound("never measured"), NoBound("never measured"), NoBound("too blunt")]
     suspects = [suspecting(error) for error in bounds]
     found = explain(Run(), results(*ALL), suspects, ())  # type: ignore[arg-type]
-    assert found.raised == ("never measured", "too blunt")
+    assert found.errors == ("never measured", "too blunt")
 
 
 @pytest.mark.parametrize(("passes", "ended"), [(0, False), (1, True)])
-def test_a_search_ends_where_it_has_computed_all_that_it_may(passes: int, ended: bool) -> None:
+def test_a_search_ends_where_it_has_computed_all_that_it_may(
+    passes: int, ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_bounded_passes", lambda run: budget.logits_budget(SIZE * engine.MOST_PASSES))
+
     def computing(run: Run) -> Run:
-        budget.spend(SIZE * (engine.PASSES + passes))
+        budget.spend_logits(SIZE * (engine.MOST_PASSES + passes))
         return replace(run, holding=run.holding | set(ALL))
 
     found = explained(Hypothesis(Cause("a", "a"), computing))  # type: ignore[arg-type]
     assert told(found) == ([] if ended else [("a", ALL, ())])
-    assert found.ended == "the reference was computed for 4000 forward passes" * ended
-    assert found.raised == ()
+    assert found.end_reason == "the reference was computed for 4000 forward passes" * ended
+    assert found.errors == ()
 
     def proposing(run: Run, broken: Broken) -> Iterator[Hypothesis]:
-        budget.spend(SIZE * (engine.PASSES + passes))
+        budget.spend_logits(SIZE * (engine.MOST_PASSES + passes))
         yield one("a", *ALL)
 
     found = explain(Run(), results(*ALL), (proposing,), ())  # type: ignore[arg-type]
-    assert (told(found) == [], found.raised, bool(found.ended)) == (ended, (), ended)
+    assert (told(found) == [], found.errors, bool(found.end_reason)) == (ended, (), ended)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +301,7 @@ def test_a_search_ends_where_it_has_computed_all_that_it_may(passes: int, ended:
 def test_no_more_are_judged_than_the_bound_says_over_all_searches(
     monkeypatch: pytest.MonkeyPatch, judged: int, ended: str, expected: str
 ) -> None:
-    monkeypatch.setattr(engine, "JUDGED", judged)
+    monkeypatch.setattr(engine, "MOST_JUDGED", judged)
     found = explained(one("a", G), one("b", T, S, fitted=2))
-    assert (found.tried, found.ended) == (judged, ended)
+    assert (found.tried_count, found.end_reason) == (judged, ended)
     assert [text for text, *_ in told(found)] == [expected]

@@ -24,9 +24,9 @@ from literal import (
 from harness.core.case.dims import ParallelDims
 from harness.core.case.traits import FlatLayout, TrainerTraits
 from harness.core.causes import diagnose
-from harness.core.causes.differences import OF_GRADIENTS
+from harness.core.causes.differences import GRADIENT_CHECKS
 from harness.core.causes.hypothesis import Fact
-from harness.core.causes.structure_facts import FOLLOWING, TABLE
+from harness.core.causes.structure_facts import LOSS_AND_GRADIENT_CHECKS, STRUCTURE_ROWS
 from harness.core.causes.structure_facts import facts_of_structure as facts
 from harness.core.checks import judge
 from harness.core.checks.traffic import IN_ANOTHER_DTYPE
@@ -41,7 +41,7 @@ from harness.core.evidence.step import (
     SavedTensorsHook,
 )
 from harness.core.judge.finding import Finding
-from harness.core.judge.measured import measured
+from harness.core.judge.measured import with_measured_traits
 from harness.core.judge.result import Result, Verdict
 from harness.core.judge.trial import Trial
 from harness.core.plan.make_plan import make_plan
@@ -198,7 +198,7 @@ def test_matmuls_in_another_dtype_are_told_with_how_many_and_in_which_units(by_d
     trial = computing(trial, lambda activity: replace(activity, matmuls=counts))
     (fact,) = seen(trial, "features", beside=("gradients",))
     assert (fact.cause.kind, quantity(fact)) == (FEATURE, "matmuls' dtype")
-    assert fact.checks == ("features", "reshard", "traffic", "memory", *OF_GRADIENTS)
+    assert fact.checks == ("features", "reshard", "traffic", "memory", *GRADIENT_CHECKS)
     assert fact.cause.finding is not None and odd in fact.cause.finding.note
     assert ("1 in float32" in fact.cause.finding.note) == (len(by_dtype) == 2)
     assert "not tested" in dict(fact.lines)
@@ -218,7 +218,7 @@ def test_what_stages_send_in_another_dtype_is_told_and_numbers_follow() -> None:
     for phase, told in (("pipeline", True), ("backward", False)):
         finding = Finding.at(0, 8, 4, check="traffic", name="send", phase=phase, quantity=IN_ANOTHER_DTYPE)
         found = list(facts(trial, {"traffic": Result("traffic", Verdict.FAIL, 1, (finding,))}))
-        assert [(fact.cause.kind, fact.checks) for fact in found] == [(FEATURE, ("traffic", *OF_GRADIENTS))] * told
+        assert [(fact.cause.kind, fact.checks) for fact in found] == [(FEATURE, ("traffic", *GRADIENT_CHECKS))] * told
 
 
 # ---- units
@@ -236,7 +236,7 @@ def test_ranks_that_disagree_on_units_of_their_own_choice_are_told_by_what_they_
     first, block, last = trial.plan.units[0]
     for rank in (2, 3):
         trial = claiming(trial, rank, first, block[:4], block[4:], last)
-    plan = replace(trial.plan, traits=measured(case, trial.traits, trial.run))
+    plan = replace(trial.plan, traits=with_measured_traits(case, trial.traits, trial.run))
     (fact,) = seen(replace(trial, plan=plan), "placements")
     finding = fact.cause.finding
     assert (fact.cause.kind, fact.checks) == ("ranks disagree on units", ("placements",))
@@ -325,7 +325,10 @@ def test_parameters_that_nobody_gathers_are_told_where_replicas_part(late: bool)
     trial = zero("zero1", TrainerTraits(zero_gathers_late=late))
     lost = with_every_rank(trial, lambda t, rank: with_collectives(t, rank, ungathered))
     (fact,) = seen(lost, "traffic", beside=("replica_agreement",))
-    assert (fact.cause.kind, fact.checks) == ("parameters not gathered", ("traffic", "replica_agreement", *FOLLOWING))
+    assert (fact.cause.kind, fact.checks) == (
+        "parameters not gathered",
+        ("traffic", "replica_agreement", *LOSS_AND_GRADIENT_CHECKS),
+    )
     assert fact.cause.finding is not None and fact.cause.finding.name == "all_gather"
     assert seen(lost, "traffic") == seen(zero("zero1"), "traffic", beside=("replica_agreement",)) == []
 
@@ -362,7 +365,7 @@ def test_parts_of_the_gradients_that_begin_at_another_place_are_named(by: int, l
 
 
 def test_rows_name_quantities_that_checks_have_and_random_findings_are_no_fact() -> None:
-    assert {row.check for row in TABLE} == {
+    assert {row.check for row in STRUCTURE_ROWS} == {
         "features",
         "schedule",
         "placements",

@@ -11,8 +11,8 @@ from literal import with_step, with_value
 from harness.core.causes import telling
 from harness.core.causes.engine import Explanation
 from harness.core.causes.hypothesis import Fact, Hypothesis, Proof
-from harness.core.causes.localise import KIND
-from harness.core.causes.telling import told, what_weaker_tests_say
+from harness.core.causes.localise import UNEXPLAINED
+from harness.core.causes.telling import build_diagnosis, weaker_test_lines
 from harness.core.checks import judge
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Cause, Lines, Result, Verdict
@@ -33,7 +33,7 @@ def proof(
     assumed: Trial = RIGHT,
     renumbers: bool = False,
 ) -> Proof:
-    found = tuple(Hypothesis(cause(n), None, 1, ((n, f"seen of {n}"),), renumbers=renumbers) for n in names)
+    found = tuple(Hypothesis(cause(n), None, 1, ((n, f"seen of {n}"),), renumbers_ranks=renumbers) for n in names)
     return Proof(found, explained, left, assumed)
 
 
@@ -47,7 +47,7 @@ def result(name: str, verdict: Verdict = Verdict.FAIL, note: str = "") -> Result
 
 
 def said(found: Explanation, *broken: str, trial: Trial = RIGHT) -> tuple[list[str], Lines]:
-    whole = told(trial, [*map(result, broken), result("update", Verdict.PASS)], found)
+    whole = build_diagnosis(trial, [*map(result, broken), result("update", Verdict.PASS)], found)
     return [one.observed for one in whole.causes], whole.evidence
 
 
@@ -92,7 +92,7 @@ def test_checks_that_are_proven_or_hold_are_not_seen_besides() -> None:
 def test_a_fact_that_is_a_finding_alone_is_not_said_beside_a_proven_cause_of_its_kind() -> None:
     finding = result("traffic").findings[0]
     alone = [Fact(Cause(kind, "", finding=finding), ("traffic",)) for kind in ("kind of factor", "another")]
-    whole = told(
+    whole = build_diagnosis(
         RIGHT, [result("loss"), result("traffic")], Explanation((proof("factor"),), (*alone, fact("x", "traffic")))
     )
     assert [one.kind for one in whole.causes] == ["kind of factor", "another", "kind of x"]
@@ -140,7 +140,11 @@ OF_MEMORY = "rank 1, step 3, parameters: expected 472 B, observed 1.888 kB (1888
 
 def left_of(trial: Trial, *proofs: Proof, left: tuple[str, ...] = ("memory",)) -> tuple[list[str], dict[str, str]]:
     results = judge(trial)
-    found = told(trial, results, Explanation(proofs, left=left, tried=2, ended="the end", raised=("one", "two")))
+    found = build_diagnosis(
+        trial,
+        results,
+        Explanation(proofs, unexplained=left, tried_count=2, end_reason="the end", errors=("one", "two")),
+    )
     assert found.evidence[-3:] == (("not tried", "one"), ("not tried", "two"), ("not searched further", "the end"))
     return [cause_line(one) for one in found.causes], dict(evidence_rows(found.evidence))
 
@@ -174,8 +178,10 @@ def test_where_even_that_raises_the_first_finding_is_told_as_it_is(monkeypatch: 
         raise KeyError("layers.7")
 
     monkeypatch.setattr(telling, "localise", localise)
-    found = told(RIGHT, [result("loss"), result("update")], Explanation(left=("loss", "update")))
-    assert [(one.kind, cause_line(one)) for one in found.causes] == [(KIND, "loss: rank 0: expected 1, observed 2")]
+    found = build_diagnosis(RIGHT, [result("loss"), result("update")], Explanation(unexplained=("loss", "update")))
+    assert [(one.kind, cause_line(one)) for one in found.causes] == [
+        (UNEXPLAINED, "loss: rank 0: expected 1, observed 2")
+    ]
     assert found.evidence == (("not located", "KeyError: 'layers.7'"),)
 
 
@@ -185,12 +191,12 @@ def test_where_even_that_raises_the_first_finding_is_told_as_it_is(monkeypatch: 
 @pytest.mark.parametrize("check", ["shard_contents", "placements", "traffic"])
 def test_a_listing_of_groups_passes_where_contents_placements_or_traffic_are_wrong(check: str) -> None:
     groups = result("process_groups", Verdict.PASS)
-    assert dict(what_weaker_tests_say([groups, result(check)])).keys() == {"groups"}
-    assert what_weaker_tests_say([groups, result("memory")]) == what_weaker_tests_say([result(check)]) == ()
+    assert dict(weaker_test_lines([groups, result(check)])).keys() == {"groups"}
+    assert weaker_test_lines([groups, result("memory")]) == weaker_test_lines([result(check)]) == ()
 
 
 def test_a_passing_check_that_fails_under_what_is_assumed_is_told() -> None:
-    aside = replace(proof("samples"), aside=("reported_numbers",))
+    aside = replace(proof("samples"), tolerated_failures=("reported_numbers",))
     _, lines = said(Explanation((aside,)), "loss")
     assert (
         lines[0][1]

@@ -15,13 +15,13 @@ from trained import MODEL, RECIPE, Ran, _ran, case_of, diagnosed, proven, refere
 from harness.core.case.case import Saved
 from harness.core.case.dims import ParallelDims
 from harness.core.causes import all_suspects, costly_suspects
-from harness.core.causes.assume import another_case, inputs_of_first_step
+from harness.core.causes.assume import assume_case, input_mean_squares
 from harness.core.causes.engine import explain
 from harness.core.causes.localise import first_wrong_input, ranks_whose_losses_are_off
 from harness.core.checks import judge
 from harness.core.judge.trial import Trial
 from harness.reference.model import llama_from
-from harness.reference.spellings import put_instead
+from harness.reference.spellings import replace_forward
 from harness.reference.train import mean_squares, train
 
 
@@ -44,7 +44,7 @@ def test_the_last_layers_that_are_on_no_rank_are_a_model_of_fewer(ran: Ran, laye
     lost = tuple(f"layers.{layer}." for layer in range(1, layers))
     weights = {fqn: value for fqn, value in reference(whole).weights.items() if not fqn.startswith(lost)}
     trial = ran(fewer, train(fewer.model, fewer.training, weights=weights))
-    judged_as_whole = replace(another_case(trial, whole), reference=reference(whole), golden=None)
+    judged_as_whole = replace(assume_case(trial, whole), reference=reference(whole), golden=None)
     assert diagnosed(judged_as_whole).causes[0].kind == "layers lost"
     assert dict(diagnosed(judged_as_whole).causes[0].details) == {"layers": tuple(one[:-1] for one in lost)}
     assert not not_explained(judged_as_whole)
@@ -55,7 +55,7 @@ def doubled(name: str) -> dict[str, object]:
 
     def alter(model: nn.Module, step: int) -> None:
         if step == 1:
-            put_instead(model.get_submodule(name), lambda before, *args, **named: 2 * before(*args, **named))
+            replace_forward(model.get_submodule(name), lambda before, *args, **named: 2 * before(*args, **named))
 
     return {"altered": alter}
 
@@ -77,7 +77,7 @@ def test_a_module_that_computes_something_else_is_located_and_not_named(
     (cause,) = diagnosed(trial).causes
     assert cause.kind == "not explained"
     place = first_wrong_input(trial)
-    assert place.wrong.startswith(wrong) and (place.right == right or not right)
+    assert place.first_wrong.startswith(wrong) and (place.last_right == right or not right)
     assert 1 in cause.steps
 
 
@@ -88,10 +88,10 @@ def test_what_goes_into_modules_is_computed_for_the_first_step_of_a_launch_that_
     step, known = trial.reference.steps[1], dict(zip(trial.reference.sample_ids, trial.reference.tokens, strict=True))
     model = llama_from(step.parameters, config=case.model, dtype=torch.float64, device="cpu")
     tokens = np.stack([known[id_] for id_ in trial.reference.samples[2]])
-    found, wanted = inputs_of_first_step(trial), mean_squares(model, torch.from_numpy(tokens))
+    found, wanted = input_mean_squares(trial), mean_squares(model, torch.from_numpy(tokens))
     assert found.keys() == wanted.keys() and all(math.isclose(found[fqn], wanted[fqn], rel_tol=1e-12) for fqn in found)
-    assert inputs_of_first_step(replace(trial, case=case_of())) == trial.reference.inputs
-    assert inputs_of_first_step(trial.assuming(reference={"batch": lambda step, batch: batch})) == {}
+    assert input_mean_squares(replace(trial, case=case_of())) == trial.reference.inputs
+    assert input_mean_squares(trial.with_assumption(reference={"batch": lambda step, batch: batch})) == {}
 
 
 def with_losses(trial: Trial, rank: int, step: int, factor: float) -> Trial:
@@ -159,4 +159,4 @@ def test_numbers_at_random_are_explained_by_no_hypothesis_no_pair_and_no_fitted_
     trial = at_random(ran(case_of()), what)
     found = explain(trial, judge(trial), all_suspects(), (), costly_suspects())
     assert [proof.explained for proof in found.proofs if proof.explained] == []
-    assert found.raised == ()
+    assert found.errors == ()

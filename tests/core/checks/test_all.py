@@ -25,12 +25,12 @@ from literal import (
 )
 
 from harness.core.case.dims import ParallelDims
-from harness.core.checks import all_checks, judge, run_check, statement
+from harness.core.checks import all_checks, check_sentence, judge, run_check
 from harness.core.evidence.provided import RECORDED
 from harness.core.evidence.records import Collective
 from harness.core.judge.finding import Part
 from harness.core.judge.result import Result, Verdict, verdict_of
-from harness.core.judge.traffic import OF_PARAMETERS
+from harness.core.judge.traffic import PARAMETER_ROLES
 
 NAMES = [
     "completed",
@@ -70,7 +70,7 @@ def test_the_checks_are_these_in_this_order() -> None:
 
 def test_every_check_is_one_sentence() -> None:
     for name in all_checks():
-        assert statement(name)[0].isupper() and statement(name).endswith("."), name
+        assert check_sentence(name)[0].isupper() and check_sentence(name).endswith("."), name
 
 
 KEYS = [(op, phase) for op in ("all_gather", "reduce_scatter", "all_reduce") for phase in ("forward", "backward")]
@@ -246,7 +246,7 @@ def test_an_axis_over_which_one_rank_moves_no_more_than_data_parallelism_does_is
     trial = trial_of(case)
     assert judged("exchange", trial).verdict is Verdict.PASS
     moved = trial.plan.flows_of(1, 2)
-    kept = [sum(f.bytes for f in moved if (f.op, f.phase) == key and f.role in OF_PARAMETERS) for key in KEYS]
+    kept = [sum(f.bytes for f in moved if (f.op, f.phase) == key and f.role in PARAMETER_ROLES) for key in KEYS]
     calls = [call for call in trial.ranks[1].collectives if call.phase == "other"]
     of_data = zip(KEYS, kept, strict=True)
     calls += [Collective(op, (0, 1), "(0, 1)", "float64", n, phase, 2, 0) for (op, phase), n in of_data if n]

@@ -49,11 +49,11 @@ def test_of_fsdp1s_own_clipping_in_float64_the_reason_is_told_and_what_to_do() -
         trial_of(tiny_case("single")), Exit(0, "raised", code=1, blamed=True, error=error, stack="a.py:7")
     )
     (told,) = findings("completed", without_rank(trial, 0))
-    assert told.observed.splitlines() == [f"raised: {error}", completed.why(error), "a.py:7"]
-    assert "--dtype float32" in completed.why(error) and 'dtypes = ("float32",)' in completed.why(error)
-    assert completed.why("RuntimeError: linalg.vector_norm: expected a floating point tensor") == ""
+    assert told.observed.splitlines() == [f"raised: {error}", completed.remedy_text(error), "a.py:7"]
+    assert "--dtype float32" in completed.remedy_text(error) and 'dtypes = ("float32",)' in completed.remedy_text(error)
+    assert completed.remedy_text("RuntimeError: linalg.vector_norm: expected a floating point tensor") == ""
     found = diagnose(trial, judge(trial))
-    assert found is not None and ("why", completed.why(error)) in found.evidence
+    assert found is not None and ("why", completed.remedy_text(error)) in found.evidence
 
 
 def test_a_rank_whose_file_was_damaged_is_no_verdict_on_the_trainer() -> None:

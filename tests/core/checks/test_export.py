@@ -15,7 +15,13 @@ from diagnosed import kinds, proven
 from literal import TINY, judged, tiny_case, trial_of, with_rank, with_value
 
 from harness.core.evidence.exported import ExportedTensor, as_exported
-from harness.core.judge.exports import export_of, export_with_rows, halves, merged, weights_of
+from harness.core.judge.exports import (
+    expected_export,
+    export_weights_after,
+    export_with_rows,
+    merge_adapters,
+    rows_in_half_order,
+)
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
 from harness.core.run.exports import read_export
@@ -33,7 +39,7 @@ def exporting(kind: str, change: Callable[[Tensors, Trial], Tensors] = lambda he
     """change: of the right export."""
     model = replace(MODEL, tied_embeddings=bool(more.get("tied")), lora=LORA if more.get("lora") else None)
     trial = trial_of(tiny_case("fsdp_2", export=kind, model=model))
-    held = change(export_of(trial.case, weights_of(trial, 3)), trial)
+    held = change(expected_export(trial.case, export_weights_after(trial, 3)), trial)
     return with_rank(trial, 0, exported={name: ExportedTensor(str(one.dtype), one) for name, one in held.items()})
 
 
@@ -79,7 +85,9 @@ def test_a_tensor_of_which_replicas_hold_different_values_is_not_judged(held: in
     trial = trial_of(tiny_case("ddp_2", export="hf", model=MODEL))
     trial = with_value(trial, 1, 3, "parameters", W1, lambda value: value + 1)
     of_rank = with_rank(trial, 0, steps=trial.ranks[held].steps)
-    export = export_of(trial.case, {**weights_of(trial, 3), W1: of_rank.ranks[0].steps[-1].parameters[W1]})
+    export = expected_export(
+        trial.case, {**export_weights_after(trial, 3), W1: of_rank.ranks[0].steps[-1].parameters[W1]}
+    )
     exported = {name: ExportedTensor(str(one.dtype), one) for name, one in export.items()}
     result = judged("export", with_rank(trial, 0, exported=exported))
     assert (result.verdict, result.examined) == (Verdict.UNKNOWN, 11)
@@ -97,37 +105,45 @@ def test_a_tied_output_may_be_left_out() -> None:
     [
         (
             "hf_interleaved",
-            lambda held, _: held | {Q: halves(held[Q], 4)},
+            lambda held, _: held | {Q: rows_in_half_order(held[Q], 4)},
             {"tensors": (Q,), "with rows of q and k": "in the order for halves"},
         ),
         (
             "hf",
-            lambda held, trial: held | {Q: export_with_rows(trial.case, weights_of(trial, 3), permuted=False)[Q]},
+            lambda held, trial: (
+                held | {Q: export_with_rows(trial.case, export_weights_after(trial, 3), permuted=False)[Q]}
+            ),
             {"tensors": (Q,), "with rows of q and k": "not in the order for halves"},
         ),
         ("hf", lambda held, _: held | {GATE: held[UP]}, {"tensors": (GATE,), "as": UP}),
         (
             "hf",
-            lambda held, trial: held | {UP: export_of(trial.case, weights_of(trial, 1))[UP]},
+            lambda held, trial: held | {UP: expected_export(trial.case, export_weights_after(trial, 1))[UP]},
             {"tensors": (UP,), "as after step": 1},
         ),
         (
             "hf",
-            lambda held, trial: held | {UP: export_of(trial.case, weights_of(trial, 0))[UP]},
+            lambda held, trial: held | {UP: expected_export(trial.case, export_weights_after(trial, 0))[UP]},
             {"tensors": (UP,), "as": "before training"},
         ),
         ("hf", lambda held, _: held | {UP: held[UP][::-1]}, {"tensors": (UP,), "with rows": "in another order"}),
         (
             "hf",
             lambda held, trial: (
-                held | {Q: halves(export_with_rows(trial.case, weights_of(trial, 3), permuted=False)[Q], 8)}
+                held
+                | {
+                    Q: rows_in_half_order(
+                        export_with_rows(trial.case, export_weights_after(trial, 3), permuted=False)[Q], 8
+                    )
+                }
             ),
             {"tensors": (Q,), "with rows turned as those of": "1 head"},
         ),
         (
             "hf_fused",
             lambda held, trial: (
-                held | export_of(trial.case, weights_of(trial, 3), orders={"self_attn.qkv_proj": (2, 0, 1)})
+                held
+                | expected_export(trial.case, export_weights_after(trial, 3), orders={"self_attn.qkv_proj": (2, 0, 1)})
             ),
             {
                 "tensors": (f"{LAYER}self_attn.qkv_proj.weight",),
@@ -170,7 +186,7 @@ def test_merged_weights_are_compared_within_rounding_and_all_others_bit_for_bit(
 )
 def test_adapters_that_are_merged_otherwise_are_named(alpha: float | None, how: dict[str, str]) -> None:
     def change(held: Tensors, trial: Trial) -> Tensors:
-        return held | {GATE: merged(alpha and Lora(2, alpha, LORA.targets), weights_of(trial, 3))[W1]}
+        return held | {GATE: merge_adapters(alpha and Lora(2, alpha, LORA.targets), export_weights_after(trial, 3))[W1]}
 
     assert proven(exporting("hf", change, lora=True)) == ("wrong export", {"tensors": (GATE,)} | how)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from literal import judged, tiny_case, trial_of, with_rank
 
-from harness.core.checks.traffic import gathered_ahead
+from harness.core.checks.traffic import gathers_before_passes
 from harness.core.evidence.records import Collective
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
@@ -36,7 +36,7 @@ def moved_ahead(*, phase: str = "other", lost: bool = False, twice: bool = False
 def test_a_gather_between_steps_is_that_of_the_next_forward_pass():
     trial = moved_ahead()
     assert judged("traffic", trial).verdict is Verdict.PASS
-    assert [len(gathered_ahead(trial, 0, step)) for step in (1, 2, 3)] == [0, 1, 0]
+    assert [len(gathers_before_passes(trial, 0, step)) for step in (1, 2, 3)] == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_what_forward_lacks_or_what_comes_in_addition_is_found(changes, phase):
 
 
 def test_a_gather_that_forward_repeats_is_of_no_forward_pass():
-    assert gathered_ahead(moved_ahead(twice=True), 0, 2) == ()
+    assert gathers_before_passes(moved_ahead(twice=True), 0, 2) == ()

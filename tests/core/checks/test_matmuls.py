@@ -20,10 +20,10 @@ from literal import (
 )
 
 from harness.core.case.dims import ParallelDims
-from harness.core.checks.features import QUANTIZED_PRODUCTS
+from harness.core.checks.features import QUANTIZED_MATMULS
 from harness.core.evidence.step import Attention, Call, Matmul, QuantizedMatmul
 from harness.core.judge.finding import Finding, Limit
-from harness.core.judge.output_layer import looked_at
+from harness.core.judge.output_layer import judge_output_calls
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
 from harness.core.plan.make_plan import make_plan
@@ -34,7 +34,7 @@ from harness.core.plan.make_plan import make_plan
 def quantized(recipe: str, matmuls: dict[str, int]) -> Trial:
     """One layer; `matmuls` alters what rank 1 did in step 2."""
     trial = trial_of(tiny_case("fsdp_2", training=replace(ADAMW, quantize=recipe)))
-    format, backward = QUANTIZED_PRODUCTS[recipe]
+    format, backward = QUANTIZED_MATMULS[recipe]
     right = {QuantizedMatmul("forward", fqn, format): 1 for fqn in trial.plan.quantized}
     right |= {QuantizedMatmul("backward", fqn, format): backward for fqn in trial.plan.quantized}
     for rank in trial.ranks:
@@ -43,7 +43,7 @@ def quantized(recipe: str, matmuls: dict[str, int]) -> Trial:
     return with_activity(trial, 1, 2, quantized={k: v for k, v in (right | matmuls).items() if v})
 
 
-@pytest.mark.parametrize("recipe", QUANTIZED_PRODUCTS)
+@pytest.mark.parametrize("recipe", QUANTIZED_MATMULS)
 def test_products_of_all_blocks_in_the_format_requested_pass(recipe: str) -> None:
     assert judged("features", quantized(recipe, {})).verdict is Verdict.PASS
 
@@ -223,8 +223,8 @@ def test_an_identity_in_the_place_of_the_output_on_another_stage_than_the_last_i
     case = tiny_case(ParallelDims(pp=2), schedule="1F1B", microbatches=4)
     trial = replace(trial_of(tiny_case("ddp_2")), case=case, plan=make_plan(case))
     step = with_activity(trial, 0, 1, calls={Call("forward", "output"): 7}).ranks[0].steps[0]
-    assert list(looked_at(trial, 0, step)) == []
-    ((expected, observed),) = [(one.expected, one.observed) for one in looked_at(trial, 1, step) if one]
+    assert list(judge_output_calls(trial, 0, step)) == []
+    ((expected, observed),) = [(one.expected, one.observed) for one in judge_output_calls(trial, 1, step) if one]
     assert (expected, observed) == (4, 7)
 
 

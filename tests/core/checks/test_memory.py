@@ -158,7 +158,7 @@ WHOLE = 4 * 8 * 8 * 4
 def test_copies_of_weights_are_counted_while_they_live(watched, how, size) -> None:
     model, recorder, _ = watched
     how(model)
-    seen = recorder.of_step(1)
+    seen = recorder.peak_copies_of(1)
     assert seen == ({"other": size} if size else {})
 
 
@@ -168,7 +168,7 @@ def test_what_outlives_its_step_is_kept_and_not_copied(watched) -> None:
     clock.step = 2
     for old, p in zip(kept, model.parameters(), strict=True):
         old.copy_(p.detach())
-    assert (recorder.of_step(1), recorder.of_step(2)) == ({"other": 0}, {})
+    assert (recorder.peak_copies_of(1), recorder.peak_copies_of(2)) == ({"other": 0}, {})
 
 
 def test_copies_made_before_a_step_and_given_up_in_it_are_counted_in_it(watched) -> None:
@@ -178,7 +178,7 @@ def test_copies_made_before_a_step_and_given_up_in_it_are_counted_in_it(watched)
         clock.step = step
         model[0].weight.detach().clone()  # the first copy that is made in the step
         del copies
-    assert [recorder.of_step(step).get("before forward") for step in (1, 2, 3)] == [None, WHOLE, WHOLE]
+    assert [recorder.peak_copies_of(step).get("before forward") for step in (1, 2, 3)] == [None, WHOLE, WHOLE]
 
 
 def test_copies_before_forward_are_bounded_as_all_others_and_by_what_may_be_kept() -> None:
@@ -191,10 +191,10 @@ def test_casts_in_forward_are_how_mixed_precision_computes(watched) -> None:
     model, recorder, clock = watched
     clock.enter_forward()
     casts = [p.detach().to(torch.bfloat16) for p in model.parameters()]
-    assert recorder.of_step(1) == {}
+    assert recorder.peak_copies_of(1) == {}
     copies = [p.detach().clone() for p in model.parameters()]
     assert len(casts) == len(copies)
-    assert recorder.of_step(1) == {"forward": 0}  # they live on
+    assert recorder.peak_copies_of(1) == {"forward": 0}  # they live on
 
 
 def test_numbers_that_torch_wraps_in_tensors_are_copied_as_without_the_probe(watched) -> None:
@@ -214,11 +214,15 @@ def test_growth_is_looked_at_after_three_steps_and_the_last() -> None:
 
     recorder = GrowthRecorder(clock, look)
     recorder.attach()
-    clock.resume(4)
+    clock.resume_after(4)
     for _ in range(6):
         clock.enter_forward()
         clock.leave_forward()
         clock.leave_optimizer()
     recorder.note_last(10, look())
     assert looked == [5, 6, 7, 10]
-    assert [recorder.of_step(step) for step in (7, 8, 10)] == [{"float32 [2, 3]": 48}, None, {"float32 [2, 3]": 48}]
+    assert [recorder.retained_bytes(step) for step in (7, 8, 10)] == [
+        {"float32 [2, 3]": 48},
+        None,
+        {"float32 [2, 3]": 48},
+    ]

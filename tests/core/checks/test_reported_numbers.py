@@ -14,9 +14,9 @@ from literal import EIGHT, TINY, judged, tiny_case, trial_of, with_step
 from harness.core.case.case import Saved
 from harness.core.case.dims import ParallelDims
 from harness.core.evidence.numbers import Number
-from harness.core.judge.held_values import weights_after
+from harness.core.judge.held_values import whole_weights_after
 from harness.core.judge.norms import PARAMETERS, norm_of
-from harness.core.judge.numbers import Book, NotOnRecord, parts_of_mean
+from harness.core.judge.numbers import ExpectedNumbers, NotOnRecord, mean_parts_of_rank
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
 
@@ -205,15 +205,15 @@ def test_a_mean_of_a_pipelines_stage_is_that_of_what_its_ranks_hand_over() -> No
     for rank in trial.ranks:
         trial = with_step(trial, rank, 1, numbers={"n": Number(1.0, of="mean", total=10.0 * rank, count=1)})
     for rank, parts in enumerate([[(0, 1), (10, 1)]] * 2 + [[(20, 1), (30, 1)]] * 2):
-        assert sorted(parts_of_mean(trial, 1, rank, "n", trial.ranks[rank].steps[0].numbers["n"])) == parts
+        assert sorted(mean_parts_of_rank(trial, 1, rank, "n", trial.ranks[rank].steps[0].numbers["n"])) == parts
 
 
 def norm(trial: Trial, step: int, fqns: Any = None, ranks: Any = None) -> float:
-    return norm_of(trial, step, ranks, fqns, of=PARAMETERS)
+    return norm_of(trial, step, ranks, fqns, quantity=PARAMETERS)
 
 
 def test_the_norm_of_parameters_is_that_of_all_that_ranks_hold() -> None:
-    weights = weights_after(GRID, 2)
+    weights = whole_weights_after(GRID, 2)
     whole = sum(float(np.square(one, dtype=np.float64).sum()) for one in weights.values()) ** 0.5
     assert norm(GRID, 2) == pytest.approx(whole, rel=1e-14)
     shown = reporting(GRID, lambda rank, step: norm(GRID, step), of="parameter norm")
@@ -278,8 +278,8 @@ def test_a_validation_of_the_same_samples_on_all_shares_is_unknown_unless_each_h
     trial = validating(slice(-1, None))
     number = trial.ranks[0].steps[1].numbers["n"]
     with pytest.raises(NotOnRecord, match="the same samples"):
-        Book(trial).expected(0, 2, "n", number)
+        ExpectedNumbers(trial).expected_value(0, 2, "n", number)
     other = replace(number, tokens=trial.reference.tokens[:1], labels=trial.reference.labels[:1])
     apart = with_step(trial, 1, 2, numbers={"n": other})
     for right, shown in ((trial, replace(number, over=())), (apart, number)):
-        assert right.ranks and 0 < Book(right).expected(0, 2, "n", shown) < 10
+        assert right.ranks and 0 < ExpectedNumbers(right).expected_value(0, 2, "n", shown) < 10

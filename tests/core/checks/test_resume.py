@@ -18,7 +18,7 @@ from harness.core.case.dims import ParallelDims
 from harness.core.case.features import Features
 from harness.core.causes import diagnose
 from harness.core.checks import judge
-from harness.core.checks.resume import PARAMETER, put_together, step_received
+from harness.core.checks.resume import PARAMETER, assemble_state, step_of_samples
 from harness.core.evidence.records import Resumed
 from harness.core.judge.result import Result, Verdict
 from harness.core.judge.trial import Trial
@@ -303,10 +303,10 @@ def test_what_was_saved_keeps_its_dtype_and_what_nobody_held_is_no_number() -> N
     launch = resumed().saved[0]  # tp 2: rows of wq lie on both ranks
     halves = {rank: launch.ranks[rank].steps[-1].parameters[WEIGHT].astype(np.float32) for rank in (0, 1)}
     held = {rank: Resumed({WEIGHT: half, "a.buffer": np.ones(3)}, {}) for rank, half in halves.items()}
-    whole = put_together(launch, held)
+    whole = assemble_state(launch, held)
     assert list(whole) == [(PARAMETER, WEIGHT)]
     assert whole[PARAMETER, WEIGHT].tobytes() == np.concatenate([halves[0], halves[1]]).tobytes()
-    (half,) = put_together(launch, {1: held[1]}).values()
+    (half,) = assemble_state(launch, {1: held[1]}).values()
     assert np.isnan(half[:2]).all() and half[2:].tobytes() == halves[1].tobytes()
 
 
@@ -329,7 +329,7 @@ def test_samples_of_several_steps_are_of_no_one_step() -> None:
     assert judged("resume", with_step(trial, 0, 3, microbatches=whole)).findings == (
         like(0, 0, 8, step=3, quantity="samples of another step", unit="of 8 samples", note="all are of step 2"),
     )
-    assert step_received(trial, []) is None
+    assert step_of_samples(trial, []) is None
 
 
 def test_the_launch_that_saved_must_have_left_all_its_evidence() -> None:

@@ -22,7 +22,7 @@ from harness.core.causes import diagnose
 from harness.core.causes.words import first_finding
 from harness.core.checks import judge
 from harness.core.evidence.records import Collective, Group, Wrapper
-from harness.core.judge.contents import locate
+from harness.core.judge.contents import find_slice
 from harness.core.judge.finding import Part
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
@@ -187,8 +187,8 @@ def test_other_bytes_than_the_seeds_are_found_nowhere(change) -> None:
 
 
 def test_minus_zero_is_another_weight_than_zero() -> None:
-    assert locate(np.array([-0.0, 2.0]), np.array([0.0, 2.0, 3.0])) is None
-    assert locate(np.array([0.0, 2.0]), np.array([3.0, 0.0, 2.0])) == ((1, 3),)
+    assert find_slice(np.array([-0.0, 2.0]), np.array([0.0, 2.0, 3.0])) is None
+    assert find_slice(np.array([0.0, 2.0]), np.array([3.0, 0.0, 2.0])) == ((1, 3),)
 
 
 def test_an_empty_slice_where_there_should_be_rows_is_named() -> None:

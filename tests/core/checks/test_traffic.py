@@ -20,7 +20,7 @@ from harness.core.case.dims import ParallelDims
 from harness.core.evidence.records import BACKGROUND, Collective
 from harness.core.evidence.summary import issued
 from harness.core.judge.result import Verdict
-from harness.core.judge.traffic import observed, observed_outside
+from harness.core.judge.traffic import observed, observed_bytes_outside
 from harness.core.judge.trial import Trial
 from harness.core.plan.make_plan import make_plan
 
@@ -130,7 +130,7 @@ def test_norm_gradients_may_be_reduced_outside_of_backward() -> None:
 
 def test_norm_gradients_are_reduced_in_backward_or_outside_of_it_and_not_twice() -> None:
     plain = trial_of(tiny_case("tp_2"))
-    others = sum(observed_outside(plain.ranks[0], 1).values())
+    others = sum(observed_bytes_outside(plain.ranks[0], 1).values())
     rest = Collective("all_reduce", (0, 1), "tp", "float64", plain.plan.outside_bytes[0] - others, "other", 1, 99)
     twice = with_rank(plain, 0, collectives=(*plain.ranks[0].collectives, rest))
     (finding,) = findings("traffic", twice)

@@ -50,11 +50,11 @@ def test_what_is_built_in_lies_at_the_top_of_a_checkout() -> None:
 def test_a_folder_is_typed_again_as_it_is_selected_here(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, others = str(repository / "cases" / "a.yaml"), str(repository / "others" / "a.yaml")
     built_in = "cases/data_parallel.yaml"
-    assert case_files.typed("") == case_files.typed(mine) == []
-    assert case_files.typed(others) == ["--cases", "others"]
-    assert case_files.typed(built_in) == ["--cases", "builtin"]
+    assert case_files.cases_arguments("") == case_files.cases_arguments(mine) == []
+    assert case_files.cases_arguments(others) == ["--cases", "others"]
+    assert case_files.cases_arguments(built_in) == ["--cases", "builtin"]
     monkeypatch.chdir(ROOT)
-    assert case_files.typed(built_in) == []
+    assert case_files.cases_arguments(built_in) == []
 
 
 @pytest.mark.parametrize("words", ["report out/x", "golden --plot --cases builtin"])

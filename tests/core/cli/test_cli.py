@@ -20,7 +20,7 @@ from harness.core.case.case import Case
 from harness.core.cli import all_commands, main
 from harness.core.judge.judgement import Judgement
 from harness.core.judge.result import Result, Verdict
-from harness.core.run.selection import matching
+from harness.core.run.selection import select_matching
 
 PAIR = "cases: {pair: {why: a test, dims: {dp_replicate: 2}}}"
 NEW_RECIPE = "cases: {single: {why: a test, training: {steps: 1, seed: 7}}}"
@@ -350,7 +350,7 @@ def test_a_selection_reads_as_in_pytest() -> None:
     cases = [Case("hsdp_2x2", "x"), Case("hsdp_2x2_sgd", "x"), Case("tp_2", "x")]
 
     def names(expression: str) -> list[str]:
-        return [case.name for case in matching(cases, expression)]
+        return [case.name for case in select_matching(cases, expression)]
 
     assert names("HSDP and not sgd") == ["hsdp_2x2"]
     assert names("tp or (sgd and 2x2)") == ["hsdp_2x2_sgd", "tp_2"]

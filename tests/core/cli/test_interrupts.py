@@ -13,7 +13,7 @@ import pytest
 from interrupting import interrupt
 
 from harness import ROOT
-from harness.core.cli.interrupt import ENDS, one_interrupt
+from harness.core.cli.interrupt import DEFAULT_HANDLERS, single_interrupt
 
 AS_SIGINT = pytest.mark.slow("SIGINT ends a run in the same way")
 PAIR = "cases: {pair: {why: a test, dims: {dp_replicate: 2}}}"
@@ -35,10 +35,10 @@ def test_ctrl_c_pressed_several_times_in_a_run_leaves_no_process_and_no_tracebac
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_ends_a_command_lets_it_remove_its_temporary_folders(by: signal.Signals, tmp_path: Path) -> None:
-    before = {number: signal.getsignal(number) for number in ENDS}
-    signal.signal(by, ENDS[by])  # nohup ignores SIGHUP
+    before = {number: signal.getsignal(number) for number in DEFAULT_HANDLERS}
+    signal.signal(by, DEFAULT_HANDLERS[by])  # nohup ignores SIGHUP
     try:
-        with pytest.raises(KeyboardInterrupt), one_interrupt(), tempfile.TemporaryDirectory(dir=tmp_path):
+        with pytest.raises(KeyboardInterrupt), single_interrupt(), tempfile.TemporaryDirectory(dir=tmp_path):
             os.kill(os.getpid(), by)
             time.sleep(60)
     finally:

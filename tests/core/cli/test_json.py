@@ -23,16 +23,16 @@ from literal_traces import ddp_step, save_job
 
 from harness import ROOT, __version__
 from harness.adapters.onboarding.examination import Examination
-from harness.clusters.chosen import Chosen
+from harness.clusters.chosen import ChosenRanks
 from harness.clusters.commands import CommandRun
 from harness.clusters.judging import Verdicts
-from harness.clusters.launches import Flown
-from harness.clusters.lone_rank import Used
+from harness.clusters.launches import LoneRun
+from harness.clusters.lone_rank import RankUsage
 from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
 from harness.core.causes import diagnose
 from harness.core.checks import judge
-from harness.core.cli import all_commands, main, parser
+from harness.core.cli import all_commands, main, make_parser
 from harness.core.evidence.records import OwnCalls, OwnGroup
 from harness.core.judge.finding import Finding
 from harness.core.judge.judgement import Judgement
@@ -40,7 +40,7 @@ from harness.core.judge.result import Result, Verdict
 from harness.core.launch import LaunchError
 from harness.faults.attempt import METHODS, Attempt
 from harness.faults.attempt import Outcome as FaultOutcome
-from harness.nights.bisect.search import Found, Judged
+from harness.nights.bisect.search import JudgedRevision, SearchResult
 from harness.recording.judged.stored_recording import Recording
 from harness.recording.judged.structure import structure
 from harness.recording.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches, Sketch, save_sketches, sketch_file
@@ -93,7 +93,7 @@ def recording(**changed: Any) -> Recording:
 
 
 def test_every_command_has_it_but_those_that_answer_nothing_of_a_job() -> None:
-    top = parser()
+    top = make_parser()
     commands = next(action for action in top._actions if action.choices and "run" in action.choices)
     assert isinstance(commands.choices, dict)
     for one in commands.choices.values():
@@ -167,7 +167,7 @@ def test_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: Answer)
 
     done = [attempt("one", FaultOutcome.CAUGHT), attempt("other", FaultOutcome.OTHERWISE)]
     tried = (done, attempt("control", FaultOutcome.MISSED), 2.0)
-    monkeypatch.setattr("harness.faults.cli.work.faults.tried", lambda *_: tried)
+    monkeypatch.setattr("harness.faults.cli.work.faults.try_faults", lambda *_: tried)
     code, said = answer("faults", "faults", "--out", str(tmp_path))
     assert (code, [one["outcome"] for one in said["attempts"]]) == (1, ["CAUGHT", "CAUGHT OTHERWISE"])
 
@@ -192,7 +192,7 @@ def test_a_recording_its_layout_and_what_is_odd(
     assert (code, said["odd"], said["left_evidence"]) == (0, [], [0, 1, 2, 3])
     assert said["structure"]["axes"] and said["facts"]
     results = (Result("traffic", Verdict.FAIL, 1, (Finding.at(1, 2, 3, check="traffic"),)),)
-    monkeypatch.setattr("harness.recording.cli.work.recording_report.judged", lambda *_: (results, None))
+    monkeypatch.setattr("harness.recording.cli.work.recording_report.judge_recording", lambda *_: (results, None))
     code, said = answer("layout", "report", "run", "--layout", "dp_replicate=2,dp_shard=2")
     assert (code, said["verdict"], said["layout"]["dp_shard"]) == (1, "FAIL", 2)
     assert [(one["verdict"], one["world"]) for one in said["jobs"]] == [("FAIL", 4)]
@@ -295,26 +295,28 @@ def test_a_preflight_of_a_case_and_of_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer
 ) -> None:
     found = verdicts()
-    flown = Flown(found.trial.run, (0, 3), 2.0, {0: Used(1.0, 2, 3, "backward", 4)}, {3: "it cannot"})
-    monkeypatch.setattr("harness.clusters.cli.work.preflight.fly", lambda *_, **__: flown)
-    monkeypatch.setattr("harness.clusters.cli.work.preflight.judged", lambda *_: found)
+    flown = LoneRun(found.trial.run, (0, 3), 2.0, {0: RankUsage(1.0, 2, 3, "backward", 4)}, {3: "it cannot"})
+    monkeypatch.setattr("harness.clusters.cli.work.preflight.run_lone_ranks", lambda *_, **__: flown)
+    monkeypatch.setattr("harness.clusters.cli.work.preflight.judge_lone_ranks", lambda *_: found)
     where = ["--out", str(tmp_path), "--trainer", "llama3", "--ranks", "0,3"]
     code, said = answer("preflight", "preflight", "hsdp_2x2", *where)
     assert (code, said["verdict"], [one["rank"] for one in said["ran"]]) == (1, "FAIL", [0, 3])
     assert said["ran"][1]["unable"] == "it cannot" and said["figures"]["neediest"]["most"] > 0
     ran = CommandRun(tmp_path, {0: 0, 3: 1}, {}, {}, 1.0)
     monkeypatch.setattr("harness.clusters.commands.run_alone", lambda *_: ran)
-    monkeypatch.setattr("harness.clusters.commands.judged", lambda *_: found)
-    monkeypatch.setattr("harness.clusters.cli.work.preflight.chosen", lambda *_: Chosen({"x": (0, 3)}, 0))
+    monkeypatch.setattr("harness.clusters.commands.judge_command", lambda *_: found)
+    monkeypatch.setattr("harness.clusters.cli.work.preflight.choose_ranks", lambda *_: ChosenRanks({"x": (0, 3)}, 0))
     layout = ["--layout", "dp_replicate=2,dp_shard=2", "--world", "4"]
     code, said = answer("preflight", "preflight", *layout, "--out", str(tmp_path), "--", "python", "train.py")
     assert (code, said["command"], said["ran"][1]) == (1, ["python", "train.py"], {"rank": 3, "code": 1})
 
 
 def test_bisecting(cases: Any, monkeypatch: pytest.MonkeyPatch, answer: Answer) -> None:
-    bad = Judged("b" * 40, "", "", "bad", frozenset({("one", "loss")}), {"one": "why"}, folders={"one": Path("none")})
-    good = Judged("a" * 40, "", "", "good", folders={"one": Path("none")})
-    found = Found(bad, good, (good, bad), (), 3.0)
+    bad = JudgedRevision(
+        "b" * 40, "", "", "bad", frozenset({("one", "loss")}), {"one": "why"}, folders={"one": Path("none")}
+    )
+    good = JudgedRevision("a" * 40, "", "", "good", folders={"one": Path("none")})
+    found = SearchResult(bad, good, (good, bad), (), 3.0)
     monkeypatch.setattr("harness.nights.bisect.commits.bisect", lambda *_: found)
     words = ["--repo", ".", "--good", "a", "--bad", "b", *cases(ONE), "--trainer", "llama3"]
     code, said = answer("bisect", "bisect", *words)
@@ -323,7 +325,9 @@ def test_bisecting(cases: Any, monkeypatch: pytest.MonkeyPatch, answer: Answer) 
     monkeypatch.setattr("harness.nights.bisect.side_by_side.load_trial", lambda _: trial_of(tiny_case("fsdp_2")))
     (seen,) = answer("bisect", "bisect", *words)[1]["side_by_side"]
     assert seen["before"] == seen["first"] and seen["first"]["it shards over"] == "[0,1]"
-    monkeypatch.setattr("harness.nights.bisect.commits.bisect", lambda *_: Found(None, None, (good,), ("x",), 1.0))
+    monkeypatch.setattr(
+        "harness.nights.bisect.commits.bisect", lambda *_: SearchResult(None, None, (good,), ("x",), 1.0)
+    )
     assert answer("bisect", "bisect", *words)[0] == 2
 
 

@@ -98,5 +98,5 @@ def test_what_was_cut_short_is_named_and_not_green(matrix: Any, capsys: Any) -> 
 
 
 def test_durations_are_for_shards(matrix: Any) -> None:
-    assert matrix("--durations", "x")[2].startswith("harness: --durations: they are for --shard")
+    assert matrix("--durations", "x")[2].startswith("harness: --durations needs --shard")
     assert matrix("--shard", "1/2", "--durations", "x")[2].startswith("harness: x: cannot be read")

@@ -89,8 +89,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "recording" / "recording.json").write_text(json.dumps({"code": 0}))
     (tmp_path / "snapshot.yaml").write_text("ranks: 1\n")
     (tmp_path / "set_aside.yaml").write_text("")
-    record = verdicts.begin([Case("one", "a test")], Options(tmp_path / "run"), "")
-    record.ended(Outcome("one", "PASS", 2))
+    record = verdicts.begin_record([Case("one", "a test")], Options(tmp_path / "run"), "")
+    record.append_outcome(Outcome("one", "PASS", 2))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

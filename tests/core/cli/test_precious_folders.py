@@ -11,7 +11,7 @@ from literal import tiny_case
 
 from harness.core.case.case import to_json
 from harness.core.cli import main
-from harness.core.evidence.own_folders import CASE_FOLDER, RECORDING_FOLDER, emptied, list_trainer_files
+from harness.core.evidence.own_folders import CASE_FOLDER, RECORDING_FOLDER, empty_own_folder, list_trainer_files
 from harness.core.evidence.store import EvidenceError
 
 CASES = """
@@ -104,7 +104,7 @@ def test_nothing_of_somebodys_own_is_lost(command: str, desk: Path, capfd: pytes
 def test_one_foreign_file_in_a_case_of_ours_is_named(foreign: str, tmp_path: Path) -> None:
     fill(tmp_path, {"case.json": OURS, "run/ranks/rank_00.npz": "", foreign: "mine"})
     with pytest.raises(EvidenceError) as error:
-        emptied(tmp_path, CASE_FOLDER)
+        empty_own_folder(tmp_path, CASE_FOLDER)
     assert f"holds {foreign.split('/HEAD')[0]}" in str(error.value)
     assert (tmp_path / foreign).read_text() == "mine"
     assert (tmp_path / "case.json").exists()
@@ -115,9 +115,9 @@ def test_what_a_trainer_wrote_is_ours_once_the_launch_has_listed_it(tmp_path: Pa
     list_trainer_files(tmp_path)
     (tmp_path / "checkpoint" / "later.txt").write_text("mine")
     with pytest.raises(EvidenceError, match=r"holds checkpoint/later\.txt"):
-        emptied(tmp_path, CASE_FOLDER)
+        empty_own_folder(tmp_path, CASE_FOLDER)
     (tmp_path / "checkpoint" / "later.txt").unlink()
-    assert list(emptied(tmp_path, CASE_FOLDER).iterdir()) == []
+    assert list(empty_own_folder(tmp_path, CASE_FOLDER).iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_what_a_trainer_wrote_is_ours_once_the_launch_has_listed_it(tmp_path: Pa
 def test_one_foreign_file_in_a_recording_is_named(foreign: str, tmp_path: Path) -> None:
     fill(tmp_path, {"processes/host-7.started": "", "ranks/rank_00000.record": "", foreign: "mine"})
     with pytest.raises(EvidenceError, match="which this harness did not write"):
-        emptied(tmp_path, RECORDING_FOLDER)
+        empty_own_folder(tmp_path, RECORDING_FOLDER)
     assert (tmp_path / foreign).read_text() == "mine"
 
 

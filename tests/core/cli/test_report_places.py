@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from harness.core.cli import RENAMED, all_commands, main
+from harness.core.cli import RENAMED_COMMANDS, all_commands, main
 from harness.core.evidence.store import EvidenceError
-from harness.nights.stored_kind import Kind, kind_of
+from harness.nights.stored_kind import StoredKind, stored_kind_of
 
 COMMANDS = tuple(all_commands())
 
@@ -48,31 +48,31 @@ def run(file: Path) -> str:
 @pytest.mark.parametrize(
     ("place", "kind"),
     [
-        ("case", Kind.CASES),
-        ("cases", Kind.CASES),
-        ("run", Kind.RUN),
-        ("run/verdicts.jsonl", Kind.RUN),
-        ("recording", Kind.RECORDING),
-        ("ranks", Kind.RECORDING),
-        ("job/jobs/2", Kind.RECORDING),
-        ("nights", Kind.HISTORY),
+        ("case", StoredKind.CASES),
+        ("cases", StoredKind.CASES),
+        ("run", StoredKind.RUN),
+        ("run/verdicts.jsonl", StoredKind.RUN),
+        ("recording", StoredKind.RECORDING),
+        ("ranks", StoredKind.RECORDING),
+        ("job/jobs/2", StoredKind.RECORDING),
+        ("nights", StoredKind.HISTORY),
     ],
 )
-def test_a_place_is_what_lies_in_it(places: Path, place: str, kind: Kind) -> None:
-    assert kind_of(places / place) is kind
+def test_a_place_is_what_lies_in_it(places: Path, place: str, kind: StoredKind) -> None:
+    assert stored_kind_of(places / place) is kind
 
 
 @pytest.mark.parametrize("place", ["two", "below", "around", "none", "none/notes.txt", "nowhere"])
 def test_a_place_of_two_kinds_or_of_none_is_refused(places: Path, place: str) -> None:
     with pytest.raises(EvidenceError):
-        kind_of(places / place)
+        stored_kind_of(places / place)
 
 
 @pytest.mark.parametrize("named", ["two/verdicts.jsonl", "around/recording"])
 def test_the_message_names_what_can_be_shown(places: Path, named: str, capsys: Any) -> None:
     assert main(["report", named.split("/")[0]]) == 2
     assert named in capsys.readouterr().err
-    assert kind_of(Path(named)) in (Kind.RUN, Kind.RECORDING)
+    assert stored_kind_of(Path(named)) in (StoredKind.RUN, StoredKind.RECORDING)
 
 
 @pytest.mark.parametrize(
@@ -120,14 +120,14 @@ def test_what_does_not_belong_together_is_one_message(places: Path, words: Seque
     assert not Path("page.html").exists()
 
 
-@pytest.mark.parametrize("name", RENAMED)
+@pytest.mark.parametrize("name", RENAMED_COMMANDS)
 @pytest.mark.parametrize("more", [[], ["x", "--all"], ["--help"]])
 def test_a_name_of_before_prints_the_new_one_and_is_no_command(name: str, more: list[str], capsys: Any) -> None:
     assert name not in COMMANDS
     assert main([name, *more]) == 2
     told = capsys.readouterr()
-    assert told.out == "" and RENAMED[name] in told.err
-    assert RENAMED[name].split()[1] in COMMANDS
+    assert told.out == "" and RENAMED_COMMANDS[name] in told.err
+    assert RENAMED_COMMANDS[name].split()[1] in COMMANDS
 
 
 def test_there_are_fourteen_commands() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from harness.core.cli import main
-from harness.core.cli.run import FIRST_NODE
+from harness.core.cli.run import FIRST_NODE_PATIENCE
 
 SERVER = {"pid": 7, "commands": 0, "ends": 300.0, "idle": 1.0, "torch": "2.13", "root": "here"}
 
 
-@pytest.mark.parametrize(("told", "seconds"), [([], FIRST_NODE), (["--timeout", "3"], 3.0)])
+@pytest.mark.parametrize(("told", "seconds"), [([], FIRST_NODE_PATIENCE), (["--timeout", "3"], 3.0)])
 @pytest.mark.parametrize(("status", "code"), [(0, 0), (1, 2)])
 def test_a_node_joins_the_launch_of_a_folder(
     told: list[str], seconds: float, status: int, code: int, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,7 @@ import pytest
 from harness import ROOT
 from harness.core.case import usual_trainer
 from harness.core.case.case import Case
-from harness.core.case.trainer_spec import CHECKOUT
+from harness.core.case.trainer_spec import CHECKOUT_FOLDER
 from harness.core.cli import main
 from harness.core.cli.work import check, options
 from harness.core.cli.work import run as run_command
@@ -54,14 +54,14 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return Judgement(case, Path("x"), (Result("loss", Verdict.PASS, 1),), None, 1.0, trainer=how.trainer)
 
     def tried(chosen: Any, control: Any, args: argparse.Namespace) -> tuple[list[Attempt], Attempt, float]:
-        found.append(options.options_of(args).trainer)
+        found.append(options.run_options_of(args).trainer)
         ended = SimpleNamespace(outcome=Outcome.MISSED)
         return [], ended, 0.0  # type: ignore[return-value]
 
     monkeypatch.setattr(run_command, "run_case", judged)
     monkeypatch.setattr("harness.core.run.matrix.run_case", judged)
-    monkeypatch.setattr(faults_command, "tried", tried)
-    monkeypatch.setattr(faults_command.shown, "report", lambda *_: "")
+    monkeypatch.setattr(faults_command, "try_faults", tried)
+    monkeypatch.setattr(faults_command.shown, "report_text", lambda *_: "")
     return found
 
 
@@ -100,7 +100,7 @@ def test_the_configuration_is_found_from_a_folder_below(
 def test_every_file_that_pytest_reads_may_name_it(repository: Path, file: str, text: str) -> None:
     (repository / "pyproject.toml").write_text("[project]\nname = 'x'\n")
     (repository / file).write_text(text)
-    assert usual_trainer.usual_trainer().name == str(repository / "adapters" / "mine.py")
+    assert usual_trainer.default_trainer().name == str(repository / "adapters" / "mine.py")
 
 
 @pytest.mark.parametrize(
@@ -171,21 +171,21 @@ def test_the_plugin_takes_the_same_trainer(repository: Path) -> None:
             getoption=lambda _: None, getini=lambda _: written, inipath=repository / "pyproject.toml"
         )
 
-    assert checks.trainer_of(config("adapters/mine.py")) == usual_trainer.usual_trainer().name
-    assert checks.trainer_of(config("megatron")) == "megatron"
+    assert checks.trainer_of_config(config("adapters/mine.py")) == usual_trainer.default_trainer().name
+    assert checks.trainer_of_config(config("megatron")) == "megatron"
     (repository / "pyproject.toml").unlink()
     adapter(repository / "adapter.py")
-    assert checks.trainer_of(config("")) == "adapter.py"
+    assert checks.trainer_of_config(config("")) == "adapter.py"
 
 
 def test_what_is_typed_to_run_it_again_selects_the_same_trainer(repository: Path) -> None:
     mine = str(repository / "adapters" / "mine.py")
-    assert usual_trainer.typed(mine) == []
-    assert usual_trainer.typed(str(repository / "out" / CHECKOUT / "adapters" / "mine.py")) == []
-    assert usual_trainer.typed("llama3") == ["--trainer", "llama3"]
+    assert usual_trainer.trainer_arguments(mine) == []
+    assert usual_trainer.trainer_arguments(str(repository / "out" / CHECKOUT_FOLDER / "adapters" / "mine.py")) == []
+    assert usual_trainer.trainer_arguments("llama3") == ["--trainer", "llama3"]
     (repository / "pyproject.toml").unlink()
-    assert usual_trainer.typed(mine) == ["--trainer", "adapters/mine.py"]  # from the root of the repository
-    assert usual_trainer.typed("llama3") == []
+    assert usual_trainer.trainer_arguments(mine) == ["--trainer", "adapters/mine.py"]  # from the root of the repository
+    assert usual_trainer.trainer_arguments("llama3") == []
 
 
 def test_the_action_leaves_the_trainer_to_the_repository() -> None:

@@ -16,7 +16,7 @@ from harness.core.case.case import Saved
 from harness.core.case.dims import ParallelDims
 from harness.core.causes import diagnose
 from harness.core.checks import judge
-from harness.core.evidence.checkpoint_index import Checkpoint, SavedTensor, read
+from harness.core.evidence.checkpoint_index import Checkpoint, SavedTensor, read_checkpoint_index
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
 from harness.core.run import rank_main
@@ -175,11 +175,11 @@ class Recorded:
     def save(self, folder: Path) -> None:
         self.requested.append("save")
 
-    def trained(self) -> None:
+    def finish_training(self) -> None:
         self.requested.append("trained")
 
     @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving_checkpoint(self) -> Iterator[None]:
         self.requested.append("saving")
         yield
         self.requested.append("saved")
@@ -217,7 +217,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def told(folder: Path) -> Checkpoint:
-    return read(folder, {"embeddings.weight"}, lambda name: name.replace("tok", "embeddings"))
+    return read_checkpoint_index(folder, {"embeddings.weight"}, lambda name: name.replace("tok", "embeddings"))
 
 
 def test_the_index_tells_names_shapes_types_and_the_rest(folder: Path) -> None:

@@ -16,10 +16,10 @@ from same_records import assert_same
 
 from harness.core.evidence import format
 from harness.core.evidence.format import fields_digest, version_of
-from harness.core.evidence.names import renamed
+from harness.core.evidence.names import with_reference_names
 from harness.core.evidence.records import Collective, Exit, Group, RankEvidence, Resumed, Run, TensorEvidence, Wrapper
 from harness.core.evidence.step import Activity, Call, Microbatch, QuantizedMatmul, StepEvidence
-from harness.core.evidence.store import EvidenceError, evidence_file, load, load_run, save, save_run
+from harness.core.evidence.store import EvidenceError, evidence_file, load_run, load_stored, save_run, save_stored
 from harness.reference.record import ReferenceRun
 
 SMALL = RankEvidence(
@@ -74,15 +74,15 @@ def test_everything_a_rank_can_say_comes_back_as_it_was(tmp_path: Path) -> None:
         environment={"torch": "2", "umlaut": "ü"},
         fault=False,
     )
-    save(tmp_path / "rank.npz", record)
-    assert_same(load(tmp_path / "rank.npz", RankEvidence), record)
+    save_stored(tmp_path / "rank.npz", record)
+    assert_same(load_stored(tmp_path / "rank.npz", RankEvidence), record)
 
 
 def test_the_references_account_comes_back_as_it_was(tmp_path: Path) -> None:
     literal = reference_of(tiny_case("single"))
     record = ReferenceRun(**{f.name: getattr(literal, f.name) for f in dataclasses.fields(ReferenceRun)})
-    save(tmp_path / "new" / "reference.npz", record)
-    assert_same(load(tmp_path / "new" / "reference.npz", ReferenceRun), record)
+    save_stored(tmp_path / "new" / "reference.npz", record)
+    assert_same(load_stored(tmp_path / "new" / "reference.npz", ReferenceRun), record)
 
 
 def test_a_whole_run_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -91,15 +91,15 @@ def test_a_whole_run_comes_back_as_it_was(tmp_path: Path) -> None:
     run = replace(trial.run, directory=str(tmp_path), seconds=1.5, fault="a fault", exits=exits)
     save_run(run)
     for rank, record in run.ranks.items():
-        save(evidence_file(tmp_path, rank), record)
+        save_stored(evidence_file(tmp_path, rank), record)
     assert_same(load_run(tmp_path), run)
 
 
 def test_saving_again_replaces_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "rank.npz"
-    save(path, SMALL)
-    save(path, replace(SMALL, rank=7))
-    assert load(path, RankEvidence).rank == 7
+    save_stored(path, SMALL)
+    save_stored(path, replace(SMALL, rank=7))
+    assert load_stored(path, RankEvidence).rank == 7
     assert os.listdir(tmp_path) == ["rank.npz"]
 
 
@@ -110,7 +110,7 @@ AGAIN = "delete it and run the case again"
 
 def refusal(path: Path, kind: type = RankEvidence) -> str:
     with pytest.raises(EvidenceError) as error:
-        load(path, kind)
+        load_stored(path, kind)
     return str(error.value)
 
 
@@ -120,7 +120,7 @@ def test_a_missing_file_is_named_with_the_remedy(tmp_path: Path) -> None:
 
 def test_a_file_truncated_anywhere_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "rank.npz"
-    save(path, SMALL)
+    save_stored(path, SMALL)
     whole = path.read_bytes()
     for length in range(0, len(whole), 41):
         path.write_bytes(whole[:length])
@@ -131,12 +131,12 @@ def test_a_file_truncated_anywhere_is_damaged(tmp_path: Path) -> None:
 def test_a_flipped_byte_is_damage_or_changes_nothing(tmp_path: Path) -> None:
     """Every byte of a small file. Some bytes of a zip mean nothing (dates); none may change what is read."""
     path = tmp_path / "rank.npz"
-    save(path, SMALL)
+    save_stored(path, SMALL)
     whole, noticed = path.read_bytes(), 0
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x01]) + whole[place + 1 :])
         try:
-            assert_same(load(path, RankEvidence), SMALL)
+            assert_same(load_stored(path, RankEvidence), SMALL)
         except EvidenceError as error:
             noticed += 1
             assert str(error).startswith(f"{path}: ")
@@ -145,11 +145,11 @@ def test_a_flipped_byte_is_damage_or_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_record_of_another_kind_or_version_is_named(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "rank.npz"
-    save(path, SMALL)
+    save_stored(path, SMALL)
     assert refusal(path, ReferenceRun) == f"{path}: holds RankEvidence, expected ReferenceRun; run the case again"
-    for number, age in ((format.FORMAT + 1, "an older"), (format.FORMAT - 1, "a newer")):
+    for number, age in ((format.FORMAT_VERSION + 1, "an older"), (format.FORMAT_VERSION - 1, "a newer")):
         with monkeypatch.context() as patched:
-            patched.setattr(format, "FORMAT", number)
+            patched.setattr(format, "FORMAT_VERSION", number)
             told = refusal(path)
         assert told.startswith(
             f"{path}: written by {age} version of the harness (records {version_of(RankEvidence)}, here "
@@ -226,7 +226,7 @@ def stored(tmp_path: Path) -> Path:
     trial = trial_of(tiny_case("ddp_2"))
     save_run(replace(trial.run, directory=str(tmp_path)))
     for rank, record in trial.run.ranks.items():
-        save(evidence_file(tmp_path, rank), record)
+        save_stored(evidence_file(tmp_path, rank), record)
     return tmp_path
 
 
@@ -265,10 +265,10 @@ def test_a_damaged_run_file_is_answered_with_the_remedy(tmp_path: Path, text: st
 
 def test_what_was_resumed_is_told_in_the_references_spelling_too() -> None:
     held = Resumed({"lm_head.weight": np.ones(2)}, {"lm_head.weight": {"step": np.array(2.0)}})
-    told = renamed(replace(SMALL, resumed=held), lambda name: name.replace("lm_head", "output")).resumed
+    told = with_reference_names(replace(SMALL, resumed=held), lambda name: name.replace("lm_head", "output")).resumed
     assert told is not None
     assert (list(told.parameters), list(told.optimizer_state)) == (["output.weight"], ["output.weight"])
-    assert renamed(SMALL, str).resumed is None
+    assert with_reference_names(SMALL, str).resumed is None
 
 
 def test_counts_by_module_are_told_in_the_references_spelling_too() -> None:
@@ -279,7 +279,11 @@ def test_counts_by_module_are_told_in_the_references_spelling_too() -> None:
         other_states={"blocks.0": 1},
     )
     step = StepEvidence(1, (), None, None, None, {}, {}, {}, {}, activity=activity)
-    told = renamed(replace(SMALL, steps=(step,)), lambda name: name.replace("blocks", "layers")).steps[0].activity
+    told = (
+        with_reference_names(replace(SMALL, steps=(step,)), lambda name: name.replace("blocks", "layers"))
+        .steps[0]
+        .activity
+    )
     assert told == Activity(
         calls={Call("forward", "layers.0.q"): 1},
         quantized={QuantizedMatmul("backward", "layers.0.q", "mxfp8"): 2},

@@ -16,7 +16,7 @@ from same_records import assert_same
 from harness import ROOT
 from harness.core.evidence.records import Group, RankEvidence, TensorEvidence
 from harness.core.evidence.step import Microbatch
-from harness.core.evidence.store import EvidenceError, load, save, write_text
+from harness.core.evidence.store import EvidenceError, load_stored, save_stored, write_text
 
 SMALL = RankEvidence(
     rank=0,
@@ -33,17 +33,17 @@ FULL = "cannot be written: No space left on device; free the disk or choose anot
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_nothing_half_written_stays_on_a_full_disk(tmp_path: Path, monkeypatch, call: str) -> None:
-    save(tmp_path / "rank.npz", SMALL)
+    save_stored(tmp_path / "rank.npz", SMALL)
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, call, full)
     with pytest.raises(EvidenceError) as error:
-        save(tmp_path / "rank.npz", replace(SMALL, rank=5))
+        save_stored(tmp_path / "rank.npz", replace(SMALL, rank=5))
     assert str(error.value) == f"{tmp_path}/rank.npz: {FULL}"
     assert os.listdir(tmp_path) == ["rank.npz"]
-    assert load(tmp_path / "rank.npz", RankEvidence).rank == 0  # the old one is whole
+    assert load_stored(tmp_path / "rank.npz", RankEvidence).rank == 0  # the old one is whole
 
 
 def test_no_half_written_text_stays_on_a_full_disk(tmp_path: Path, monkeypatch) -> None:
@@ -63,10 +63,10 @@ sys.dont_write_bytecode = True  # what is imported under the limit would leave i
 from pathlib import Path
 import numpy as np
 from harness.core.evidence.step import Microbatch
-from harness.core.evidence.store import EvidenceError, save
+from harness.core.evidence.store import EvidenceError, save_stored
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 try:
-    save(Path(sys.argv[1]), Microbatch(np.zeros((100, 100), np.int64), None, None, None))
+    save_stored(Path(sys.argv[1]), Microbatch(np.zeros((100, 100), np.int64), None, None, None))
 except EvidenceError as error:
     print(error)
 """
@@ -94,15 +94,15 @@ def tiny_disk(tmp_path: Path):
 
 
 def test_nothing_half_written_stays_on_a_really_full_disk(tiny_disk: Path) -> None:
-    save(tiny_disk / "small.npz", SMALL)
+    save_stored(tiny_disk / "small.npz", SMALL)
     with pytest.raises(EvidenceError) as error:
-        save(tiny_disk / "rank.npz", Microbatch(np.zeros((100, 200), np.int64), None, None, None))
+        save_stored(tiny_disk / "rank.npz", Microbatch(np.zeros((100, 200), np.int64), None, None, None))
     assert str(error.value) == f"{tiny_disk}/rank.npz: {FULL}"
     assert os.listdir(tiny_disk) == ["small.npz"]
-    assert_same(load(tiny_disk / "small.npz", RankEvidence), SMALL)
+    assert_same(load_stored(tiny_disk / "small.npz", RankEvidence), SMALL)
 
 
 def test_a_folder_that_cannot_be_made_is_answered(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EvidenceError, match="cannot be written: (Not a directory|File exists); free the disk"):
-        save(tmp_path / "file" / "rank.npz", SMALL)
+        save_stored(tmp_path / "file" / "rank.npz", SMALL)

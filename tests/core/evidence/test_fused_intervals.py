@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from harness.core.evidence.fused import Cuts
+from harness.core.evidence.fused import FusedSlices
 
 FUSED = {"wqkv": (("wq", 2), ("wk", 1), ("wq", 2), ("wk", 1))}
 """Two groups of heads; of two columns, the flattened tensor has wq at 0 to 3 and 6 to 9, wk at 4, 5, 10 and 11."""
@@ -12,7 +12,7 @@ FUSED = {"wqkv": (("wq", 2), ("wk", 1), ("wq", 2), ("wk", 1))}
 
 def cut(start: int, length: int) -> dict[str, list[int]]:
     """By part, which elements of an interval are its own."""
-    found = Cuts(FUSED, {"wqkv": (6, 2)}, {"wqkv": start}).of("wqkv", np.arange(length))
+    found = FusedSlices(FUSED, {"wqkv": (6, 2)}, {"wqkv": start}).elements_by_part("wqkv", np.arange(length))
     return {part: at.tolist() for part, at in found.items()}
 
 
@@ -26,9 +26,9 @@ def test_of_a_part_that_an_interval_does_not_touch_there_is_nothing() -> None:
 
 
 def test_a_whole_tensor_is_cut_by_rows_also_where_intervals_of_it_are_told() -> None:
-    found = Cuts(FUSED, {"wqkv": (6, 2)}, {"wqkv": 3}).of("wqkv", np.zeros((6, 2)))
+    found = FusedSlices(FUSED, {"wqkv": (6, 2)}, {"wqkv": 3}).elements_by_part("wqkv", np.zeros((6, 2)))
     assert {part: at.tolist() for part, at in found.items()} == {"wq": [0, 1, 3, 4], "wk": [2, 5]}
 
 
 def test_an_interval_of_which_nobody_says_where_it_begins_is_left_as_it_is() -> None:
-    assert Cuts(FUSED, {"wqkv": (6, 2)}, {}).of("wqkv", np.arange(5)) == {}
+    assert FusedSlices(FUSED, {"wqkv": (6, 2)}, {}).elements_by_part("wqkv", np.arange(5)) == {}

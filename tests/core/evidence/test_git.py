@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.evidence.git import git
+from harness.core.evidence.git import run_git
 from harness.core.run.commit import commit_of
-from harness.nights.bisect.commits import clone, resolve
+from harness.nights.bisect.commits import resolve_commit, temporary_clone
 
 
 @pytest.fixture
@@ -58,9 +58,9 @@ def test_a_commit_is_named_without_running_a_program(repository: Path) -> None:
 
 
 def test_a_repository_is_cloned_and_checked_out_without_running_a_program(repository: Path) -> None:
-    commit = resolve(repository, "HEAD")
-    with clone(repository, ("/train.py",)) as checkout:
-        git(checkout, "checkout", "--quiet", "--detach", commit)
+    commit = resolve_commit(repository, "HEAD")
+    with temporary_clone(repository, ("/train.py",)) as checkout:
+        run_git(checkout, "checkout", "--quiet", "--detach", commit)
         assert (checkout / "train.py").read_text() == "a = 1\n"
     assert ran(repository) == []
 

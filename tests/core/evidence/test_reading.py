@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.core.evidence.reading import MOST, decompressed, json_of, read_bytes, read_json
+from harness.core.evidence.reading import MAX_FILE_BYTES, decompress, parse_json, read_bytes, read_json
 from harness.core.evidence.records import RankEvidence
-from harness.core.evidence.store import EvidenceError, load, load_run, save
+from harness.core.evidence.store import EvidenceError, load_run, load_stored, save_stored
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_a_pipe_a_device_and_a_folder_are_refused(pipe: Path, tmp_path: Path) ->
         with pytest.raises(OSError):
             read_bytes(path)
         with pytest.raises(EvidenceError):
-            load(path, RankEvidence)
+            load_stored(path, RankEvidence)
 
 
 def test_no_more_is_read_than_the_bound(tmp_path: Path) -> None:
@@ -49,10 +49,10 @@ def test_what_is_no_json_of_usual_depth_is_a_value_error(text: str, tmp_path: Pa
 
 
 def test_what_is_compressed_may_not_grow_without_end() -> None:
-    assert decompressed(zlib.compress(b"1" * 100), largest=100) == b"1" * 100
+    assert decompress(zlib.compress(b"1" * 100), largest=100) == b"1" * 100
     for wrong in (zlib.compress(b"1" * 101), zlib.compress(b"1" * 100)[:-8], b"x"):
         with pytest.raises(ValueError):
-            decompressed(wrong, largest=100)
+            decompress(wrong, largest=100)
 
 
 def test_compressed_evidence_is_refused_before_it_is_read(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_compressed_evidence_is_refused_before_it_is_read(tmp_path: Path) -> Non
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("header.npy", header.getvalue())
     with pytest.raises(EvidenceError, match="compressed"):
-        load(path, RankEvidence)
+        load_stored(path, RankEvidence)
 
 
 @pytest.mark.parametrize("world", [10**9, -1, 1, "2", None])
@@ -79,8 +79,8 @@ def test_what_would_not_be_read_again_is_not_written(tmp_path: Path, monkeypatch
     from harness.core.evidence import store
     from harness.core.evidence.step import Call
 
-    assert json_of(b"1" * 9) == 111111111 and MOST > 1_000_000
-    monkeypatch.setattr(store, "MOST", 10)
+    assert parse_json(b"1" * 9) == 111111111 and MAX_FILE_BYTES > 1_000_000
+    monkeypatch.setattr(store, "MAX_FILE_BYTES", 10)
     with pytest.raises(EvidenceError, match="train fewer steps"):
-        save(tmp_path / "record.npz", Call("forward", "layers.0"))
+        save_stored(tmp_path / "record.npz", Call("forward", "layers.0"))
     assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,7 @@ import torch
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 
-from harness.core.case.releases import untested
+from harness.core.case.releases import untested_text
 from harness.core.evidence import relies_on
 
 
@@ -29,9 +29,9 @@ def test_a_name_that_is_gone_is_told_by_what_it_is_for(
 ) -> None:
     monkeypatch.delattr(owner, name)
     told = relies_on.lacking_for_probe()
-    (needed,) = [known for known in (relies_on.NAMES | relies_on.PROBE_ALONE) if known.endswith(name)]
+    (needed,) = [known for known in (relies_on.TORCH_NAMES | relies_on.PROBE_ALONE) if known.endswith(name)]
     assert needed in told
-    assert (needed in relies_on.lacking_for_recorder()) is (needed in relies_on.NAMES)
+    assert (needed in relies_on.lacking_for_recorder()) is (needed in relies_on.TORCH_NAMES)
 
 
 @pytest.mark.parametrize(
@@ -46,4 +46,4 @@ def test_a_name_that_is_gone_is_told_by_what_it_is_for(
     ],
 )
 def test_a_release_that_nobody_tried_is_told(release: str, is_new: bool) -> None:
-    assert bool(untested(release)) is is_new
+    assert bool(untested_text(release)) is is_new

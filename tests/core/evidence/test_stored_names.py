@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from harness.core.evidence.checkpoint_index import Checkpoint
-from harness.core.evidence.format import INLINED, LATER, as_stored, stored_as, version_of
+from harness.core.evidence.format import INLINED, LATER, as_stored_values, stored_as, version_of
 from harness.core.evidence.recording import RankRecord
 from harness.core.evidence.records import Exit, RankEvidence
-from harness.core.evidence.store import load, save
+from harness.core.evidence.store import load_stored, save_stored
 from harness.core.evidence.summary import Summary
 from harness.reference.record import ReferenceRun
 
@@ -45,15 +45,15 @@ class Today:
 
 def test_a_file_of_before_is_read_by_a_record_that_was_renamed_and_its_files_are_the_same(tmp_path: Path) -> None:
     value = np.arange(6.0).reshape(2, 3)
-    save(tmp_path / "before", Before(3, value, (Inner(0.5),)))
-    today = load(tmp_path / "before", Today)
+    save_stored(tmp_path / "before", Before(3, value, (Inner(0.5),)))
+    today = load_stored(tmp_path / "before", Today)
     assert (today.global_rank, today.steps[0].learning_rate) == (3, 0.5)
     assert np.array_equal(today.contents, value)
     assert version_of(Before) == version_of(Today)
-    save(tmp_path / "today", today)
+    save_stored(tmp_path / "today", today)
     with np.load(tmp_path / "before") as one, np.load(tmp_path / "today") as other:
         assert all(np.array_equal(one[part], other[part]) for part in ("header", "blob"))
-    assert as_stored(Inner(0.5)) == as_stored(RenamedInner(0.5)) == {"lr": 0.5}
+    assert as_stored_values(Inner(0.5)) == as_stored_values(RenamedInner(0.5)) == {"lr": 0.5}
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class Flat:
 
 def test_a_file_of_before_is_read_by_a_record_whose_fields_moved_into_parts_of_it(tmp_path: Path) -> None:
     """Arrays lie in the file in the order in which they were written, whatever part has them now."""
-    save(tmp_path / "before", Flat(3, np.arange(6.0), 0.5, np.arange(2)))
-    today = load(tmp_path / "before", Composed)
+    save_stored(tmp_path / "before", Flat(3, np.arange(6.0), 0.5, np.arange(2)))
+    today = load_stored(tmp_path / "before", Composed)
     assert (today.rank, today.optimizer.learning_rate, today.values.note) == (3, 0.5, "")
     assert (today.values.first.tolist(), today.values.last.tolist()) == ([0, 1, 2, 3, 4, 5], [0, 1])
     assert version_of(Flat) == version_of(Composed)
-    assert as_stored(today).keys() == {"rank", "value", "lr", "after", "note"}
-    save(tmp_path / "today", today)
-    again = load(tmp_path / "today", Composed)
+    assert as_stored_values(today).keys() == {"rank", "value", "lr", "after", "note"}
+    save_stored(tmp_path / "today", today)
+    again = load_stored(tmp_path / "today", Composed)
     assert (again.values.first.tolist(), again.values.last.tolist()) == ([0, 1, 2, 3, 4, 5], [0, 1])
 
 

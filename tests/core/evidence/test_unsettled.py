@@ -12,7 +12,7 @@ from harness.core.evidence.records import RankEvidence
 from harness.core.evidence.step import UnsettledGradient
 from harness.core.evidence.unsettled import with_settled_gradients
 from harness.core.judge.result import Verdict
-from harness.core.judge.traffic import observed_outside
+from harness.core.judge.traffic import observed_bytes_outside
 from harness.core.judge.trial import Trial
 
 NORM, EMBEDDING = "norm.weight", "tok_embeddings.weight"
@@ -103,7 +103,7 @@ def moving(sums: int, filled_to: float) -> Trial:
     """A run that moves so many bytes outside of passes, and sums the partial gradient so often in addition."""
     trial = partial_run()
     for rank, evidence in trial.ranks.items():
-        known = sum(observed_outside(evidence, 1).values())
+        known = sum(observed_bytes_outside(evidence, 1).values())
         call = replace(evidence.collectives[0], op="all_reduce", ranks=(0, 1), step=1, phase="other")
         filler = replace(call, bytes=int(filled_to) - known)
         size = evidence.steps[0].unsettled[NORM].bytes

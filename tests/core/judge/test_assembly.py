@@ -53,7 +53,7 @@ def test_every_rank_is_in_a_copy_of_each_parameter_and_a_correct_run_is_none_off
     for fqn in trial.plan.shapes:
         ranks = [rank for one in found if one.fqn == fqn for rank in one.ranks]
         assert set(ranks) == set(trial.ranks)
-    assert all(one.within and one.distance == 0 for one in found)
+    assert all(one.is_within_bound and one.distance == 0 for one in found)
     assert judged("gradients", trial).verdict is Verdict.PASS
 
 
@@ -111,6 +111,6 @@ def test_slices_that_do_not_make_up_the_whole_are_unknown() -> None:
 
 def test_a_gradient_that_is_no_number_is_no_small_misfit() -> None:
     trial = scaled(loud(), WQ, np.nan)
-    (wrong,) = (one for one in misfits(trial, 1)[0] if not one.within)
-    assert (wrong.fqn, wrong.scaled) == (WQ, False)
+    (wrong,) = (one for one in misfits(trial, 1)[0] if not one.is_within_bound)
+    assert (wrong.fqn, wrong.is_only_scaled) == (WQ, False)
     assert judged("gradients", trial).verdict is Verdict.FAIL

@@ -17,12 +17,12 @@ from harness.core.judge.tolerance import (
     Bounds,
     NoBound,
     ParameterBounds,
-    bounds,
+    bounds_of_recipe,
     clip_coefficient,
     derived_bounds,
-    gamma,
     measured_bounds,
     relative_difference,
+    relative_rounding,
     update_bound,
 )
 from harness.reference.record import Noise, ReferenceRun, ReferenceStep
@@ -62,8 +62,12 @@ def test_gamma_grows_with_the_longest_sum_and_the_number_of_products(changes: di
     for layers in (1, 5):
         model = replace(TINY, n_layers=layers, **changes)
         one = tiny_case("single", ADAMW, model=model)
-        assert gamma(one, 7) == pytest.approx(8 * math.sqrt((7 * layers + 1) * longest) * U, rel=1e-12, abs=0)
-        assert gamma(one, 21) == pytest.approx(8 * math.sqrt((21 * layers + 3) * longest) * U, rel=1e-12, abs=0)
+        assert relative_rounding(one, 7) == pytest.approx(
+            8 * math.sqrt((7 * layers + 1) * longest) * U, rel=1e-12, abs=0
+        )
+        assert relative_rounding(one, 21) == pytest.approx(
+            8 * math.sqrt((21 * layers + 3) * longest) * U, rel=1e-12, abs=0
+        )
 
 
 def expected(moved: list[list[float]]) -> Bounds:
@@ -109,8 +113,8 @@ def test_adamw_divides_that_noise_by_the_root_of_the_second_moment(max_norm: flo
     ]
     seen = derived_bounds(recipe, path())
     assert close(seen, expected(moved))
-    assert bounds(recipe, path()) == seen and seen.how == ""
-    assert seen.of(1.5e-9) == Bound(1.5e-9)
+    assert bounds_of_recipe(recipe, path()) == seen and seen.how == ""
+    assert seen.finding_bound(1.5e-9) == Bound(1.5e-9)
 
 
 def test_a_path_without_a_number_gives_no_bound_and_a_zero_gradient_changes_by_all_of_the_next() -> None:
@@ -189,8 +193,8 @@ def test_a_measured_bound_is_four_times_the_spread() -> None:
         "the spread of 16 repeats of the reference",
     )
     assert measured_bounds(case(dtype="float32"), NOISE) == wanted
-    assert bounds(case(dtype="float32"), path(), NOISE) == wanted
-    assert wanted.of(0.25) == Bound(0.25, "4 x the spread of 16 repeats of the reference")
+    assert bounds_of_recipe(case(dtype="float32"), path(), NOISE) == wanted
+    assert wanted.finding_bound(0.25) == Bound(0.25, "4 x the spread of 16 repeats of the reference")
 
 
 def test_a_whole_parameter_has_a_bound_for_its_factor_and_a_sharper_one_for_its_distance_in_step_1() -> None:
@@ -198,7 +202,9 @@ def test_a_whole_parameter_has_a_bound_for_its_factor_and_a_sharper_one_for_its_
     wanted = {"w": ParameterBounds({1: 2 * 1e-3, 2: 4 * 2e-3}, {1: 5 * 3e-3, 2: 5 * 4e-3})}
     assert measured_bounds(case(dtype="float32"), noise).by_parameter == wanted
     assert measured_bounds(case(dtype="float32"), NOISE).by_parameter == {}
-    assert measured_bounds(case(dtype="float32"), noise).of(0.25, FIT_FACTOR).how.startswith("5 x the spread")
+    assert (
+        measured_bounds(case(dtype="float32"), noise).finding_bound(0.25, FIT_FACTOR).how.startswith("5 x the spread")
+    )
 
 
 def test_where_products_jump_no_distance_has_the_sharper_bound() -> None:
@@ -231,7 +237,7 @@ def test_noise_that_is_no_number_or_was_never_measured_gives_no_bound() -> None:
             measured_bounds(case(dtype="float32"), replace(NOISE, **{what: {"w": (1e-3, math.nan)}}))
     told = "the noise of this recipe's reference was never measured; `harness golden --accept -k tiny` measures it"
     with pytest.raises(NoBound, match=told):
-        bounds(case(dtype="float32"), path(), None)
+        bounds_of_recipe(case(dtype="float32"), path(), None)
 
 
 # ---- what all of them use

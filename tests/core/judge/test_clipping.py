@@ -10,7 +10,7 @@ import pytest
 from literal import SGD, judged, tiny_case, trial_of, with_step
 
 from harness.core.evidence.step import StepEvidence
-from harness.core.judge.clipping import late_steps, with_gradients_after
+from harness.core.judge.clipping import steps_clipped_late, with_gradients_after
 from harness.core.judge.result import Verdict
 from harness.core.judge.tolerance import clip_coefficient
 from harness.core.judge.trial import Trial
@@ -42,7 +42,7 @@ def coefficient(trial: Trial, number: int) -> float:
 def seen(scale: float, *, clipped: bool = False, by: float = 1.0) -> Trial:
     """As it is stored once all ranks have ended."""
     trial = as_left(scale, clipped=clipped, by=by)
-    return replace(trial, run=with_gradients_after(trial.run, late_steps(trial)))
+    return replace(trial, run=with_gradients_after(trial.run, steps_clipped_late(trial)))
 
 
 def as_left(scale: float, *, clipped: bool = False, by: float = 1.0) -> Trial:
@@ -93,11 +93,11 @@ def test_gradients_of_what_is_no_parameter_of_the_references_are_not_compared() 
     for rank in trial.ranks:
         for step in trial.ranks[rank].steps:
             trial = with_step(trial, rank, step.step, gradients={"wqkv": np.ones(4)} | step.gradients, scaled=0.5)
-    assert late_steps(trial) == set()
+    assert steps_clipped_late(trial) == set()
 
 
 def test_evidence_that_was_written_when_no_bound_was_known_is_unknown_and_not_wrong() -> None:
     trial = as_left(64.0)
-    assert late_steps(trial) == {1, 2, 3}
+    assert steps_clipped_late(trial) == {1, 2, 3}
     assert judged("gradients", trial).verdict is Verdict.UNKNOWN
-    assert late_steps(seen(64.0)) == set()
+    assert steps_clipped_late(seen(64.0)) == set()

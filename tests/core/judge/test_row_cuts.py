@@ -11,7 +11,7 @@ from literal import EIGHT, judged, tiny_case, trial_of
 
 from harness.core.case.dims import ParallelDims
 from harness.core.judge.result import Verdict
-from harness.core.judge.stored_trial import by_sample
+from harness.core.judge.stored_trial import recut_by_sample
 from harness.core.judge.trial import Trial
 from harness.core.plan.stages import positions
 
@@ -55,7 +55,7 @@ def rows(request: pytest.FixtureRequest) -> Trial:
 
 def test_rows_that_are_cut_rightly_pass_the_checks_of_data(rows: Trial) -> None:
     assert {str(judged(check, rows).verdict) for check in ("samples", "positions")} == {"FAIL"}
-    cut = by_sample(rows)
+    cut = recut_by_sample(rows)
     assert {check: judged(check, cut).verdict for check in ("samples", "positions")} == {
         "samples": Verdict.PASS,
         "positions": Verdict.PASS,
@@ -63,7 +63,7 @@ def test_rows_that_are_cut_rightly_pass_the_checks_of_data(rows: Trial) -> None:
 
 
 def test_passes_that_train_nothing_are_recut_like_those_that_train(rows: Trial) -> None:
-    for evidence in by_sample(rows).ranks.values():
+    for evidence in recut_by_sample(rows).ranks.values():
         for step in evidence.steps:
             for trained, evaluated in zip(step.microbatches, step.evaluated, strict=True):
                 assert trained.tokens is not None and evaluated.tokens is not None
@@ -71,7 +71,7 @@ def test_passes_that_train_nothing_are_recut_like_those_that_train(rows: Trial) 
 
 
 def test_the_repeat_of_a_case_is_recut_as_its_run_is(rows: Trial) -> None:
-    twice = by_sample(replace(rows, case=replace(rows.case, runs=2), repeat=rows.run))
+    twice = recut_by_sample(replace(rows, case=replace(rows.case, runs=2), repeat=rows.run))
     assert judged("determinism", twice).verdict == Verdict.PASS
 
 
@@ -85,12 +85,12 @@ def test_what_is_wrong_stays_wrong(rows: Trial) -> None:
     at[0, 0] += 1
     altered = replace(step, microbatches=(replace(part, tokens=tokens), *step.microbatches[1:]), positions=(at,))
     ranks = {**rows.ranks, 0: replace(first, steps=(altered, *first.steps[1:]))}
-    cut = by_sample(replace(rows, run=replace(rows.run, ranks=ranks)))
+    cut = recut_by_sample(replace(rows, run=replace(rows.run, ranks=ranks)))
     assert {str(judged(check, cut).verdict) for check in ("samples", "positions")} == {"FAIL"}
 
 
 def test_a_rank_that_received_less_is_left_as_it_is(rows: Trial) -> None:
     first = rows.ranks[0]
     steps = tuple(replace(step, microbatches=step.microbatches[:0]) for step in first.steps)
-    cut = by_sample(replace(rows, run=replace(rows.run, ranks={**rows.ranks, 0: replace(first, steps=steps)})))
+    cut = recut_by_sample(replace(rows, run=replace(rows.run, ranks={**rows.ranks, 0: replace(first, steps=steps)})))
     assert cut.ranks[1].steps[0].microbatches == rows.ranks[1].steps[0].microbatches

@@ -16,11 +16,11 @@ from harness.core.case.loading import find_case, load_all
 from harness.core.judge import golden
 from harness.core.judge.tolerance import (
     NoBound,
-    bounds,
+    bounds_of_recipe,
     clip_coefficient,
-    gamma,
     measured_bounds,
     relative_difference,
+    relative_rounding,
     update_bound,
 )
 from harness.reference.config import ModelConfig, TrainingConfig
@@ -82,14 +82,14 @@ def test_the_clip_coefficient(norm: float, most: float | None, expected: float) 
 def test_gamma_of_the_tiny_model() -> None:
     # longest sum: 8 samples x 4 positions = 32; matmuls: 7 in the layer and 1 for the output, both ways three times
     case = tiny_case("single")
-    assert gamma(case, 7) == 8 * math.sqrt(8 * 32) * U == 128 * U
-    assert gamma(case, 21) == 8 * math.sqrt(24 * 32) * U
-    assert gamma(replace(case, training=replace(ADAMW, dtype="float32")), 7) == 128 * 2.0**-24
+    assert relative_rounding(case, 7) == 8 * math.sqrt(8 * 32) * U == 128 * U
+    assert relative_rounding(case, 21) == 8 * math.sqrt(24 * 32) * U
+    assert relative_rounding(replace(case, training=replace(ADAMW, dtype="float32")), 7) == 128 * 2.0**-24
 
 
 def test_the_bounds_of_step_1_are_rounding_alone() -> None:
     case = tiny_case("single")
-    found = bounds(case, reference_of(case))
+    found = bounds_of_recipe(case, reference_of(case))
     assert (found.loss[1], found.gradient[1]) == (128 * U, 8 * math.sqrt(24 * 32) * U)
 
 
@@ -109,7 +109,7 @@ def test_the_bounds_of_step_2_under_sgd_add_what_the_first_step_moved() -> None:
             whole.steps[:2], ([1.0, -2.0], [1.0, -1.0]), ([0.0, 0.0], [3.0, 4.0]), strict=True
         )
     )
-    found = bounds(case, replace(whole, steps=(first, second)))
+    found = bounds_of_recipe(case, replace(whole, steps=(first, second)))
     both = 8 * math.sqrt(24 * 32) * U
     moved = 0.5 * both * 2.0
     assert found.loss == pytest.approx({1: 128 * U, 2: 128 * U + (1 + 1) * moved / 2.0}, rel=1e-12)
@@ -120,7 +120,7 @@ def test_the_bounds_of_step_2_under_sgd_add_what_the_first_step_moved() -> None:
 @pytest.mark.parametrize("training", [ADAMW, SGD], ids=["adamw", "sgd"])
 def test_bounds_never_shrink_from_step_to_step(training: TrainingConfig) -> None:
     case = tiny_case("single", training)
-    found = bounds(case, reference_of(case))
+    found = bounds_of_recipe(case, reference_of(case))
     for by_step in (found.loss, found.gradient):
         assert list(by_step) == [1, 2, 3]
         assert list(by_step.values()) == sorted(by_step.values())
@@ -130,8 +130,8 @@ def test_bounds_grow_with_the_model_and_the_batch() -> None:
     case = tiny_case("single")
     deeper = replace(case, model=replace(TINY, n_layers=4))
     longer = replace(case, training=replace(ADAMW, global_batch=64))
-    assert gamma(case, 7) < gamma(deeper, 7)
-    assert gamma(case, 7) < gamma(longer, 7)
+    assert relative_rounding(case, 7) < relative_rounding(deeper, 7)
+    assert relative_rounding(case, 7) < relative_rounding(longer, 7)
 
 
 def test_no_bound_is_better_than_an_infinite_one() -> None:
@@ -142,7 +142,7 @@ def test_no_bound_is_better_than_an_infinite_one() -> None:
     spoiled = first.gradients | {"norm.weight": np.full(4, np.inf)}
     reference = replace(reference, steps=(replace(first, gradients=spoiled), *reference.steps[1:]))
     with pytest.raises(NoBound):
-        bounds(case, reference)
+        bounds_of_recipe(case, reference)
 
 
 def test_an_entry_that_never_had_a_gradient_adds_no_noise() -> None:
@@ -161,7 +161,7 @@ def test_an_entry_that_never_had_a_gradient_adds_no_noise() -> None:
             optimizer_state=step.optimizer_state | {fqn: state},
         )
 
-    spoiled = bounds(case, replace(reference, steps=tuple(map(unused, reference.steps))))
+    spoiled = bounds_of_recipe(case, replace(reference, steps=tuple(map(unused, reference.steps))))
     assert spoiled.loss[3] < SMALLEST_MISTAKE and spoiled.gradient[3] < SMALLEST_MISTAKE
 
 
@@ -178,7 +178,7 @@ def test_the_bounds_of_the_debug_model_see_the_smallest_real_mistake(optimizer: 
     train = pytest.importorskip("harness.reference.train").train
     training = TrainingConfig(optimizer=optimizer, lr=3e-3 if optimizer == "adamw" else 0.05)
     case = Case("debug", "-", training=training)
-    found = bounds(case, train(ModelConfig(), training))
+    found = bounds_of_recipe(case, train(ModelConfig(), training))
     assert max(found.loss.values()) < SMALLEST_MISTAKE / 1000
     assert max(found.gradient.values()) < SMALLEST_MISTAKE
 
@@ -188,7 +188,7 @@ def test_a_norm_that_rounds_once_lies_beyond_the_noise_of_shares_and_within_that
 ) -> None:
     """torch's own fused norm, which torchtitan uses: it rounds after the weight, the reference before it as well."""
     case = find_case("bf16_fsdp_2", load_all())
-    accepted = golden.load(case)
+    accepted = golden.load_golden(case)
     assert accepted is not None
     recipe = replace(case.training, steps=1)
     (expected,) = train(case.model, recipe, "cpu", noise=()).steps

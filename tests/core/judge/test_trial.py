@@ -15,9 +15,9 @@ from harness.core.case.features import Features
 from harness.core.checks import judge
 from harness.core.evidence.records import RankEvidence, Resumed, Run
 from harness.core.evidence.text import bytes_text, ranks_text
-from harness.core.judge.contents import locate
-from harness.core.judge.order import flattened, reordered_reference
-from harness.core.judge.places import feeder_of, first_stage_ranks, last_stage_ranks
+from harness.core.judge.contents import find_slice
+from harness.core.judge.order import flatten_trial, reorder_reference
+from harness.core.judge.places import first_stage_peer, first_stage_ranks, last_stage_ranks
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
 from harness.core.plan.make_plan import make_plan
@@ -32,9 +32,9 @@ def test_rows_in_another_order_are_judged_in_that_order_and_only_if_the_adapter_
 ) -> None:
     fqn, order = "layers.0.attention.wq.weight", np.array([2, 0, 3, 1])
     theirs = trial_of(tiny_case(layout))
-    ours = reordered_reference(theirs.reference, {fqn: np.argsort(order)})
+    ours = reorder_reference(theirs.reference, {fqn: np.argsort(order)})
     assert np.array_equal(theirs.reference.weights[fqn], ours.weights[fqn][[2, 0, 3, 1]])
-    stored = reordered_reference(ours, {fqn: order} if told else {})
+    stored = reorder_reference(ours, {fqn: order} if told else {})
     assert stored.rows.keys() == ({fqn} if told else set())
     results = {result.check: result.verdict for result in judge(dataclasses.replace(theirs, reference=stored))}
     for check in ("initial_weights", "shard_contents", "gradients"):
@@ -44,7 +44,7 @@ def test_rows_in_another_order_are_judged_in_that_order_and_only_if_the_adapter_
 def test_everything_that_has_rows_is_put_in_the_trainers_order_and_nothing_else() -> None:
     fqn, order = "layers.0.attention.wq.weight", np.array([2, 0, 3, 1])
     reference = trial_of(tiny_case("single")).reference
-    theirs = reordered_reference(reference, {fqn: order})
+    theirs = reorder_reference(reference, {fqn: order})
     for before, after in zip(reference.steps, theirs.steps, strict=True):
         for what in ("gradients", "parameters"):
             for name, value in getattr(before, what).items():
@@ -67,7 +67,7 @@ def test_vectors_and_what_was_resumed_are_flattened_with_all_else() -> None:
     steps = tuple(dataclasses.replace(step, **square_step) for step in evidence.steps)
     held = dataclasses.replace(evidence, parameters=(square,), steps=steps, resumed=Resumed(whole, {"a": counter}))
     run = dataclasses.replace(trial.run, ranks={0: held})
-    flat = flattened(dataclasses.replace(trial, run=run, repeat=run, reference=trial.reference))
+    flat = flatten_trial(dataclasses.replace(trial, run=run, repeat=run, reference=trial.reference))
     shapes = flat.ranks[0]
     assert {
         value.shape
@@ -88,20 +88,20 @@ def test_vectors_and_what_was_resumed_are_flattened_with_all_else() -> None:
 
 def test_a_slice_is_found_where_its_bytes_are_and_an_empty_one_where_it_is_planned() -> None:
     full = np.arange(12.0).reshape(6, 2)
-    assert locate(full[2:4], full) == ((2, 4), (0, 2))
-    assert locate(full[2:4], full, ((4, 6), (0, 2))) == ((2, 4), (0, 2))  # planned elsewhere
-    assert locate(full[:0], full, ((6, 6), (0, 2))) == ((6, 6), (0, 2))
-    assert locate(full[:0], full, ((0, 6), (0, 2))) == ((0, 0), (0, 2))
-    assert locate(full[2:4] + 0.5, full) is None
-    assert locate(full.ravel(), full) is None
+    assert find_slice(full[2:4], full) == ((2, 4), (0, 2))
+    assert find_slice(full[2:4], full, ((4, 6), (0, 2))) == ((2, 4), (0, 2))  # planned elsewhere
+    assert find_slice(full[:0], full, ((6, 6), (0, 2))) == ((6, 6), (0, 2))
+    assert find_slice(full[:0], full, ((0, 6), (0, 2))) == ((0, 0), (0, 2))
+    assert find_slice(full[2:4] + 0.5, full) is None
+    assert find_slice(full.ravel(), full) is None
     with pytest.raises(ValueError):
-        locate(full[2:4], full, ((2, 4),))  # a plan of fewer dims
+        find_slice(full[2:4], full, ((2, 4),))  # a plan of fewer dims
 
 
 def test_a_parameter_that_the_reference_does_not_know_lies_nowhere() -> None:
     trial = with_parameter(trial_of(tiny_case("ddp_2")), 0, "norm.weight", fqn="norm.scale")
-    assert trial.holdings[0]["norm.scale"] is None
-    assert trial.holdings[1]["norm.weight"] == ((0, 4),)
+    assert trial.local_slices[0]["norm.scale"] is None
+    assert trial.local_slices[1]["norm.weight"] == ((0, 4),)
 
 
 def test_a_last_stage_is_fed_by_the_first_stage_of_its_own_pipeline() -> None:
@@ -109,7 +109,7 @@ def test_a_last_stage_is_fed_by_the_first_stage_of_its_own_pipeline() -> None:
     ranks = {rank: RankEvidence(rank, 4, (), (), (), ()) for rank in range(4)}
     trial = Trial(case, make_plan(case), Run("run", 4, (), ranks), reference_of(case))
     assert (first_stage_ranks(trial), last_stage_ranks(trial)) == ([0, 1], [2, 3])
-    assert [feeder_of(trial, rank) for rank in trial.ranks] == [0, 1, 0, 1]
+    assert [first_stage_peer(trial, rank) for rank in trial.ranks] == [0, 1, 0, 1]
 
 
 def test_launches_are_told_in_order_and_the_first_step_is_the_launchs_own() -> None:

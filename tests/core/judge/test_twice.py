@@ -11,7 +11,7 @@ from checked import WQ, with_loss
 from literal import last_bit, tiny_case, trial_of, with_rank, with_step, with_value
 
 from harness.core.judge.trial import Trial
-from harness.core.judge.twice import PASSED, PASSED_EARLY, FirstDifference, first_difference
+from harness.core.judge.twice import PASSED_IN_BACKWARD, PASSED_IN_FORWARD, FirstDifference, find_first_difference
 
 Change = Callable[[Trial], Trial]
 
@@ -62,24 +62,24 @@ def test_the_first_step_and_in_it_the_first_kind_of_number_is_told(
     change: Change, expected: FirstDifference | None
 ) -> None:
     trial = trial_of(tiny_case("fsdp_2"))
-    assert first_difference(change(trial).run, trial.run) == expected
+    assert find_first_difference(change(trial).run, trial.run) == expected
 
 
 @pytest.mark.parametrize(
     ("changed", "phase", "before", "expected"),
     [
-        ({1: 2}, "backward", gradient, (PASSED, (1,))),
-        ({0: 3, 1: 2}, "backward", gradient, (PASSED, (1,))),
-        ({0: 2, 1: 2}, "backward", gradient, (PASSED, (0, 1))),
+        ({1: 2}, "backward", gradient, (PASSED_IN_BACKWARD, (1,))),
+        ({0: 3, 1: 2}, "backward", gradient, (PASSED_IN_BACKWARD, (1,))),
+        ({0: 2, 1: 2}, "backward", gradient, (PASSED_IN_BACKWARD, (0, 1))),
         ({1: 2}, "backward", loss, ("losses", (0,))),
-        ({1: 2}, "forward", loss, (PASSED_EARLY, (1,))),
+        ({1: 2}, "forward", loss, (PASSED_IN_FORWARD, (1,))),
     ],
 )
 def test_a_rank_is_told_that_passes_something_else_before_others_do(
     changed: dict[int, int], phase: str, before: Change, expected: tuple[str, tuple[int, ...]]
 ) -> None:
     trial = trial_of(tiny_case("fsdp_2"))
-    found = first_difference(passing(before(trial), changed, phase).run, passing(trial, {}, phase).run)
+    found = find_first_difference(passing(before(trial), changed, phase).run, passing(trial, {}, phase).run)
     assert found is not None and (found.step, found.quantity, found.ranks) == (2, *expected)
 
 
@@ -87,6 +87,6 @@ def test_what_is_passed_is_not_compared_where_one_run_did_not_read_it_or_issued_
     trial = trial_of(tiny_case("fsdp_2"))
     usual, changed = passing(trial, {}), passing(trial, {1: 0})
     fewer = with_rank(changed, 1, collectives=changed.ranks[1].collectives[:-1])
-    assert first_difference(changed.run, usual.run) is not None
+    assert find_first_difference(changed.run, usual.run) is not None
     for other in (trial, fewer):
-        assert first_difference(other.run, usual.run) is None
+        assert find_first_difference(other.run, usual.run) is None

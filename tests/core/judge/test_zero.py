@@ -173,7 +173,7 @@ def test_the_vector_follows_the_trainers_tensors_and_is_padded_as_a_whole() -> N
     (unit,) = plan.flat
     assert unit.starts[gated[0]] == (unit.numel - 40, unit.numel - 20)
     assert unit.starts[gated[1]] == (unit.numel - 30, unit.numel - 10)
-    assert [unit.part(degree) * degree for degree in (2, 3)] == [256, 384]
+    assert [unit.elements_per_rank(degree) * degree for degree in (2, 3)] == [256, 384]
 
 
 WO = "layers.0.attention.wo.weight"

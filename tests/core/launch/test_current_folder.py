@@ -11,8 +11,8 @@ import pytest
 
 from harness import ROOT
 from harness.core.launch.job import Job
-from harness.core.launch.python_path import environment, module_command
-from harness.core.launch.torchrun import arguments
+from harness.core.launch.python_path import child_environment, module_command
+from harness.core.launch.torchrun import torchrun_arguments
 
 MODULES = (
     "harness.core.launch.server",
@@ -28,13 +28,13 @@ def test_a_process_of_ours_imports_nothing_from_the_current_folder(module: str, 
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     command = module_command(module)
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=False)
     assert "IndexError" in done.stderr or "ValueError" in done.stderr  # ours, which lacks its arguments
     assert not (tmp_path / "ran").exists()
 
 
 def test_workers_of_torchrun_are_started_so(tmp_path: Path) -> None:
-    words = arguments(Job(tmp_path, 2, "a:b"))
+    words = torchrun_arguments(Job(tmp_path, 2, "a:b"))
     assert words[-5:] == ["--no-python", sys.executable, "-P", "-m", "harness.core.launch.rank"]
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.case.launching import LONGEST
+from harness.core.case.launching import LONGEST_SECONDS
 from harness.core.evidence.records import Exit
 from harness.core.launch import Inflight, Issued, Job, LaunchError, RankServer, default_server, launch, read_inflight
-from harness.core.launch.leftovers import leftovers
+from harness.core.launch.leftovers import find_leftovers
 
 ROOT = Path(__file__).parents[3]
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for survivors in /proc")
@@ -133,7 +133,7 @@ def test_processes_that_outlive_their_rank_are_named_and_ended(tmp_path, monkeyp
     assert summary([well, leaves]) == [("ok", False)] * 2
     command = f"{sys.executable} -c import time; time.sleep(600)"
     assert (well.left, sorted(leaves.left)) == ((), [command, "forked from the rank"])
-    assert leftovers(tmp_path / "job", range(2)) == []
+    assert find_leftovers(tmp_path / "job", range(2)) == []
 
 
 @needs_proc
@@ -199,9 +199,9 @@ def test_a_time_limit_that_no_launch_can_have_is_named_before_anything_starts(tm
 
 
 def test_the_longest_time_limit_is_one_that_torch_takes(tmp_path):
-    longest = {"timeout": 5 * LONGEST, "group_timeout": 5 * LONGEST / 2}  # of a case that compiles
+    longest = {"timeout": 5 * LONGEST_SECONDS, "group_timeout": 5 * LONGEST_SECONDS / 2}  # of a case that compiles
     exits = launch(job(tmp_path, "tells_timeouts", 4, **longest))
-    assert [Path(exit.log).read_text() for exit in exits] == [f"timeouts [{5 * LONGEST / 2}]\n"] * 4
+    assert [Path(exit.log).read_text() for exit in exits] == [f"timeouts [{5 * LONGEST_SECONDS / 2}]\n"] * 4
 
 
 def test_a_limit_on_the_size_of_files_is_named_with_the_arithmetic(tmp_path, monkeypatch):
@@ -227,7 +227,7 @@ def test_an_entry_that_does_not_exist_is_the_ranks_failure(tmp_path):
 
 @needs_proc
 def test_the_server_has_one_thread_so_that_forking_is_safe():
-    default_server().ready()
+    default_server().wait_until_ready()
     status = Path(f"/proc/{default_server().pid}/status").read_text()
     assert re.findall(r"Threads:\t(\d+)", status) == ["1"]
 
@@ -253,7 +253,7 @@ def test_when_the_server_is_killed_its_ranks_are_lost_and_the_next_job_gets_anot
 def test_a_server_that_is_stopped_is_killed_and_nobody_is_blamed(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["harness.core.launch.supervise"], "KILL_PATIENCE", 1.0)
     with RankServer() as server:
-        server.ready()
+        server.wait_until_ready()
         os.kill(server.pid, signal.SIGSTOP)
         exits = launch(job(tmp_path, "sleeps", timeout=1.0), server=server)
     assert summary(exits) == [("lost", False)] * 2

@@ -4,12 +4,12 @@ import pytest
 from torch import nn
 
 from harness.core.evidence.records import Exit
-from harness.core.launch.blame import judge, last_words
+from harness.core.launch.blame import assign_blame, last_log_line
 from harness.core.launch.inflight import Issued
-from harness.core.launch.rank import module_of
-from harness.core.launch.rank_exit import Fate, parse_stack, render, useful
-from harness.core.launch.sequences import describe
-from harness.core.launch.supervise import tail_of
+from harness.core.launch.rank import module_of_exception
+from harness.core.launch.rank_exit import RankExit, parse_stack, stack_text, useful_frames
+from harness.core.launch.sequences import describe_call
+from harness.core.launch.supervise import log_tail
 
 RESET = {"type": "RuntimeError", "message": "[/x/gloo/tcp/pair.cc:5] Connection reset by peer [::1]", "time": 2.0}
 TIMED_OUT = {"type": "RuntimeError", "message": "[/x/gloo/tcp/unbound_buffer.cc:78] Timed out waiting", "time": 9.0}
@@ -36,17 +36,22 @@ WAITING = dump("/v/site-packages/torch/distributed/distributed_c10d.py:3252:all_
 WAITING_FOR_A_QUEUE = dump("/usr/lib/python3.11/threading.py:327:wait", "/t/data.py:7:get")
 
 
-def blamed(*fates: Fate) -> dict[int, str]:
-    return {exit.rank: "; ".join(filter(None, (exit.error, exit.reason))) for exit in judge(fates) if exit.blamed}
+def blamed(*fates: RankExit) -> dict[int, str]:
+    return {
+        exit.rank: "; ".join(filter(None, (exit.error, exit.reason))) for exit in assign_blame(fates) if exit.blamed
+    }
 
 
 def test_nobody_is_blamed_when_all_is_well():
-    assert judge([Fate(0, 0, log="a"), Fate(1, 0, log="b")]) == [Exit(0, "ok", 0, log="a"), Exit(1, "ok", 0, log="b")]
+    assert assign_blame([RankExit(0, 0, log="a"), RankExit(1, 0, log="b")]) == [
+        Exit(0, "ok", 0, log="a"),
+        Exit(1, "ok", 0, log="b"),
+    ]
 
 
 def test_a_rank_that_raised_by_itself_is_blamed_and_those_that_lost_it_are_not():
     own = failure({"type": "ValueError", "message": "no such\n layer", "time": 3.0})
-    assert judge([Fate(0, 1, failure=failure(RESET)), Fate(1, 1, failure=own)]) == [
+    assert assign_blame([RankExit(0, 1, failure=failure(RESET)), RankExit(1, 1, failure=own)]) == [
         Exit(0, "raised", 1, error="RuntimeError: gloo/tcp/pair.cc:5 Connection reset by peer [::1]",
              stack="/t/train.py:7 in step"),
         Exit(1, "raised", 1, error="ValueError: no such layer", stack="/t/train.py:7 in step", blamed=True),
@@ -55,7 +60,7 @@ def test_a_rank_that_raised_by_itself_is_blamed_and_those_that_lost_it_are_not()
 
 def test_what_was_raised_in_a_models_forward_is_told_with_the_module():
     own = failure({"type": "ValueError", "message": "no such layer", "time": 3.0}, module="layers.0.attention.wk")
-    assert blamed(Fate(0, 1, failure=own), Fate(1, 1, failure=failure(RESET))) == {
+    assert blamed(RankExit(0, 1, failure=own), RankExit(1, 1, failure=failure(RESET))) == {
         0: "ValueError: no such layer (in layers.0.attention.wk)"
     }
 
@@ -79,7 +84,7 @@ def test_the_module_is_the_innermost_one_whose_forward_the_first_cause_has_left(
     def named(call, *args):
         with pytest.raises((RuntimeError, ValueError)) as raised:
             call(*args)
-        return module_of(raised.value)
+        return module_of_exception(raised.value)
 
     assert named(nn.Sequential(nn.Identity(), nn.Sequential(Wrong())), 1) == "1.0"
     assert named(Again(nn.Sequential(Wrong())), 1) == "inner.0", (
@@ -91,21 +96,23 @@ def test_the_module_is_the_innermost_one_whose_forward_the_first_cause_has_left(
 
 def test_a_runtime_error_of_the_trainer_that_mentions_a_timeout_is_its_own():
     own = failure({"type": "RuntimeError", "message": "the data loader timed out", "time": 1.0})
-    assert list(blamed(Fate(0, 1, failure=own), Fate(1, 1, failure=failure(RESET)))) == [0]
+    assert list(blamed(RankExit(0, 1, failure=own), RankExit(1, 1, failure=failure(RESET)))) == [0]
 
 
 def test_a_rank_that_died_by_a_signal_is_blamed():
-    fates = Fate(0, -11, log_tail="hello\n"), Fate(1, 1, failure=failure(RESET))
+    fates = RankExit(0, -11, log_tail="hello\n"), RankExit(1, 1, failure=failure(RESET))
     assert blamed(*fates) == {0: "died by SIGSEGV, not sent by the harness. hello"}
 
 
 def test_a_rank_that_exits_with_a_code_and_no_exception_is_blamed():
-    assert blamed(Fate(0, 3), Fate(1, -9, killed="late")) == {0: "exited with code 3 without an exception"}
+    assert blamed(RankExit(0, 3), RankExit(1, -9, kill_reason="late")) == {0: "exited with code 3 without an exception"}
 
 
 def test_in_a_hang_the_rank_whose_sequence_lags_is_blamed():
     ahead, lags = (all_reduce(3),), (all_reduce(1), all_reduce(2))
-    exits = judge([Fate(0, -9, killed=LIMIT, issued=ahead), Fate(1, -9, killed=LIMIT, issued=lags)])
+    exits = assign_blame(
+        [RankExit(0, -9, kill_reason=LIMIT, issued=ahead), RankExit(1, -9, kill_reason=LIMIT, issued=lags)]
+    )
     assert [(exit.how, exit.signal, exit.blamed, exit.last_collective) for exit in exits] == [
         ("killed", "SIGKILL", False, "all_reduce #3 of group [0,1] (step 2, backward, 16 B)"),
         ("killed", "SIGKILL", True, "all_reduce #2 of group [0,1] (step 2, backward, 16 B)"),
@@ -118,21 +125,24 @@ def test_a_rank_that_lags_because_it_waits_for_another_is_a_victim():
     """0 waits for 1 in [0,1]; 1 waits for 2 in [1,2]; 2 sleeps."""
     one_two = (1, 2)
     fates = (
-        Fate(0, -9, killed=LIMIT, issued=(all_reduce(5),)),
-        Fate(1, -9, killed=LIMIT, issued=(all_reduce(4), all_reduce(8, one_two))),
-        Fate(2, -9, killed=LIMIT, issued=(all_reduce(7, one_two),)),
+        RankExit(0, -9, kill_reason=LIMIT, issued=(all_reduce(5),)),
+        RankExit(1, -9, kill_reason=LIMIT, issued=(all_reduce(4), all_reduce(8, one_two))),
+        RankExit(2, -9, kill_reason=LIMIT, issued=(all_reduce(7, one_two),)),
     )
     assert list(blamed(*fates)) == [2]
 
 
 def test_the_rank_that_others_timed_out_on_is_blamed_though_they_raised_first():
-    fates = Fate(0, 1, failure=failure(TIMED_OUT), issued=(all_reduce(1),)), Fate(1, -9, killed="later", issued=())
+    fates = (
+        RankExit(0, 1, failure=failure(TIMED_OUT), issued=(all_reduce(1),)),
+        RankExit(1, -9, kill_reason="later", issued=()),
+    )
     assert list(blamed(*fates)) == [1]
 
 
 def test_ranks_that_wait_for_each_other_are_all_blamed_and_both_collectives_named():
     first, second = Issued("a", (0, 1), 0, "all_reduce", 16), Issued("b", (0, 1), 0, "all_gather", 32)
-    fates = Fate(0, -9, killed=LIMIT, issued=(first,)), Fate(1, -9, killed=LIMIT, issued=(second,))
+    fates = RankExit(0, -9, kill_reason=LIMIT, issued=(first,)), RankExit(1, -9, kill_reason=LIMIT, issued=(second,))
     told = (
         f"{LIMIT}; each waits for the other: rank 0 in all_reduce #0 of group [0,1] (before the first pass, 16 B) named 'a'; "
         "rank 1 in all_gather #0 of group [0,1] (before the first pass, 32 B) named 'b'"
@@ -143,16 +153,16 @@ def test_ranks_that_wait_for_each_other_are_all_blamed_and_both_collectives_name
 def test_in_a_ring_the_rank_that_computes_is_blamed_alone():
     """Rank 1 issued an asynchronous collective and then fell asleep: it is ahead in a group, but does not wait."""
     first, second = Issued("a", (0, 1), 0, "all_reduce", 16), Issued("b", (0, 1), 0, "all_gather", 32)
-    waits = Fate(0, -9, killed=LIMIT, issued=(first,), stack=WAITING)
-    assert list(blamed(waits, Fate(1, -9, killed=LIMIT, issued=(second,), stack=SLEEPING))) == [1]
+    waits = RankExit(0, -9, kill_reason=LIMIT, issued=(first,), stack=WAITING)
+    assert list(blamed(waits, RankExit(1, -9, kill_reason=LIMIT, issued=(second,), stack=SLEEPING))) == [1]
 
 
 def test_another_size_at_the_same_place_blames_the_odd_rank_not_the_one_gloo_aborted():
     three = (0, 1, 2)
     fates = (
-        Fate(0, -6, log_tail="what(): mismatch", issued=(all_reduce(4, three),)),
-        Fate(1, 1, failure=failure(RESET), issued=(all_reduce(4, three, 32),)),
-        Fate(2, 1, failure=failure(RESET), issued=(all_reduce(4, three),)),
+        RankExit(0, -6, log_tail="what(): mismatch", issued=(all_reduce(4, three),)),
+        RankExit(1, 1, failure=failure(RESET), issued=(all_reduce(4, three, 32),)),
+        RankExit(2, 1, failure=failure(RESET), issued=(all_reduce(4, three),)),
     )
     found = blamed(*fates)
     assert list(found) == [1]
@@ -164,7 +174,8 @@ def test_another_size_at_the_same_place_blames_the_odd_rank_not_the_one_gloo_abo
 
 def test_of_two_ranks_that_issue_different_operators_neither_is_right():
     fates = [
-        Fate(r, -9, killed=LIMIT, issued=(all_reduce(0, op=op),)) for r, op in enumerate(["all_reduce", "broadcast"])
+        RankExit(r, -9, kill_reason=LIMIT, issued=(all_reduce(0, op=op),))
+        for r, op in enumerate(["all_reduce", "broadcast"])
     ]
     assert list(blamed(*fates)) == [0, 1]
 
@@ -173,18 +184,18 @@ def test_two_groups_of_one_name_with_other_members_are_not_compared():
     issued = [
         Issued("1", ranks, seq, "all_reduce", 16) for ranks, seq in (((0, 1), 3), ((0, 1), 2), ((2, 3), 9), ((2, 3), 9))
     ]
-    assert list(blamed(*(Fate(r, -9, killed=LIMIT, issued=(each,)) for r, each in enumerate(issued)))) == [1]
+    assert list(blamed(*(RankExit(r, -9, kill_reason=LIMIT, issued=(each,)) for r, each in enumerate(issued)))) == [1]
 
 
 def test_a_rank_that_exited_0_one_step_early_is_blamed():
-    stayed = Fate(0, 1, failure=failure(RESET), issued=(all_reduce(2),))
-    left = judge([stayed, Fate(1, 0, ended=1.0, issued=(all_reduce(1),))])[1]
+    stayed = RankExit(0, 1, failure=failure(RESET), issued=(all_reduce(2),))
+    left = assign_blame([stayed, RankExit(1, 0, end_time=1.0, issued=(all_reduce(1),))])[1]
     told = "exited while rank 0 waited for it in all_reduce #2 of group [0,1] (step 2, backward, 16 B)"
     assert (left.how, left.blamed, left.reason) == ("ok", True, told)
 
 
 def test_a_rank_that_exited_0_early_is_blamed_also_without_a_record_of_collectives():
-    assert list(blamed(Fate(0, 1, failure=failure(RESET)), Fate(1, 0, ended=1.0))) == [1]
+    assert list(blamed(RankExit(0, 1, failure=failure(RESET)), RankExit(1, 0, end_time=1.0))) == [1]
 
 
 def test_in_a_pipeline_the_stage_that_computes_is_blamed_whatever_its_counts():
@@ -194,29 +205,29 @@ def test_in_a_pipeline_the_stage_that_computes_is_blamed_whatever_its_counts():
         return (all_reduce(seq, (0, 1, 2), op="recv", peer=peer),)
 
     fates = (
-        Fate(0, -9, killed=LIMIT, issued=recv(9, 1), stack=WAITING),
-        Fate(1, -9, killed=LIMIT, issued=recv(4, 0), stack=SLEEPING),
-        Fate(2, -9, killed=LIMIT, issued=recv(2, 1), stack=WAITING),
+        RankExit(0, -9, kill_reason=LIMIT, issued=recv(9, 1), stack=WAITING),
+        RankExit(1, -9, kill_reason=LIMIT, issued=recv(4, 0), stack=SLEEPING),
+        RankExit(2, -9, kill_reason=LIMIT, issued=recv(2, 1), stack=WAITING),
     )
     assert list(blamed(*fates)) == [1]
 
 
 def test_without_any_record_the_stacks_tell_who_computes():
-    fates = Fate(0, -9, killed=LIMIT, stack=WAITING), Fate(1, -9, killed=LIMIT, stack=SLEEPING)
+    fates = RankExit(0, -9, kill_reason=LIMIT, stack=WAITING), RankExit(1, -9, kill_reason=LIMIT, stack=SLEEPING)
     assert list(blamed(*fates)) == [1]
 
 
 def test_nccls_watchdog_abort_is_a_victims_death():
     watchdog = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)"
     fates = (
-        Fate(0, -6, log_tail=watchdog, issued=(all_reduce(5),)),
-        Fate(1, -9, killed="later", issued=(all_reduce(4),)),
+        RankExit(0, -6, log_tail=watchdog, issued=(all_reduce(5),)),
+        RankExit(1, -9, kill_reason="later", issued=(all_reduce(4),)),
     )
     assert list(blamed(*fates)) == [1]
 
 
 def test_ranks_of_a_dead_server_are_lost_and_nobody_is_blamed():
-    assert judge([Fate(0, None, trouble="the rank server ended")]) == [
+    assert assign_blame([RankExit(0, None, launcher_trouble="the rank server ended")]) == [
         Exit(0, "lost", error="how it ended is unknown. the rank server ended")
     ]
 
@@ -236,7 +247,10 @@ def test_only_the_main_threads_last_dump_is_shown_and_the_launchers_frames_are_n
             ]
         )
     )
-    assert render(useful(parse_stack(text))) == "torch/distributed/distributed_c10d.py:5 in f\n/t/train.py:7 in f"
+    assert (
+        stack_text(useful_frames(parse_stack(text)))
+        == "torch/distributed/distributed_c10d.py:5 in f\n/t/train.py:7 in f"
+    )
 
 
 OF_THREADS = {
@@ -261,19 +275,19 @@ def test_a_trainer_in_a_thread_of_its_own_is_shown_where_it_is(own: bool, first:
         frames = "".join(f'  File "{file}", line {line} in {name}\n' for file, line, name in stack)
         if own or number != "00bb":
             parts.append(f"Thread 0x{number} (most recent call first):\n{frames}")
-    shown = render(useful(parse_stack("main thread 0x00aa\n" + "\n".join(parts))))
+    shown = stack_text(useful_frames(parse_stack("main thread 0x00aa\n" + "\n".join(parts))))
     assert shown.startswith(first) and "loader" not in shown
     assert ("train_adapter" in shown) is not own
 
 
 def test_a_collective_is_told_in_one_phrase():
-    assert describe(all_reduce(12, (0, 1, 2, 3), 16_400)) == (
+    assert describe_call(all_reduce(12, (0, 1, 2, 3), 16_400)) == (
         "all_reduce #12 of group [0-3] (step 2, backward, 16.4 KB)"
     )
-    assert describe(all_reduce(1, tuple(range(16)), 8, op="send", peer=3)) == (
+    assert describe_call(all_reduce(1, tuple(range(16)), 8, op="send", peer=3)) == (
         "send #1 to rank 3 of group [0-15] (step 2, backward, 8 B)"
     )
-    assert describe(Issued("g", (0, 1), 3, "all_reduce", 8, 2, "other")) == (
+    assert describe_call(Issued("g", (0, 1), 3, "all_reduce", 8, 2, "other")) == (
         "all_reduce #3 of group [0,1] (step 2 or behind it, outside of passes, 8 B)"
     )
 
@@ -281,8 +295,8 @@ def test_a_collective_is_told_in_one_phrase():
 def test_a_dying_ranks_words_are_those_before_the_interpreters_list_of_threads_and_modules() -> None:
     words, modules = "what(): [enforce fail at pair.cc:456] 65536 vs 32768", "numpy.random.mtrand, " * 400
     log = f"{words}\nFatal Python error: Aborted\n\nThread 0x7f:\n  File x\n\nExtension modules: {modules}\n"
-    assert last_words(Fate(1, -6, log_tail=tail_of(log))) == words
-    assert tail_of("x" * 9000) == "x" * 4000
+    assert last_log_line(RankExit(1, -6, log_tail=log_tail(log))) == words
+    assert log_tail("x" * 9000) == "x" * 4000
 
 
 def test_a_lost_connection_that_pipelining_raises_again_as_its_own_error_is_a_victims():
@@ -291,7 +305,7 @@ def test_a_lost_connection_that_pipelining_raises_again_as_its_own_error_is_a_vi
         chain=[["RuntimeError", RESET["message"]]], cause=["RuntimeError", RESET["message"]],
     )  # fmt: skip
     malloc = "malloc(): unaligned tcache chunk detected"
-    exits = judge([Fate(0, 1, failure=wrapped), Fate(1, -6, ended=2.0, log_tail=malloc)])
+    exits = assign_blame([RankExit(0, 1, failure=wrapped), RankExit(1, -6, end_time=2.0, log_tail=malloc)])
     assert [exit.blamed for exit in exits] == [False, True]
     assert exits[0].error == (
         "RuntimeError: gloo/tcp/pair.cc:5 Connection reset by peer [::1]; "
@@ -302,20 +316,20 @@ def test_a_lost_connection_that_pipelining_raises_again_as_its_own_error_is_a_vi
 
 def test_what_is_raised_after_a_death_is_what_came_of_it_and_what_was_raised_before_is_not():
     early, late = (failure({"type": "ValueError", "message": "no loss", "time": time}) for time in (1.0, 3.0))
-    assert list(blamed(Fate(0, 1, failure=late), Fate(1, -11, ended=2.0))) == [1]
-    assert list(blamed(Fate(0, 1, failure=early), Fate(1, -11, ended=2.0))) == [0, 1]
+    assert list(blamed(RankExit(0, 1, failure=late), RankExit(1, -11, end_time=2.0))) == [1]
+    assert list(blamed(RankExit(0, 1, failure=early), RankExit(1, -11, end_time=2.0))) == [0, 1]
 
 
 def test_an_abort_of_c_plus_plus_for_a_lost_connection_is_a_victims():
     thrown = "terminate called\n  what():  [/x/gloo/tcp/pair.cc:5] Connection closed by peer [::1]"
-    assert list(blamed(Fate(0, -6, log_tail=thrown), Fate(1, -9, ended=1.0))) == [1]
+    assert list(blamed(RankExit(0, -6, log_tail=thrown), RankExit(1, -9, end_time=1.0))) == [1]
 
 
 def test_a_rank_that_was_stopped_is_blamed_whatever_the_others_raised():
     own = failure({"type": "ValueError", "message": "no such layer", "time": 3.0})
-    stopped = Fate(1, -9, killed=LIMIT, stopped=True)
+    stopped = RankExit(1, -9, kill_reason=LIMIT, is_stopped=True)
     told = f"{LIMIT}; it had been stopped (SIGSTOP or a debugger) and did not go on"
-    assert blamed(Fate(0, 1, failure=own), stopped) == {1: told}
+    assert blamed(RankExit(0, 1, failure=own), stopped) == {1: told}
 
 
 def p2p(op: str, seq: int, peer: int, size: int = 8, order: int = 0) -> Issued:
@@ -327,16 +341,16 @@ def test_stages_that_issue_different_collectives_over_the_group_that_they_send_o
     stages = (0, 1, 2)
     sums, shares = (Issued("pp", stages, 3, op, 16, 2, "other") for op in ("all_reduce", "broadcast"))
     fates = (
-        Fate(0, 1, failure=failure(TIMED_OUT), issued=(p2p("send", 4, 1), sums)),
-        Fate(1, 1, failure=failure(TIMED_OUT), issued=(p2p("recv", 4, 0), p2p("send", 4, 2), sums)),
-        Fate(2, 1, failure=failure(TIMED_OUT), issued=(p2p("recv", 4, 1), shares)),
+        RankExit(0, 1, failure=failure(TIMED_OUT), issued=(p2p("send", 4, 1), sums)),
+        RankExit(1, 1, failure=failure(TIMED_OUT), issued=(p2p("recv", 4, 0), p2p("send", 4, 2), sums)),
+        RankExit(2, 1, failure=failure(TIMED_OUT), issued=(p2p("recv", 4, 1), shares)),
     )
     assert list(blamed(*fates)) == [2]
 
 
 def test_a_send_and_its_receive_of_different_sizes_blame_both_sides():
-    sent = Fate(0, 1, failure=failure(TIMED_OUT), issued=(p2p("send", 4, 1, 64),))
-    received = Fate(1, 1, failure=failure(TIMED_OUT), issued=(p2p("recv", 4, 0, 32),))
+    sent = RankExit(0, 1, failure=failure(TIMED_OUT), issued=(p2p("send", 4, 1, 64),))
+    received = RankExit(1, 1, failure=failure(TIMED_OUT), issued=(p2p("recv", 4, 0, 32),))
     found = blamed(sent, received)
     assert list(found) == [0, 1]
     assert found[0].endswith(
@@ -347,6 +361,6 @@ def test_a_send_and_its_receive_of_different_sizes_blame_both_sides():
 
 def test_a_stage_whose_receive_has_its_send_waits_for_nobody_though_it_was_its_last():
     """0 waits for the answer of 1; 1 received, and computes for ever without a stack."""
-    waits = Fate(0, -9, killed=LIMIT, issued=(p2p("send", 4, 1, order=1), p2p("recv", 2, 1, order=2)))
-    computes = Fate(1, -9, killed=LIMIT, issued=(p2p("send", 1, 0, order=1), p2p("recv", 4, 0, order=2)))
+    waits = RankExit(0, -9, kill_reason=LIMIT, issued=(p2p("send", 4, 1, order=1), p2p("recv", 2, 1, order=2)))
+    computes = RankExit(1, -9, kill_reason=LIMIT, issued=(p2p("send", 1, 0, order=1), p2p("recv", 4, 0, order=2)))
     assert list(blamed(waits, computes)) == [1]

@@ -19,8 +19,8 @@ import pytest
 
 from harness import ROOT
 from harness.core.launch import Job, RankServer, identity, launch, resident_client
-from harness.core.launch.leftovers import leftovers
-from harness.core.launch.resident_client import ResidentServer, connect, status_of_all, stop
+from harness.core.launch.leftovers import find_leftovers
+from harness.core.launch.resident_client import ResidentServer, connect_resident, status_of_all, stop
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="a kernel that tells when a command has died")
 LIGHT = ("json",)  # beside a torch that is empty
@@ -60,12 +60,12 @@ def output() -> IO[bytes]:
 
 
 def resident_of(link: ResidentServer) -> int:
-    return resident_client.peer(link.connection)[0]
+    return resident_client.peer_process(link.connection)[0]
 
 
 def met(*modules: str) -> int:
     """The pid of the resident server that a command meets, which then ends."""
-    link = connect(modules, output())
+    link = connect_resident(modules, output())
     link.connection.settimeout(20)
     link.hang_up()
     while link.connection.recv(4096):
@@ -96,7 +96,7 @@ def test_a_second_command_meets_the_server_of_the_first_and_gets_circumstances_o
             before = os.umask(umask)
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
             os.sched_setaffinity(0, [processor])
-            with RankServer((), connect) as server:
+            with RankServer((), connect_resident) as server:
                 exits = launch(job(tmp_path / colour / "job", "says_its_circumstances"), server=server)
                 residents.append(resident_of(server.link))
             os.umask(before)
@@ -112,7 +112,7 @@ def test_a_second_command_meets_the_server_of_the_first_and_gets_circumstances_o
     "servers; test_a_second_command_meets_the_server_of_the_first_and_gets_circumstances_of_its_own has one"
 )
 def test_two_commands_at_once_have_servers_of_their_own(sockets, tmp_path):
-    with RankServer((), connect) as one, RankServer((), connect) as two:
+    with RankServer((), connect_resident) as one, RankServer((), connect_resident) as two:
         exits = [launch(job(tmp_path / name, "reduces"), server=each) for name, each in (("a", one), ("b", two))]
         assert [exit.how for each in exits for exit in each] == ["ok"] * 4
         assert resident_of(one.link) == resident_of(two.link)
@@ -121,8 +121,8 @@ def test_two_commands_at_once_have_servers_of_their_own(sockets, tmp_path):
 
 
 def test_the_end_of_the_resident_server_ends_no_command(sockets, tmp_path):
-    with RankServer((), connect) as server:
-        server.ready()
+    with RankServer((), connect_resident) as server:
+        server.wait_until_ready()
         assert {status["pid"] for status in stop()} >= {resident_of(server.link)}
         assert [exit.how for exit in launch(job(tmp_path / "a", "reduces"), server=server)] == ["ok"] * 2
     wait_for(lambda: not Path(f"/proc/{server.pid}").exists())
@@ -146,20 +146,20 @@ except KeyboardInterrupt:
 @pytest.mark.slow("a server and a command; the first ends in the same way", after=1)
 @pytest.mark.parametrize(("number", "printed"), [(signal.SIGINT, "interrupted\n"), (signal.SIGKILL, "")])
 def test_a_command_that_is_interrupted_or_killed_leaves_the_resident_server_alone(sockets, tmp_path, number, printed):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), resident_client.KIND: "resident", "CI": ""}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), resident_client.SERVER_VARIABLE: "resident", "CI": ""}
     command = subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         wait_for(lambda: all((tmp_path / name).exists() for name in "01"))
-        assert len(leftovers(tmp_path / "job", range(2))) >= 4  # two ranks, a process of each
+        assert len(find_leftovers(tmp_path / "job", range(2))) >= 4  # two ranks, a process of each
         [serves] = [status["pid"] for status in status_of_all() if status["commands"]]
         command.send_signal(number)
         assert command.communicate(timeout=20)[0] == printed
     finally:
         command.kill()
-    wait_for(lambda: not leftovers(tmp_path / "job", range(2)))
+    wait_for(lambda: not find_leftovers(tmp_path / "job", range(2)))
     wait_for(lambda: [status["commands"] for status in status_of_all() if status["pid"] == serves] == [0])
 
 
@@ -183,22 +183,22 @@ def test_another_environment_is_served_by_another_server_beside_it(light, monkey
 
 
 def test_what_a_terminal_sets_makes_no_difference(monkeypatch):
-    before = identity.identity(())
+    before = identity.server_identity(())
     monkeypatch.setenv("COLUMNS", "77")
-    assert identity.identity(()) == before
+    assert identity.server_identity(()) == before
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    assert identity.identity(()) != before
+    assert identity.server_identity(()) != before
 
 
 def test_a_file_written_while_it_was_imported_has_changed(tmp_path):
     file = tmp_path / "module.py"
     file.touch()
-    stamp = identity.stamp(str(file))
+    stamp = identity.stamp_of(str(file))
     assert stamp is not None
-    assert identity.changed({str(file): stamp}, stamp[-1] + 1) is None
-    assert identity.changed({str(file): stamp}, stamp[-1] - 1) == str(file)
+    assert identity.find_changed_file({str(file): stamp}, stamp[-1] + 1) is None
+    assert identity.find_changed_file({str(file): stamp}, stamp[-1] - 1) == str(file)
     file.unlink()
-    assert identity.changed({str(file): stamp}, stamp[-1] + 1) == str(file)
+    assert identity.find_changed_file({str(file): stamp}, stamp[-1] + 1) == str(file)
 
 
 # ---- what goes wrong with it
@@ -233,7 +233,7 @@ def test_stop_leaves_a_server_of_a_version_that_does_not_say_whose_it_is(monkeyp
     """It ends for any request with "stop"."""
     asked = []
     older = (Path("x.sock"), {"pid": 1, "commands": 0, "root": "/elsewhere", "idle": 0.0, "ends": 300.0, "torch": ""})
-    monkeypatch.setattr(resident_client, "ask_all", lambda request: asked.append(request) or [older])
+    monkeypatch.setattr(resident_client, "ask_all_servers", lambda request: asked.append(request) or [older])
     assert [status["stays"] for status in stop()] == [True]
     assert "stop" not in asked[0]
 
@@ -254,21 +254,23 @@ def test_stop_leaves_the_servers_of_other_environments(light, monkeypatch, hangs
 
 
 def test_a_server_ends_when_no_command_comes(light, sockets, monkeypatch):
-    monkeypatch.setattr(resident_client, "IDLE", 0.5)
+    monkeypatch.setattr(resident_client, "IDLE_LIMIT", 0.5)
     pid = met()
     wait_for(lambda: not Path(f"/proc/{pid}").exists())
-    assert not [path for path in sockets.iterdir() if path.stem == identity.identity(()) and path.suffix != ".lock"]
+    assert not [
+        path for path in sockets.iterdir() if path.stem == identity.server_identity(()) and path.suffix != ".lock"
+    ]
 
 
 def test_one_that_cannot_start_costs_a_line_and_the_command_has_its_own(light, monkeypatch, capfd):
-    monkeypatch.setenv(resident_client.KIND, "resident")
+    monkeypatch.setenv(resident_client.SERVER_VARIABLE, "resident")
     monkeypatch.setenv("CI", "")
     (light / "torch" / "__init__.py").write_text("raise SystemError('broken build')")
     with (
-        RankServer((), resident_client.any_server) as server,
+        RankServer((), resident_client.connect_or_start) as server,
         pytest.raises(Exception, match="SystemError: broken build"),
     ):
-        server.ready()
+        server.wait_until_ready()
     told = "harness: no resident rank server, this command starts its own: it (ended as it started|did not start), see "
     assert re.search(told, capfd.readouterr().err), "it may have ended before anybody reached it"
 
@@ -276,12 +278,12 @@ def test_one_that_cannot_start_costs_a_line_and_the_command_has_its_own(light, m
 def test_a_folder_that_others_may_look_into_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "harness").mkdir(mode=0o755)
-    with pytest.raises(identity.Unsafe, match="is open to others: remove it"):
-        connect((), output())
+    with pytest.raises(identity.UnsafeFolder, match="is open to others: remove it"):
+        connect_resident((), output())
 
 
 def test_in_ci_or_where_it_is_not_wanted_every_command_has_its_own():
-    assert resident_client.wanted({})
-    assert not resident_client.wanted({"CI": "true"})
-    assert resident_client.wanted({"CI": "true", resident_client.KIND: "resident"})
-    assert not resident_client.wanted({resident_client.KIND: "own"})
+    assert resident_client.is_resident_wanted({})
+    assert not resident_client.is_resident_wanted({"CI": "true"})
+    assert resident_client.is_resident_wanted({"CI": "true", resident_client.SERVER_VARIABLE: "resident"})
+    assert not resident_client.is_resident_wanted({resident_client.SERVER_VARIABLE: "own"})

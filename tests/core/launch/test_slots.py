@@ -21,7 +21,7 @@ import pytest
 from harness import ROOT
 from harness.core.launch import Job, LaunchError, Pool, launch, machine, slots
 from harness.core.launch.process import is_stopped
-from harness.core.launch.slots import FOLDER, HELD, hold_mine, ranks_here
+from harness.core.launch.slots import FOLDER_VARIABLE, HELD_VARIABLE, hold_own_slots, ranks_per_node
 from harness.core.launch.waiting import OVERTAKEN_AT_MOST
 
 needs_other_user = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -30,7 +30,7 @@ EIGHT = tuple(f"GPU-{number}" for number in range(8))
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Pool:
-    return Pool(tmp_path / "slots", EIGHT, gpus=True)
+    return Pool(tmp_path / "slots", EIGHT, has_gpus=True)
 
 
 def eventually(condition: Any, seconds: float = 30.0) -> None:
@@ -46,27 +46,27 @@ def test_a_folder_that_cannot_keep_slots_is_named_with_the_variable_that_names_a
 ) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / place
-    monkeypatch.setenv(FOLDER, str(folder))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
     with pytest.raises(LaunchError) as raised:
         launch(Job(tmp_path / "job", 2, "tests.launch_entries:reduces"))
-    assert str(folder) in str(raised.value) and FOLDER in str(raised.value)
+    assert str(folder) in str(raised.value) and FOLDER_VARIABLE in str(raised.value)
     assert not (tmp_path / "job").exists()
 
 
 @needs_other_user
 def test_a_folder_of_slots_that_is_read_only_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(LaunchError, match=FOLDER), Pool(tmp_path, EIGHT).taken(1):
+    with pytest.raises(LaunchError, match=FOLDER_VARIABLE), Pool(tmp_path, EIGHT).take_slots(1):
         pass
 
 
 def test_a_rank_whose_slots_are_gone_runs_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     held = [str(tmp_path / name) for name in ("gone", "file/slot")]
-    monkeypatch.setenv(HELD, os.pathsep.join([*held, str(tmp_path / "file")]))
-    hold_mine()
+    monkeypatch.setenv(HELD_VARIABLE, os.pathsep.join([*held, str(tmp_path / "file")]))
+    hold_own_slots()
     assert is_locked(tmp_path / "file")
-    slots.kept_open.pop().close()
+    slots.open_slot_files.pop().close()
 
 
 def free(pool: Pool, wanted: int) -> bool:
@@ -74,7 +74,7 @@ def free(pool: Pool, wanted: int) -> bool:
     taken = threading.Event()
 
     def take() -> None:
-        with pool.taken(wanted):
+        with pool.take_slots(wanted):
             taken.set()
 
     threading.Thread(target=take, daemon=True).start()
@@ -110,7 +110,7 @@ def other_process(code: str, **environment: str) -> Iterator[subprocess.Popen]:
 
 
 def test_slots_that_are_free_are_had_at_once_and_others_are_waited_for(pool: Pool) -> None:
-    with pool.taken(5) as taken:
+    with pool.take_slots(5) as taken:
         assert taken.names == EIGHT[:5]
         eventually(lambda: free(pool, 3))
         assert not free(pool, 4)
@@ -122,7 +122,7 @@ def test_takers_of_many_sizes_all_get_theirs_and_no_slot_is_had_twice(pool: Pool
     most: list[int] = []
 
     def take(number: int) -> None:
-        with pool.taken(random.Random(number).choice([1, 2, 4, 5, 7, 8])) as taken:
+        with pool.take_slots(random.Random(number).choice([1, 2, 4, 5, 7, 8])) as taken:
             for name in taken.names:
                 holders[name].append(number)
             most.append(max(map(len, holders.values())))
@@ -144,11 +144,11 @@ def test_a_launch_of_many_ranks_is_overtaken_by_so_many_later_ones_of_few_and_by
     order: list[int] = []
 
     def take(wanted: int) -> None:
-        with pool.taken(wanted):
+        with pool.take_slots(wanted):
             order.append(wanted)
 
     more = 3
-    with pool.taken(1):
+    with pool.take_slots(1):
         wide = threading.Thread(target=take, args=(8,))
         wide.start()
         eventually(lambda: len(waiting(pool)) == 1)
@@ -169,10 +169,10 @@ def test_among_launches_that_could_start_the_first_that_came_starts_first(pool: 
     order: list[int] = []
 
     def take(number: int, wanted: int) -> None:
-        with pool.taken(wanted):
+        with pool.take_slots(wanted):
             order.append(number)
 
-    with pool.taken(8):
+    with pool.take_slots(8):
         threads = []
         for number in range(5):
             threads.append(threading.Thread(target=take, args=(number, 5)))
@@ -187,9 +187,9 @@ def test_one_that_waited_and_was_killed_bars_nobody(pool: Pool) -> None:
     code = (
         "from pathlib import Path; from harness.core.launch import Pool\n"
         "print('waits', flush=True)\n"
-        f"with Pool(Path({str(pool.folder)!r}), {EIGHT}, True).taken(8): pass"
+        f"with Pool(Path({str(pool.folder)!r}), {EIGHT}, True).take_slots(8): pass"
     )
-    with pool.taken(1):
+    with pool.take_slots(1):
         with other_process(code):
             eventually(lambda: len(waiting(pool)) == 1)
             (ticket,) = pool.folder.glob("waiting_gpus/*")
@@ -199,22 +199,22 @@ def test_one_that_waited_and_was_killed_bars_nobody(pool: Pool) -> None:
 
 
 def test_two_takers_get_disjoint_slots_though_one_sees_only_some_of_the_gpus(pool: Pool) -> None:
-    some = Pool(pool.folder, EIGHT[2:4], gpus=True)
-    with some.taken(2), pool.taken(6) as taken:
+    some = Pool(pool.folder, EIGHT[2:4], has_gpus=True)
+    with some.take_slots(2), pool.take_slots(6) as taken:
         assert taken.names == EIGHT[:2] + EIGHT[4:]
 
 
 def test_on_cores_more_ranks_than_slots_take_all_and_on_gpus_they_are_refused(pool: Pool) -> None:
-    with Pool(pool.folder, EIGHT).taken(16) as taken:
+    with Pool(pool.folder, EIGHT).take_slots(16) as taken:
         assert (len(taken.names), "CUDA_VISIBLE_DEVICES" in taken.environment) == (8, False)
-    with pytest.raises(LaunchError, match="16 GPUs are wanted on this machine, 8 are visible"), pool.taken(16):
+    with pytest.raises(LaunchError, match="16 GPUs are wanted on this machine, 8 are visible"), pool.take_slots(16):
         pass
 
 
 def test_a_folder_in_which_others_can_write_is_refused(pool: Pool) -> None:
     pool.folder.mkdir()
     pool.folder.chmod(0o777)
-    with pytest.raises(LaunchError, match="slots: not a folder that is yours alone"), pool.taken(1):
+    with pytest.raises(LaunchError, match="slots: not a folder that is yours alone"), pool.take_slots(1):
         pass
 
 
@@ -222,13 +222,13 @@ def test_a_waiter_that_is_stopped_blocks_nobody(pool: Pool) -> None:
     code = (
         "import threading; from pathlib import Path; from harness.core.launch import Pool\n"
         "print('waits', flush=True)\n"
-        f"with Pool(Path({str(pool.folder)!r}), {EIGHT}, True).taken(8): print('has them', flush=True)"
+        f"with Pool(Path({str(pool.folder)!r}), {EIGHT}, True).take_slots(8): print('has them', flush=True)"
     )
-    with pool.taken(1), other_process(code) as waiter:
+    with pool.take_slots(1), other_process(code) as waiter:
         eventually(lambda: [text.split()[0] for text in waiting(pool)] == [str(waiter.pid)])
         waiter.send_signal(signal.SIGSTOP)
         eventually(lambda: is_stopped(waiter.pid))
-        with pool.taken(7):
+        with pool.take_slots(7):
             pass
         waiter.send_signal(signal.SIGCONT)
         eventually(lambda: free(pool, 7))
@@ -251,7 +251,7 @@ def test_one_that_is_stopped_in_the_gate_before_it_writes_anything_blocks_nobody
 def test_slots_of_a_process_that_was_killed_are_free_again(pool: Pool) -> None:
     code = (
         "import sys, time; from pathlib import Path; from harness.core.launch import Pool\n"
-        f"with Pool(Path({str(pool.folder)!r}), {EIGHT}, True).taken(8): print('has them', flush=True); time.sleep(600)"
+        f"with Pool(Path({str(pool.folder)!r}), {EIGHT}, True).take_slots(8): print('has them', flush=True); time.sleep(600)"
     )
     with other_process(code) as process:
         assert not free(pool, 1)
@@ -261,11 +261,11 @@ def test_slots_of_a_process_that_was_killed_are_free_again(pool: Pool) -> None:
 
 
 def test_slots_are_not_free_while_a_rank_is_left_of_a_launch_whose_harness_died(pool: Pool) -> None:
-    code = "import time; from harness.core.launch.slots import hold_mine\n"
-    code += "hold_mine(); print('holds', flush=True); time.sleep(600)"
+    code = "import time; from harness.core.launch.slots import hold_own_slots\n"
+    code += "hold_own_slots(); print('holds', flush=True); time.sleep(600)"
     with ExitStack() as rank:
-        with pool.taken(2) as taken:
-            rank.enter_context(other_process(code, **{HELD: taken.environment[HELD]}))
+        with pool.take_slots(2) as taken:
+            rank.enter_context(other_process(code, **{HELD_VARIABLE: taken.environment[HELD_VARIABLE]}))
         assert not free(pool, 7)
     eventually(lambda: free(pool, 8))
 
@@ -323,9 +323,9 @@ def eight_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     tool.write_text("#!/bin/sh\n" + "".join(f"echo GPU-{number}a\n" for number in range(8)))
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
-    machine.uuids.cache_clear()
+    machine.all_gpu_uuids.cache_clear()
     yield
-    machine.uuids.cache_clear()
+    machine.all_gpu_uuids.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -346,41 +346,41 @@ def test_gpus_are_known_by_uuid_however_they_are_named(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert machine.gpus() == tuple(f"GPU-{number}a" for number in numbers)
+    assert machine.visible_gpu_uuids() == tuple(f"GPU-{number}a" for number in numbers)
 
 
 def test_a_core_carries_four_ranks_and_a_container_has_the_cores_of_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(machine.COUNT, raising=False)
+    monkeypatch.delenv(machine.SLOTS_VARIABLE, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 5, 7}, raising=False)
     monkeypatch.setattr(machine, "CPU_LIMIT", tmp_path / "cpu.max")
     (tmp_path / "cpu.max").write_text("250000 100000\n")
     turns = [f"core_{core:03d}_{turn}" for turn in range(5) for core in (2, 5)]
-    assert machine.core_slots() == tuple(turns[:8])
-    monkeypatch.setenv(machine.COUNT, "9")
-    assert machine.core_slots() == tuple(turns[:9])
-    monkeypatch.setenv(machine.COUNT, "none")
+    assert machine.core_slot_names() == tuple(turns[:8])
+    monkeypatch.setenv(machine.SLOTS_VARIABLE, "9")
+    assert machine.core_slot_names() == tuple(turns[:9])
+    monkeypatch.setenv(machine.SLOTS_VARIABLE, "none")
     with pytest.raises(ValueError, match="HARNESS_SLOTS: expected how many ranks .* found 'none'"):
-        machine.core_slots()
+        machine.core_slot_names()
 
 
 def test_a_container_has_the_memory_of_its_limit_of_which_caches_of_files_give_way(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name in ("MEMORY", "MEMORY_LIMIT", "MEMORY_USED"):
+    for name in ("MEMORY_TABLE", "MEMORY_LIMIT", "MEMORY_USED"):
         monkeypatch.setattr(machine, name, tmp_path / name)
-    machine.MEMORY.write_text(
+    machine.MEMORY_TABLE.write_text(
         "MemTotal: 64 kB\nMemAvailable: 32 kB\nSwapTotal: 4 kB\nSwapFree: 1 kB\nHugePages_Total: 0\n"
     )
-    assert (machine.memory(), machine.free_memory()) == (68 * 1024, 33 * 1024)
+    assert (machine.total_memory(), machine.free_memory()) == (68 * 1024, 33 * 1024)
     machine.MEMORY_LIMIT.write_text("20480\n")
     machine.MEMORY_USED.write_text("anon 4096\nfile 12288\n")
-    assert (machine.memory(), machine.free_memory()) == (20 * 1024, 16 * 1024)
+    assert (machine.total_memory(), machine.free_memory()) == (20 * 1024, 16 * 1024)
     machine.MEMORY_LIMIT.write_text("max\n")
-    assert machine.memory() == 68 * 1024
-    machine.MEMORY.unlink()
-    assert machine.free_memory() == machine.memory() > 0  # a system without /proc
+    assert machine.total_memory() == 68 * 1024
+    machine.MEMORY_TABLE.unlink()
+    assert machine.free_memory() == machine.total_memory() > 0  # a system without /proc
 
 
 @pytest.mark.parametrize(
@@ -388,4 +388,4 @@ def test_a_container_has_the_memory_of_its_limit_of_which_caches_of_files_give_w
     [("--nnodes 2 --nproc-per-node 8", 8), ("--nnodes=2 --nproc_per_node=4", 4), ("--nnodes 2", 1)],
 )
 def test_a_launch_on_several_nodes_takes_what_each_of_them_starts(arguments: str, ranks: int) -> None:
-    assert ranks_here(tuple(arguments.split())) == ranks
+    assert ranks_per_node(tuple(arguments.split())) == ranks

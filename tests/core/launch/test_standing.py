@@ -9,8 +9,8 @@ import pytest
 
 from harness.core.launch.inflight import Issued
 from harness.core.launch.job import Job
-from harness.core.launch.rank_exit import Fate
-from harness.core.launch.standing import label, words
+from harness.core.launch.rank_exit import RankExit
+from harness.core.launch.standing import describe_ranks, job_label
 
 AT_WORK = 'main thread 0x1\nThread 0x1 (most recent call first):\n  File "/my/train.py", line 7 in step\n'
 WAITS = (
@@ -18,15 +18,15 @@ WAITS = (
 )
 
 
-def fate(rank: int, seq: int = 0, stack: str = WAITS, ranks: tuple[int, ...] = (0, 1, 2), **more: object) -> Fate:
+def fate(rank: int, seq: int = 0, stack: str = WAITS, ranks: tuple[int, ...] = (0, 1, 2), **more: object) -> RankExit:
     issued = tuple(Issued("g", ranks, number, "all_reduce", 8, 1, "backward") for number in range(1, seq + 1))
-    return dataclasses.replace(Fate(rank, None, issued=issued, stack=stack), **more)  # type: ignore[arg-type]
+    return dataclasses.replace(RankExit(rank, None, issued=issued, stack=stack), **more)  # type: ignore[arg-type]
 
 
-def said(*fates: Fate) -> list[tuple[str, bool, str]]:
+def said(*fates: RankExit) -> list[tuple[str, bool, str]]:
     """Ranks, whether they wait, and for whom or where."""
     found = []
-    for line in words(fates):
+    for line in describe_ranks(fates):
         who, waits, what = line.partition(", waiting for ")
         found.append((line[line.index("[") : line.index("]") + 1], bool(waits), what or who.partition("] ")[2]))
     return found
@@ -49,7 +49,7 @@ def test_what_all_have_issued_lacks_no_rank() -> None:
 
 
 def test_one_that_ended_or_was_stopped_or_reported_nothing_is_told_as_that() -> None:
-    assert said(fate(0, 5), fate(1, 5, status=0), fate(2, 5, stopped=True), fate(3, stack=""))[1:] == [
+    assert said(fate(0, 5), fate(1, 5, status=0), fate(2, 5, is_stopped=True), fate(3, stack=""))[1:] == [
         ("[1]", False, "ended"),
         ("[2]", False, "stopped (SIGSTOP or a debugger)"),
         ("[3]", False, "at a place that it did not report"),
@@ -65,4 +65,4 @@ def test_one_that_ended_or_was_stopped_or_reported_nothing_is_told_as_that() -> 
     ],
 )
 def test_a_job_is_called_as_its_case(folder: str, name: str) -> None:
-    assert label(Job(Path(folder), 2, "x:y")) == name
+    assert job_label(Job(Path(folder), 2, "x:y")) == name

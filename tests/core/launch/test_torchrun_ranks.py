@@ -30,10 +30,10 @@ def ended(folder: Path, rank: int) -> None:
 
 def test_what_a_rank_of_another_node_left_may_arrive_after_torchrun_ended(tmp_path: Path) -> None:
     ranks = ranks_after(0, tmp_path, "--nnodes", "2")
-    ranks.look()
+    ranks.read_records()
     assert (ranks.gone, ranks.statuses) == (False, {0: 0})
     ended(tmp_path, 1)
-    ranks.look()
+    ranks.read_records()
     assert ranks.statuses == {0: 0, 1: 0}
 
 
@@ -41,9 +41,9 @@ def test_what_a_rank_of_another_node_left_may_arrive_after_torchrun_ended(tmp_pa
 def test_what_never_arrives_is_not_waited_for_for_ever(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torchrun, "NEWS_PATIENCE", {True: 0.0, False: 0.0})
+    monkeypatch.setattr(torchrun, "RECORD_PATIENCE", {True: 0.0, False: 0.0})
     ranks = ranks_after(code, tmp_path, "--nnodes", "2")
-    ranks.look()
+    ranks.read_records()
     assert ranks.gone and ranks.trouble.startswith(f"torchrun exited with code {code}, see")
 
 
@@ -52,5 +52,5 @@ def test_nothing_is_waited_for_where_no_rank_began_or_all_are_of_this_node(tmp_p
     begun = ranks_after(2, tmp_path / "none", "--nnodes", "2")
     rank_file(tmp_path / "none", "exits", 0).unlink()
     for ranks in (alone, begun):
-        ranks.look()
+        ranks.read_records()
         assert ranks.gone

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.launch.local import importable
-from harness.core.launch.rank import refuse_touched_cuda
+from harness.core.launch.local import preloadable_modules
+from harness.core.launch.rank import refuse_started_cuda
 
 ASKED = """
 import sys, torch
-from harness.core.launch.server import PRELOAD, preload
+from harness.core.launch.server import PRELOAD, import_preloaded
 asked = []
 def spied(name):
     original = getattr(torch.cuda, name)
@@ -23,7 +23,7 @@ def spied(name):
     setattr(torch.cuda, name, spy)
 for name in ("is_available", "device_count", "_lazy_init", "current_device", "get_device_capability"):
     spied(name)
-preload(())
+import_preloaded(())
 print(len(PRELOAD), asked)
 """
 
@@ -35,13 +35,13 @@ def test_nothing_that_the_server_imports_asks_for_a_gpu() -> None:
 
 
 def test_for_gpus_the_server_imports_nothing_of_a_trainers() -> None:
-    assert importable(("torchao.float8",), "cpu") == ("torchao.float8",)
-    assert importable(("torchao.float8",), "cuda") == ()
+    assert preloadable_modules(("torchao.float8",), "cpu") == ("torchao.float8",)
+    assert preloadable_modules(("torchao.float8",), "cuda") == ()
 
 
 def test_a_rank_forked_from_a_server_that_touched_cuda_says_so_and_what_helps() -> None:
-    refuse_touched_cuda(False)
+    refuse_started_cuda(False)
     with pytest.raises(
         RuntimeError, match="the rank server has touched CUDA: .*; --launcher torchrun forks from no server"
     ):
-        refuse_touched_cuda(True)
+        refuse_started_cuda(True)

@@ -12,25 +12,27 @@ import pytest
 
 from harness.core.evidence.records import Exit
 from harness.core.launch import Inflight, Issued, Job, launch
-from harness.core.launch.blame import judge
+from harness.core.launch.blame import assign_blame
 from harness.core.launch.job import rank_file
 from harness.core.launch.rank import note_failure
-from harness.core.launch.rank_exit import Fate
-from harness.core.launch.supervise import advances
+from harness.core.launch.rank_exit import RankExit
+from harness.core.launch.supervise import is_advancing
 
 LIMIT = "killed by the harness at the time limit of 5 s"
 WORLD = (0, 1, 2)
 
 
-def fate(rank: int, *issued: Issued, **more: Any) -> Fate:
+def fate(rank: int, *issued: Issued, **more: Any) -> RankExit:
     """Killed at the time limit, unless `more` says otherwise."""
     given = tuple(replace(each, order=order) for order, each in enumerate(issued, 1))
-    return Fate(rank, **{"status": -9, "killed": LIMIT, "issued": given, **more})
+    return RankExit(rank, **{"status": -9, "kill_reason": LIMIT, "issued": given, **more})
 
 
-def gave_up(rank: int, *issued: Issued, message: str = "[/x/gloo/a.cc:7] Timed out waiting", time: float = 9.0) -> Fate:
+def gave_up(
+    rank: int, *issued: Issued, message: str = "[/x/gloo/a.cc:7] Timed out waiting", time: float = 9.0
+) -> RankExit:
     failure = {"type": "RuntimeError", "message": message, "time": time, "inside": []}
-    return replace(fate(rank, *issued), status=1, killed="", failure=failure)
+    return replace(fate(rank, *issued), status=1, kill_reason="", failure=failure)
 
 
 def call(group: str, seq: int, op: str = "all_reduce", *, ranks: Sequence[int] = WORLD, **more: Any) -> Issued:
@@ -42,8 +44,8 @@ def making(seq: int, ranks: Sequence[int] = WORLD, **more: Any) -> Issued:
     return Issued(str(seq), tuple(ranks), seq, op, 0, **more)
 
 
-def blamed(*fates: Fate) -> list[int]:
-    return [exit.rank for exit in judge(fates) if exit.blamed]
+def blamed(*fates: RankExit) -> list[int]:
+    return [exit.rank for exit in assign_blame(fates) if exit.blamed]
 
 
 @pytest.mark.parametrize("culprit", WORLD)
@@ -51,7 +53,7 @@ def blamed(*fates: Fate) -> list[int]:
 @pytest.mark.parametrize("message", ["", "Wait timeout", "wait timeout after 1000ms, keys: /default_pg/0//cpu//0/0"])
 def test_a_rank_that_never_came_to_init_process_group_is_blamed(culprit: int, status: int, message: str) -> None:
     """Its stack is not known; the others wait, or one of them has given up."""
-    gone = fate(culprit, status=status, killed="" if status == 0 else LIMIT)
+    gone = fate(culprit, status=status, kill_reason="" if status == 0 else LIMIT)
     others = [fate(rank, making(0)) for rank in WORLD if rank != culprit]
     if message:
         others[0] = gave_up(others[0].rank, making(0), message=message)
@@ -92,7 +94,7 @@ def test_who_counts_one_group_more_than_most_when_it_makes_the_same_is_blamed(cu
     """Torch names groups by their number: they do not find each other."""
     more = (making(1, (0, 1)), making(2))
     assert blamed(*(fate(r, making(0), *(more if r == culprit else (making(1),))) for r in WORLD)) == [culprit]
-    exits = judge([gave_up(r, making(0), *(more if r == culprit else (making(1),))) for r in WORLD])
+    exits = assign_blame([gave_up(r, making(0), *(more if r == culprit else (making(1),))) for r in WORLD])
     assert [(exit.blamed, exit.undelivered) for exit in exits] == [(r == culprit, "") for r in WORLD]
 
 
@@ -148,20 +150,20 @@ def test_of_two_that_disagree_the_one_that_the_others_wait_for_is_blamed() -> No
 def test_who_comes_after_another_gave_up_is_blamed_and_not_the_network() -> None:
     late = gave_up(1, call("a", 3, time=9.5), message="[/x/gloo/a.cc:7] Connection closed by peer [::1]", time=9.6)
     early = [gave_up(rank, call("a", 3, time=1.0)) for rank in (0, 2)]
-    exits = judge([early[0], late, early[1]])
+    exits = assign_blame([early[0], late, early[1]])
     assert [(exit.rank, exit.blamed, bool(exit.undelivered)) for exit in exits] == [
         (0, False, False),
         (1, True, False),
         (2, False, False),
     ]
     in_time = replace(late, issued=(call("a", 3, time=1.1),))
-    assert [(e.blamed, bool(e.undelivered)) for e in judge([early[0], in_time, early[1]])] == [(False, True)] * 3
+    assert [(e.blamed, bool(e.undelivered)) for e in assign_blame([early[0], in_time, early[1]])] == [(False, True)] * 3
 
 
 def test_who_gave_up_on_a_late_comer_that_timed_out_as_well_is_not_blamed() -> None:
     refused = "Gloo connectFullMesh failed with [/x/gloo/a.cc:7] timed out connecting: Connection refused"
     late = gave_up(1, making(0, (0, 1), time=9.5), message=refused, time=11.0)
-    exits = judge([gave_up(0, making(0, (0, 1), time=1.0), message="Wait timeout"), late])
+    exits = assign_blame([gave_up(0, making(0, (0, 1), time=1.0), message="Wait timeout"), late])
     assert [(exit.blamed, exit.undelivered) for exit in exits] == [(False, ""), (True, "")]
 
 
@@ -172,7 +174,7 @@ def test_the_rank_that_torchs_monitored_barrier_names_is_blamed(next_op: str) ->
     message = "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 1000 ms\n Original exception: Timed out"
     names = gave_up(1, call("a", 4, "barrier", ranks=pair), message=message)
     missing = [call("a", 4, ranks=pair)] if next_op == "all_reduce" else [call("a", 3, "barrier", ranks=pair)]
-    assert blamed(fate(0, status=0, killed=""), names, fate(2, *missing)) == [2]
+    assert blamed(fate(0, status=0, kill_reason=""), names, fate(2, *missing)) == [2]
 
 
 def test_a_rank_that_the_barrier_names_and_that_itself_waits_is_a_victim() -> None:
@@ -201,7 +203,7 @@ def test_a_job_goes_on_where_ranks_issue_collectives_with_others_that_belong_to_
     path.parent.mkdir()
     record = Inflight(path)
     monkeypatch.setattr("time.sleep", lambda _: record.issue("g", ranks, 0, "all_reduce", 4, 1, phase))
-    assert advances(Job(tmp_path, 1, "package:entry")) is works
+    assert is_advancing(Job(tmp_path, 1, "package:entry")) is works
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
@@ -232,7 +234,7 @@ def test_an_exception_without_a_text_that_can_be_had_or_written_is_reported(erro
         assert note_failure(raised, path) == 1
         failure = json.loads(path.read_text(encoding="utf-8"))
         assert failure["type"] == type(raised).__name__
-        (exit,) = judge([Fate(0, 1, failure=failure)])
+        (exit,) = assign_blame([RankExit(0, 1, failure=failure)])
         assert exit.blamed and exit.error.encode("utf-8")
         assert type(error).__name__ in exit.error or failure["cause"]
 

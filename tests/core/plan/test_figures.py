@@ -13,8 +13,13 @@ from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
 from harness.core.case.features import Features
 from harness.core.case.loading import find_case, load_all
-from harness.core.case.traits import MEGATRON
-from harness.core.plan.figures.activations import activation_bytes, backward_bytes, block_bytes, most_waiting
+from harness.core.case.traits import MEGATRON_TRAITS
+from harness.core.plan.figures.activations import (
+    block_activation_bytes,
+    block_backward_bytes,
+    kept_activation_bytes,
+    most_waiting_bytes,
+)
 from harness.core.plan.figures.balance import (
     attention_over_cp,
     layers_by_stage,
@@ -23,7 +28,7 @@ from harness.core.plan.figures.balance import (
     unbalanced_attention_over_cp,
 )
 from harness.core.plan.figures.links import sent_bytes, traffic_by_axis
-from harness.core.plan.figures.pipeline_time import other_schedules, pipeline_time
+from harness.core.plan.figures.pipeline_time import pipeline_time, times_of_schedules
 from harness.core.plan.figures.rank_bytes import rank_bytes
 from harness.core.plan.make_plan import make_plan
 from harness.core.plan.traffic.flow import Flow
@@ -53,7 +58,7 @@ def test_of_an_uneven_vocabulary_the_last_rank_holds_less_and_pads_as_much() -> 
 
 def test_zero_1_adds_microbatches_up_in_the_gradients_that_it_keeps() -> None:
     case = layout("megatron_8b_8")
-    held = rank_bytes(case, make_plan(case, MEGATRON), 0)
+    held = rank_bytes(case, make_plan(case, MEGATRON_TRAITS), 0)
     numbers = 8_030_261_248
     assert (held.parameters, held.gradients, held.optimizer) == (2 * numbers, 4 * numbers, 3 * 4 * numbers // 8)
     assert (held.gathered, held.unreduced) == (0, 0)
@@ -80,9 +85,9 @@ def test_a_rank_of_405b_on_16384_gpus() -> None:
 
 def test_a_pipelines_first_stage_keeps_as_many_microbatches_as_there_are_stages_and_its_last_keeps_one() -> None:
     case = tiny_case(ParallelDims(pp=2), EIGHT, model=replace(TINY, n_layers=2), microbatches=4)
-    assert [most_waiting(case, rank, lambda stage: 1) for rank in (0, 1)] == [2, 1]
+    assert [most_waiting_bytes(case, rank, lambda stage: 1) for rank in (0, 1)] == [2, 1]
     gpipe = replace(case, features=replace(case.features, schedule="GPipe"))
-    assert [most_waiting(gpipe, rank, lambda stage: 1) for rank in (0, 1)] == [4, 4]
+    assert [most_waiting_bytes(gpipe, rank, lambda stage: 1) for rank in (0, 1)] == [4, 4]
 
 
 def test_recomputed_blocks_keep_their_inputs_and_backward_has_one_of_them_whole() -> None:
@@ -90,8 +95,10 @@ def test_recomputed_blocks_keep_their_inputs_and_backward_has_one_of_them_whole(
     full = replace(case, features=Features(activation_checkpointing="full"))
     samples_and_tokens = 8 * 8
     inputs = samples_and_tokens * 4 * 8
-    assert activation_bytes(case, 0) - activation_bytes(full, 0) == 4 * (block_bytes(case) - inputs)
-    assert backward_bytes(full, 0) - backward_bytes(case, 0) == block_bytes(case) - inputs
+    assert kept_activation_bytes(case, 0) - kept_activation_bytes(full, 0) == 4 * (
+        block_activation_bytes(case) - inputs
+    )
+    assert block_backward_bytes(full, 0) - block_backward_bytes(case, 0) == block_activation_bytes(case) - inputs
 
 
 def test_autograd_keeps_of_a_block_what_the_formula_says_and_two_inputs_of_unfused_norms_besides() -> None:
@@ -112,7 +119,7 @@ def test_autograd_keeps_of_a_block_what_the_formula_says_and_two_inputs_of_unfus
         _ = block(torch.randn(1, 256, 64, requires_grad=True))
     seen = sum(one.untyped_storage().nbytes() for place, one in kept.items() if place not in weights)
     unfused = 256 * 2 * 64 * 4
-    assert 0 <= seen - unfused - block_bytes(case) < 256 * 4 * 32
+    assert 0 <= seen - unfused - block_activation_bytes(case) < 256 * 4 * 32
 
 
 # ---- links
@@ -154,12 +161,12 @@ def pipeline(schedule: str, microbatches: int, stages_per_rank: int = 1, **featu
 def test_even_stages_wait_as_the_usual_formula_says(schedule: str, stages_per_rank: int) -> None:
     """(pp - 1) / (stages a rank x microbatches)."""
     time = pipeline_time(pipeline(schedule, 8, stages_per_rank))
-    assert time.bubble == pytest.approx(3 / (stages_per_rank * 8))
-    assert time.idle == pytest.approx(1 - 1 / (1 + time.bubble))
+    assert time.bubble_ratio == pytest.approx(3 / (stages_per_rank * 8))
+    assert time.idle_ratio == pytest.approx(1 - 1 / (1 + time.bubble_ratio))
 
 
 def test_every_schedule_comes_to_an_end_and_halved_backwards_wait_less() -> None:
-    bubbles = {name: time.bubble for name, time in other_schedules(pipeline("1F1B", 8))}
+    bubbles = {name: time.bubble_ratio for name, time in times_of_schedules(pipeline("1F1B", 8))}
     assert list(bubbles) == [
         *("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     ]
@@ -170,7 +177,7 @@ def test_a_stage_that_is_slower_makes_all_others_wait() -> None:
     even, uneven = (
         pipeline_time(pipeline("1F1B", 8), cost) for cost in (lambda stage: 1.0, lambda stage: 1.0 + (stage == 3))
     )
-    assert uneven.length > even.length and uneven.idle > even.idle
+    assert uneven.duration > even.duration and uneven.idle_ratio > even.idle_ratio
 
 
 def test_the_last_stage_of_405b_has_a_layer_less_and_the_output() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from literal import ADAMW, TINY, tiny_case
 
-from harness.core.plan.frozen import products_left_out, products_of_block
+from harness.core.plan.frozen import matmuls_left_out, matmuls_of_block
 from harness.core.plan.make_plan import make_plan
 from harness.core.plan.slices import tp_dim
 from harness.reference.config import Lora
@@ -87,18 +87,18 @@ def test_a_rank_keeps_gradients_and_state_of_what_is_trained() -> None:
     ],
 )
 def test_matmuls_that_backward_leaves_out(trainable: tuple[str, ...], left: int) -> None:
-    assert products_left_out(tiny_case("single", replace(ADAMW, trainable=trainable)), [0], outputs=1) == left
+    assert matmuls_left_out(tiny_case("single", replace(ADAMW, trainable=trainable)), [0], outputs=1) == left
 
 
 def test_matmuls_of_adapters() -> None:
     """The input of wq has no gradient: both of wq are left out and one of A. wo lacks its weight's, wk and wv lack both.
     The weights of feed-forward and output lack four."""
     case = tiny_case("single", replace(ADAMW, trainable=ADAPTERS), model=LORA)
-    assert products_left_out(case, [0], outputs=1) == (2 + 1) + 1 + 4 + 4
+    assert matmuls_left_out(case, [0], outputs=1) == (2 + 1) + 1 + 4 + 4
 
 
 def test_matmuls_of_adapters_that_are_added_to_their_matrix_first() -> None:
     """Of wq only its input's is left out: the matrix has a gradient, which both halves need. Of wo nothing is."""
     case = tiny_case("single", replace(ADAMW, trainable=ADAPTERS), model=LORA)
-    assert (products_of_block(LORA, merged=True), products_of_block(LORA, merged=False)) == (7 + 2, 7 + 4)
-    assert products_left_out(case, [0], outputs=1, merged=True) == 1 + 4 + 4
+    assert (matmuls_of_block(LORA, merged=True), matmuls_of_block(LORA, merged=False)) == (7 + 2, 7 + 4)
+    assert matmuls_left_out(case, [0], outputs=1, merged=True) == 1 + 4 + 4

@@ -76,7 +76,7 @@ def test_16384_ranks_of_405b_are_of_18_kinds() -> None:
     recipe = TrainingConfig(dtype="float32", compute_dtype="bfloat16", global_batch=2048, seq_len=8192)
     plan = make_plan(Case("large", "-", dims, PRESETS["405B"], recipe, Features(microbatches=16)))
     assert isinstance(plan.flows, PerRank)
-    assert plan.flows.firsts() == [0, 1016, *range(1024, 16384, 1024), 16376]
+    assert plan.flows.first_ranks() == [0, 1016, *range(1024, 16384, 1024), 16376]
     assert plan.slices[1016]["tok_embeddings.weight"] == ((16002, 16032), (0, 16384))
     assert plan.slices[1015]["tok_embeddings.weight"][0] == (7 * 16032 + 126 * 126, 7 * 16032 + 127 * 126)
     assert [plan.parameter_bytes[rank][0] for rank in (0, 1016)] == [107_880_448, 101_588_992]
@@ -96,5 +96,5 @@ def test_a_rank_that_is_not_there_has_no_plan() -> None:
 def test_what_a_kind_has_is_made_once_and_when_it_is_looked_at() -> None:
     asked = []
     mapping = PerRank({0: "a", 1: "b", 2: "a"}, lambda rank: asked.append(rank) or rank * 10)
-    assert asked == [] and (mapping[2], mapping[0], len(mapping), mapping.firsts()) == (20, 20, 3, [0, 1])
-    assert (dict(mapping), list(mapping.of_each_kind()), asked) == ({0: 20, 1: 10, 2: 20}, [20, 10], [2, 1])
+    assert asked == [] and (mapping[2], mapping[0], len(mapping), mapping.first_ranks()) == (20, 20, 3, [0, 1])
+    assert (dict(mapping), list(mapping.values_by_kind()), asked) == ({0: 20, 1: 10, 2: 20}, [20, 10], [2, 1])

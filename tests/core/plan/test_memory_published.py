@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from harness.clusters.config_file import TITAN
+from harness.clusters.config_file import TITAN_TRAITS
 from harness.clusters.request import Request
 from harness.core.case.traits import TrainerTraits
 from harness.core.plan.figures.rank_bytes import RankBytes, rank_bytes
 from harness.core.plan.make_plan import make_plan
-from harness.core.report.layout_text import neediest
+from harness.core.report.layout_text import neediest_rank
 
 FIXED_ON: dict[str, tuple[float, dict[str, Any]]] = {
     "8B on 8": (82.4, {"dims": "dp_shard=8", "model": "8B", "batch": 16, "checkpointing": "op"}),
@@ -38,8 +38,8 @@ OTHERS: dict[str, tuple[float, dict[str, Any]]] = {
 
 
 def reserved(asked: dict[str, Any]) -> int:
-    case = Request(**asked).case()
-    return neediest(case, make_plan(case, TITAN))[1].reserved
+    case = Request(**asked).build_case()
+    return neediest_rank(case, make_plan(case, TITAN_TRAITS))[1].reserved
 
 
 @pytest.mark.parametrize("name", [*FIXED_ON, *OTHERS])
@@ -48,8 +48,8 @@ def test_reserved_memory_is_within_15_percent_of_what_was_published(name: str) -
     assert reserved(asked) == pytest.approx(published * 2**30, rel=0.15)
 
 
-def held(traits: TrainerTraits = TITAN, **asked: Any) -> RankBytes:
-    case = Request(**asked).case()
+def held(traits: TrainerTraits = TITAN_TRAITS, **asked: Any) -> RankBytes:
+    case = Request(**asked).build_case()
     return rank_bytes(case, make_plan(case, traits), 0)
 
 
@@ -62,7 +62,7 @@ def test_the_loss_has_three_numbers_of_float32_for_each_logit_and_over_tp_four_o
 
 def test_a_loss_begins_without_gradients_unless_microbatches_add_them_up() -> None:
     once = held(dims="dp_shard=8", model="8B")
-    assert not once.waiting and once.loss == once.stays - once.gradients + once.gathered_after_forward + (
+    assert not once.waiting and once.loss_peak == once.between_steps - once.gradients + once.gathered_after_forward + (
         once.activations + once.in_loss
     )
     twice = held(dims="pp=2,dp_shard=8", model="8B")

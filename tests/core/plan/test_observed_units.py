@@ -22,7 +22,7 @@ from harness.core.causes import diagnose
 from harness.core.checks import all_checks, judge
 from harness.core.evidence.records import Run
 from harness.core.judge import stored_trial
-from harness.core.judge.measured import measured
+from harness.core.judge.measured import with_measured_traits
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
 from harness.core.plan.make_plan import make_plan
@@ -53,7 +53,7 @@ def planned_again(units: tuple[Unit, ...], **features) -> set[Flow]:
 def test_an_adapter_that_says_nothing_leaves_units_open_and_a_case_that_asks_for_some_does_not() -> None:
     def observed(case):
         traits = Adapter.traits(None, case)  # type: ignore[arg-type]
-        return measured(case, traits, Run("", 2, (), {})).measured.units
+        return with_measured_traits(case, traits, Run("", 2, (), {})).measured.units
 
     assert observed(tiny_case("fsdp_2")) == {}
     for requested in ({"fsdp_units": "root"}, {"fsdp_units": "apart"}, {"wrapper": "fsdp1"}):
@@ -173,7 +173,7 @@ def with_structure(trial: Trial, change) -> Trial:
 
 def as_measured(trial: Trial) -> Trial:
     """With the plan that follows from what its ranks claim."""
-    return replace(trial, plan=make_plan(trial.case, measured(trial.case, trial.traits, trial.run)))
+    return replace(trial, plan=make_plan(trial.case, with_measured_traits(trial.case, trial.traits, trial.run)))
 
 
 def test_a_parameter_of_no_unit_is_found() -> None:
@@ -199,7 +199,7 @@ def run_wrapped(tmp_path: Path, name: str, wrap: str, habit: str = "nothing"):
     file = tmp_path / "mine.py"
     told = f"import sys\nsys.path.append({str(ROOT / 'tests')!r})\nfrom own_fsdp import Fsdp, {habit}\n"
     file.write_text(f"{told}adapter = Fsdp({wrap!r}, {habit})\n")
-    return run_case(find_case(name, load_all()), Options(out=tmp_path, trainer=trainers.spec(str(file), None)))
+    return run_case(find_case(name, load_all()), Options(out=tmp_path, trainer=trainers.absolute_spec(str(file), None)))
 
 
 @pytest.mark.slow("real ranks each; the first two are judged in the same way", after=2)
@@ -264,8 +264,10 @@ def test_parameters_lie_in_the_vectors_of_fsdp1_as_its_wrappers_claim_and_bytes_
     claimed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, run = tiny_case("fsdp_2", wrapper="fsdp1"), laid_out(claimed)
-    monkeypatch.setattr(stored_trial, "load_case", lambda folder: (case, {"run": measured(case, TrainerTraits(), run)}))
-    monkeypatch.setattr(stored_trial, "load", lambda *_: reference_of(case))
+    monkeypatch.setattr(
+        stored_trial, "load_case", lambda folder: (case, {"run": with_measured_traits(case, TrainerTraits(), run)})
+    )
+    monkeypatch.setattr(stored_trial, "load_stored", lambda *_: reference_of(case))
     monkeypatch.setattr(stored_trial, "load_run", lambda folder: run)
     trial = stored_trial.load_trial(Path())
     assert judged("placements", trial).verdict is Verdict.PASS
@@ -275,8 +277,8 @@ def test_parameters_lie_in_the_vectors_of_fsdp1_as_its_wrappers_claim_and_bytes_
 def test_an_order_that_the_adapter_tells_goes_before_that_of_the_wrappers() -> None:
     told, case = TrainerTraits(flat_order=("norm.weight",)), tiny_case("fsdp_2", wrapper="fsdp1")
     run = laid_out(True)
-    assert measured(case, told, run).vector_order == ("norm.weight",)
+    assert with_measured_traits(case, told, run).vector_order == ("norm.weight",)
     claimed = [fqn for one in run.ranks[0].structure.values() for fqn in one.parameters]
-    assert measured(case, TrainerTraits(), run).vector_order == tuple(claimed) != ()
-    assert measured(case, TrainerTraits(), replace(run, ranks={})).vector_order == ()
-    assert measured(tiny_case("fsdp_2"), TrainerTraits(), run).vector_order == ()
+    assert with_measured_traits(case, TrainerTraits(), run).vector_order == tuple(claimed) != ()
+    assert with_measured_traits(case, TrainerTraits(), replace(run, ranks={})).vector_order == ()
+    assert with_measured_traits(tiny_case("fsdp_2"), TrainerTraits(), run).vector_order == ()

@@ -14,7 +14,7 @@ from harness.core.case.case import Case
 from harness.core.case.dims import AXES, ParallelDims
 from harness.core.case.features import Features
 from harness.core.case.traits import TrainerTraits
-from harness.core.plan.grid import coordinate, groups, rank_grid
+from harness.core.plan.grid import coordinate_of_rank, groups_along, rank_grid
 from harness.core.plan.make_plan import make_plan
 from harness.core.plan.slices import chunk, numel, slice_text, slices_of_rank, tp_dim
 from harness.core.plan.stages import layers_of_stage, positions
@@ -45,19 +45,19 @@ def test_the_groups_of_two_replicas_of_two_shards_of_two_tp_ranks() -> None:
 
 def test_groups_over_several_axes_are_the_data_parallel_worlds() -> None:
     dims = ParallelDims(dp_replicate=2, dp_shard=2, tp=2)
-    assert groups(dims, "dp_replicate", "dp_shard") == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert groups(dims, *AXES) == ((0, 1, 2, 3, 4, 5, 6, 7),)
+    assert groups_along(dims, "dp_replicate", "dp_shard") == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert groups_along(dims, *AXES) == ((0, 1, 2, 3, 4, 5, 6, 7),)
 
 
 def test_the_coordinate_of_the_last_but_one_rank() -> None:
     dims = ParallelDims(dp_replicate=2, dp_shard=2, tp=2)
-    assert coordinate(dims, 6) == {"pp": 0, "dp_replicate": 1, "dp_shard": 1, "cp": 0, "tp": 0}
+    assert coordinate_of_rank(dims, 6) == {"pp": 0, "dp_replicate": 1, "dp_shard": 1, "cp": 0, "tp": 0}
 
 
 def test_the_groups_of_every_axis_partition_the_world() -> None:
     for dims in SOME_DIMS:
         for axis in AXES:
-            lines = groups(dims, axis)
+            lines = groups_along(dims, axis)
             assert sorted(rank for line in lines for rank in line) == list(range(dims.world_size))
             assert {len(line) for line in lines} == {getattr(dims, axis)}
 
@@ -74,15 +74,15 @@ def test_groups_are_the_ranks_whose_device_mesh_coordinates_differ_in_one_axis()
     for index, axis in enumerate(AXES):
         lines: dict[tuple, list[int]] = {}
         for rank, place in places.items():
-            assert coordinate(dims, rank)[axis] == place[index]
+            assert coordinate_of_rank(dims, rank)[axis] == place[index]
             lines.setdefault(place[:index] + place[index + 1 :], []).append(rank)
-        assert sorted(map(tuple, lines.values())) == sorted(groups(dims, axis))
+        assert sorted(map(tuple, lines.values())) == sorted(groups_along(dims, axis))
 
 
 def test_the_groups_of_16384_ranks_are_listed() -> None:
     dims = ParallelDims(pp=16, dp_replicate=4, dp_shard=32, tp=8)
     assert dims.world_size == 16384
-    lines = {axis: groups(dims, axis) for axis in AXES}
+    lines = {axis: groups_along(dims, axis) for axis in AXES}
     assert {axis: len(found) for axis, found in lines.items()} == {
         "pp": 1024, "dp_replicate": 4096, "dp_shard": 512, "cp": 16384, "tp": 2048
     }  # fmt: skip
@@ -159,7 +159,7 @@ def test_slices_are_torchs_chunks_of_chunks(shape: tuple[int, ...]) -> None:
             if cut is not None and cut >= len(shape):
                 continue
             for rank in range(dims.world_size):
-                at = coordinate(dims, rank)
+                at = coordinate_of_rank(dims, rank)
                 local = numbered if cut is None else nth_chunk(torch, numbered, tp, cut, at["tp"])
                 local = nth_chunk(torch, local, shard, 0, at["dp_shard"])
                 part = slices_of_rank(dims, rank, {fqn: shape})[fqn]
@@ -186,7 +186,7 @@ def test_slices_are_those_of_the_dtensors_of_fsdp_over_tensor_parallel(model) ->
     for shard, tp in ((1, 2), (2, 1), (2, 2), (3, 2), (8, 2)):
         dims = ParallelDims(dp_shard=shard, tp=tp)
         for rank, (fqn, shape) in itertools.product(range(dims.world_size), shapes.items()):
-            cut, at = tp_dim(fqn), coordinate(dims, rank)
+            cut, at = tp_dim(fqn), coordinate_of_rank(dims, rank)
             inner = Replicate() if cut is None else Shard(cut)
             part = slices_of_rank(dims, rank, shapes)[fqn]
             accounts = [local_part(shape, (tp, shard), [at["tp"], at["dp_shard"]], (inner, Shard(0)))]
@@ -250,7 +250,7 @@ def test_under_ddp_ranks_of_cp_are_replicas_and_reduce_whole_gradients_together(
     dims = ParallelDims(dp_replicate=2, cp=2)
     case = Case("any", "a test", dims, features=Features(wrapper="ddp", cp_rotation="alltoall"))
     plan = make_plan(case, TrainerTraits(cp_sends=True))
-    assert (plan.shard_axis, plan.replicate_axis, plan.shards) == ("dp_shard", "dp_replicate_cp", 1)
+    assert (plan.shard_axis, plan.replicate_axis, plan.shard_degree) == ("dp_shard", "dp_replicate_cp", 1)
     assert plan.groups["dp_replicate_cp"] == ((0, 1, 2, 3),)
     assert all(part == slices_of_rank(ParallelDims(), 0, plan.shapes) for part in plan.slices.values())
     moved = {(flow.axis, flow.role, flow.op, flow.phase) for flow in plan.flows[3]}

@@ -15,7 +15,7 @@ from harness.core.case.dims import ParallelDims
 from harness.core.case.traits import TrainerTraits
 from harness.core.plan.make_plan import make_plan
 from harness.core.plan.plan import Plan
-from harness.core.plan.traffic.flow import TIED
+from harness.core.plan.traffic.flow import TIED_ROLE
 
 EMBEDDING = "tok_embeddings.weight"
 FOUR_LAYERS = replace(TINY, n_layers=4, tied_embeddings=True)
@@ -27,7 +27,7 @@ def plan_of(dims: ParallelDims, traits: TrainerTraits | None = None, **changes: 
 
 def sums(plan: Plan) -> dict[int, list[tuple[str, str, str, int]]]:
     """Return, by rank, what moves for the tied weight."""
-    of = {r: [(f.axis, f.op, f.phase, f.bytes) for f in plan.flows[r] if f.role == TIED] for r in plan.flows}
+    of = {r: [(f.axis, f.op, f.phase, f.bytes) for f in plan.flows[r] if f.role == TIED_ROLE] for r in plan.flows}
     return {rank: flows for rank, flows in of.items() if flows}
 
 

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import stage
 from harness.core.evidence.records import Wrapper
 from harness.core.probe import Probe
 from harness.core.probe.pipeline import note_action, pass_of_schedule
-from harness.core.probe.structure import note_placement, note_wrapper, parameter_evidence, wrappers
+from harness.core.probe.structure import note_placement, note_wrapper, parameter_evidence, wrapper_evidence
 from harness.core.probe.values import reducing_gradients
 
 
@@ -27,7 +27,7 @@ def probe() -> Iterator[Probe]:
 def test_a_wrapper_of_the_trainers_own_is_a_claim_as_any_other() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     note_wrapper(model, "ddp", replicate_ranks=[0, 2])
-    assert wrappers([model]) == {"": Wrapper("ddp", replicate_ranks=(0, 2))}
+    assert wrapper_evidence([model]) == {"": Wrapper("ddp", replicate_ranks=(0, 2))}
 
 
 def test_a_mark_on_a_parameter_is_a_claim_of_its_placement_and_of_its_whole_shape() -> None:
@@ -47,10 +47,10 @@ def test_reductions_behind_backward_belong_to_it_and_what_follows_does_not(probe
 
 def test_a_schedule_of_the_trainers_own_is_one_pass_with_its_actions(probe: Probe) -> None:
     with pass_of_schedule():
-        assert probe.clock.where() == (1, "pipeline")
+        assert probe.clock.step_and_phase() == (1, "pipeline")
         note_action(1, "F", 0)
         note_action(1, "B", 0)
-    assert probe.clock.where() == (1, "other")
+    assert probe.clock.step_and_phase() == (1, "other")
     assert probe.pipeline.actions == {1: ["1F0", "1B0"]}
 
 

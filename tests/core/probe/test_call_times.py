@@ -38,14 +38,14 @@ def _times(monkeypatch: pytest.MonkeyPatch) -> Iterator[CallTimes]:
 
 
 def call(times: CallTimes, place: int, *, waiting: bool = False) -> None:
-    with times.calling():
-        times.begins(place)
+    with times.timing_call():
+        times.note_begin(place)
         if waiting:
             Slow().wait()
 
 
 def blocked(times: CallTimes) -> list[float]:
-    return [seconds for _, seconds in times.seen.values()]
+    return [seconds for _, seconds in times.times_by_call.values()]
 
 
 def test_a_wait_counts_for_the_last_call_of_its_thread_once(times: CallTimes) -> None:

@@ -25,7 +25,17 @@ WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "unique", "mas
 """Operators of aten whose result the host reads: on a GPU it waits for the device."""
 
 
-STANDS_BEFORE = ("seen", "_copy", "_product")
+STANDS_BEFORE = (
+    "run_and_note_backward",
+    "compute_and_note",
+    "call_and_note",
+    "note_and_act",
+    "call_in_context",
+    "note_and_push",
+    "copy_gradients_and_call",
+    "_copy",
+    "_product",
+)
 """Functions of the probe through which what the trainer does passes."""
 
 
@@ -63,7 +73,7 @@ def watched(clips: bool, waits: Waits | None = None) -> RankEvidence:
         probe.attach([model])
         with waits or torch.enable_grad():
             train(model, clips)
-            probe.trained()
+            probe.finish_training()
         return probe.evidence({1: (0.5, None, None)})
     finally:
         probe.remove()
@@ -89,7 +99,7 @@ def train(model: nn.Sequential, clips: bool) -> None:
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the host are taken for a device's."""
     for module in (host_copies, values):
-        monkeypatch.setattr(module, "lies_on_device", lambda tensor: True)
+        monkeypatch.setattr(module, "is_on_device", lambda tensor: True)
 
 
 def of_one_run(evidence: RankEvidence) -> RankEvidence:
@@ -127,12 +137,12 @@ def test_on_cpu_it_reads_at_once() -> None:
 @pytest.mark.usefixtures("device")
 def test_what_the_probe_keeps_to_read_later_is_not_the_trainers() -> None:
     def kept(own: list[torch.Tensor]) -> int:
-        held = live_tensors.beside([], [], own, evaluated=False)
+        held = live_tensors.find_unaccounted_tensors([], [], own, evaluated=False)
         return sum(tensor.shape == (3, 1213) for tensor in held)
 
     theirs = torch.ones(3, 1213)
-    copy = host_copies.copied(theirs)
-    assert (kept([]), kept(host_copies.pending())) == (2, 1)
+    copy = host_copies.copy_to_host(theirs)
+    assert (kept([]), kept(host_copies.pending_copies())) == (2, 1)
     del copy
     assert kept([]) == 1
 
@@ -158,7 +168,7 @@ def test_tensors_that_are_copied_together_are_what_each_is_alone():
         "float64": torch.randn(3).double(),
         "large": torch.randn(1000, 1000),
     }
-    found = host_copies.all_copied(given.items())
+    found = host_copies.copy_all_to_host(given.items())
     given["number"] += 1
     assert found["number"] == 3.0
     given["number"] -= 1
@@ -168,9 +178,9 @@ def test_tensors_that_are_copied_together_are_what_each_is_alone():
 @pytest.mark.parametrize("count", [1, 2, 7, 8])
 def test_one_bit_differs(count):
     ones = torch.ones(count + 1, dtype=torch.float32)
-    assert values.same_bits(ones[1:], np.ones(count, np.float32))  # begins in the middle of eight bytes
+    assert values.has_same_bits(ones[1:], np.ones(count, np.float32))  # begins in the middle of eight bytes
     other = np.ones(count, np.float32)
     other.view(np.int32)[-1] ^= 1
-    assert not values.same_bits(ones[1:], other)
-    assert not values.same_bits(torch.zeros(count), -np.zeros(count, np.float32))
-    assert values.same_bits(torch.full((count,), float("nan")), np.full(count, float("nan"), np.float32))
+    assert not values.has_same_bits(ones[1:], other)
+    assert not values.has_same_bits(torch.zeros(count), -np.zeros(count, np.float32))
+    assert values.has_same_bits(torch.full((count,), float("nan")), np.full(count, float("nan"), np.float32))

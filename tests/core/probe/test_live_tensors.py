@@ -8,11 +8,11 @@ import threading
 import pytest
 import torch
 
-from harness.core.probe import MANY, Probe, live_tensors
+from harness.core.probe import FREEZE_THRESHOLD, Probe, live_tensors
 
 
 def shapes() -> list[tuple[int, ...]]:
-    return [tensor.shape for tensor in live_tensors.beside([], [], [], evaluated=False, patient=True)]
+    return [tensor.shape for tensor in live_tensors.find_unaccounted_tensors([], [], [], evaluated=False, patient=True)]
 
 
 def test_what_another_thread_lets_go_of_a_moment_later_is_not_kept() -> None:
@@ -21,7 +21,7 @@ def test_what_another_thread_lets_go_of_a_moment_later_is_not_kept() -> None:
     def hold() -> None:
         passing = torch.ones(3, 1217)
         taken.set()
-        threading.Event().wait(live_tensors.LET_GO / 5)
+        threading.Event().wait(live_tensors.SECONDS_TO_LET_GO / 5)
         del passing
 
     taken = threading.Event()
@@ -38,7 +38,7 @@ def test_what_a_local_variable_or_a_list_holds_is_kept() -> None:
     del local, listed
 
 
-@pytest.mark.parametrize(("objects", "looked_through"), [(10, True), (2 * MANY, False)])
+@pytest.mark.parametrize(("objects", "looked_through"), [(10, True), (2 * FREEZE_THRESHOLD, False)])
 def test_many_old_objects_are_looked_through_before_and_after_a_probe_but_not_by_it(
     objects: int, looked_through: bool
 ) -> None:

@@ -36,7 +36,7 @@ def trained(*, writes_back: bool, steps: int = STEPS, keeps: tuple[str, ...] = (
                     p.copy_(masters[name])
             model.zero_grad()
             left[step] = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
-        probe.trained()
+        probe.finish_training()
         return probe.evidence({}), left
     finally:
         probe.remove()

@@ -29,7 +29,7 @@ def masked(model: nn.Module, mask: torch.Tensor, *, notes: bool) -> tuple[Microb
             note_loss(LABELS, loss, reduction="sum")
         loss.backward()
         optimizer.step()
-        probe.trained()
+        probe.finish_training()
         evidence = probe.evidence({})
     finally:
         probe.remove()

@@ -37,7 +37,7 @@ def trained(*, clips: bool, by_closure: bool) -> RankEvidence:
             else:
                 train()
                 optimizer.step()
-        probe.trained()
+        probe.finish_training()
         return probe.evidence({})
     finally:
         probe.remove()

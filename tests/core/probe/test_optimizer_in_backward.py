@@ -21,7 +21,7 @@ def trained(model: nn.Sequential, optimizers: dict[nn.Parameter, torch.optim.Opt
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(step)
     model(torch.ones(1, 3)).square().sum().backward()
-    probe.trained()
+    probe.finish_training()
     probe.remove()
     return probe
 

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from harness.core.evidence.step import Activity, Attention, Call, Matmul, SavedTensorsHook
 from harness.core.probe.activity import ActivityRecorder
 from harness.core.probe.clock import Clock
-from harness.core.probe.compiler import CompilerRecorder, compiler
+from harness.core.probe.compiler import CompilerRecorder, compiler_counts
 from harness.core.probe.samples import SampleRecorder
 from harness.core.probe.saved_tensors import SavedTensorsRecorder
 from harness.core.probe.settings import SettingsRecorder
-from harness.core.probe.settings import settings as settings_now
+from harness.core.probe.settings import read_settings as settings_now
 
 
 class Block(nn.Module):
@@ -46,7 +46,7 @@ def seen(recorder: ActivityRecorder, model: nn.Module, passes: int = 1) -> Activ
     recorder.samples.attach([model])
     for _ in range(passes):
         model(torch.ones(2, 4)).sum().backward()
-    return recorder.of_step(1)
+    return recorder.activity_of(1)
 
 
 def test_a_block_that_is_computed_again_is_called_inside_backward(recorder: ActivityRecorder) -> None:
@@ -96,7 +96,7 @@ def test_removed_it_sees_nothing_any_more(recorder: ActivityRecorder) -> None:
     recorder.remove()
     told = dict(before.calls), dict(before.matmuls)
     model(torch.ones(2, 4)).sum().backward()
-    assert (recorder.of_step(1).calls, recorder.of_step(1).matmuls) == told
+    assert (recorder.activity_of(1).calls, recorder.activity_of(1).matmuls) == told
 
 
 KERNELS_OF_GPUS = ("flash", "efficient", "cudnn")
@@ -110,7 +110,7 @@ def test_each_fused_attention_of_gpus_is_seen_by_its_operator(recorder: Activity
     with pytest.raises(NotImplementedError):
         getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")(*given)
     assert hasattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention_backward")
-    assert recorder.of_step(0).attention == {Attention("other", "attention"): 1}
+    assert recorder.activity_of(0).attention == {Attention("other", "attention"): 1}
 
 
 # ---- what belongs to a step
@@ -122,9 +122,9 @@ def test_a_pass_of_the_bare_model_between_steps_counts_only_if_it_records_gradie
     recorder._clock.leave_optimizer()
     with torch.no_grad():
         inner(torch.ones(2, 4))
-    assert not any(key.phase == "other" for key in recorder.of_step(1).calls | recorder.of_step(1).matmuls)
+    assert not any(key.phase == "other" for key in recorder.activity_of(1).calls | recorder.activity_of(1).matmuls)
     inner(torch.ones(2, 4))
-    activity = recorder.of_step(1)
+    activity = recorder.activity_of(1)
     assert (activity.calls[Call("other", "0")], activity.matmuls[Matmul("other", "float32")]) == (1, 2)
 
 
@@ -133,7 +133,7 @@ def test_before_the_optimizer_a_pass_of_the_bare_model_counts_in_any_case(record
     seen(recorder, nn.Sequential(inner))
     with torch.no_grad():
         inner(torch.ones(2, 4))
-    assert recorder.of_step(1).matmuls[Matmul("other", "float32")] == 2
+    assert recorder.activity_of(1).matmuls[Matmul("other", "float32")] == 2
 
 
 # ---- who hooks saved tensors
@@ -158,7 +158,7 @@ def test_who_puts_hooks_on_saved_tensors_is_known_by_name_whichever_way_it_goes(
     recorder.remove()
     with torch.autograd.graph.save_on_cpu():
         pass
-    assert recorder.of_step(0) == {
+    assert recorder.hooks_of(0) == {
         SavedTensorsHook("other", "torch.autograd.graph", "save_on_cpu"): 1,
         SavedTensorsHook("other", __name__, "Elsewhere"): 1,
         SavedTensorsHook("other", "torch.utils.checkpoint", "_checkpoint_hook"): 1,
@@ -172,7 +172,7 @@ def test_who_puts_hooks_on_saved_tensors_is_known_by_name_whichever_way_it_goes(
 def test_a_switch_that_is_on_in_backward_only_is_seen(recorder: ActivityRecorder) -> None:
     settings = SettingsRecorder(recorder._clock)
     settings.install()
-    recorder.on_phase = settings.look
+    recorder.on_phase = settings.note_settings
     model = nn.Sequential(Block())
     recorder.samples.attach([model])
     with warnings.catch_warnings(action="ignore"), torch.autograd.set_detect_anomaly(False):
@@ -180,10 +180,10 @@ def test_a_switch_that_is_on_in_backward_only_is_seen(recorder: ActivityRecorder
         torch.autograd.set_detect_anomaly(True)
         loss.backward()
     settings.remove()
-    assert settings.started["autograd anomaly detection"] == "off"
-    assert settings.of_step(1)["autograd anomaly detection"] == ("off", "on")
-    assert settings.of_step(1)["default dtype"] == ("float32",)
-    assert settings.of_step(2) == {}
+    assert settings.settings_at_start["autograd anomaly detection"] == "off"
+    assert settings.settings_of(1)["autograd anomaly detection"] == ("off", "on")
+    assert settings.settings_of(1)["default dtype"] == ("float32",)
+    assert settings.settings_of(2) == {}
 
 
 def test_kernels_and_small_numbers_that_are_switched_off_are_seen() -> None:
@@ -229,12 +229,12 @@ def test_graphs_are_counted_as_optimizers_step() -> None:
     compiled.install()
     block = nn.Linear(4, 4)
     forward, optimizer = torch.compile(block, backend="eager"), torch.optim.SGD(block.parameters(), lr=0.1)
-    before = compiler().get("graphs", 0)
+    before = compiler_counts().get("graphs", 0)
     for clock.step in (1, 2):
         forward(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     compiled.remove()
-    assert [compiled.of_step(step) for step in (1, 2, 3)] == [before + 1, before + 1, None]
+    assert [compiled.graphs_after(step) for step in (1, 2, 3)] == [before + 1, before + 1, None]
 
 
 def test_a_batch_of_one_matrix_is_a_matmul_and_an_outer_product_is_none(recorder: ActivityRecorder) -> None:
@@ -242,6 +242,6 @@ def test_a_batch_of_one_matrix_is_a_matmul_and_an_outer_product_is_none(recorder
     torch.einsum("bsd,vd->bsv", x, weight).sum().backward()
     torch.bmm(torch.ones(1, 3, 1), torch.ones(1, 1, 5))
     torch.baddbmm(torch.ones(2, 3, 5), torch.ones(2, 3, 4), torch.ones(2, 4, 5))
-    seen = recorder.of_step(0)
+    seen = recorder.activity_of(0)
     assert sum(seen.matmuls.values()) == 2
     assert seen.attention == {Attention("other", "batched matmul"): 2}

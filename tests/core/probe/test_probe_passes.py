@@ -51,7 +51,7 @@ def validate(probe: Probe) -> None:
 
 def tokens_of(probe: Probe) -> dict[int, list[int]]:
     """By step, the token that each pass received."""
-    probe.trained()
+    probe.finish_training()
     found = {s.step: s.microbatches for s in probe.evidence({}).steps}
     return {
         number: [int(part.tokens[0, 0]) for part in parts if part.tokens is not None] for number, parts in found.items()
@@ -110,7 +110,7 @@ def test_a_pass_of_the_model_inside_ddp_is_one_and_one_through_ddp_is_counted_on
         cross_entropy(logits.flatten(0, 1), LABELS.flatten(), reduction="sum").backward()
         optimizer.step()
         optimizer.zero_grad()
-    watch.trained()
+    watch.finish_training()
     steps = watch.evidence({}).steps
     watch.remove()
     assert [[int(part.tokens[0, 0]) for part in step.microbatches] for step in steps] == [[1], [2]]
@@ -166,13 +166,13 @@ def test_weights_that_validation_alters_are_noticed(probe: Probe) -> None:
         probe.model[1].bias.add_(1.0)
     train(probe)
     step(probe)
-    probe.trained()
+    probe.finish_training()
     assert [list(s.changed or {}) for s in probe.evidence({}).steps] == [["1.bias"], []]
 
 
 def losses_of(probe: Probe) -> tuple[Microbatch, ...]:
     step(probe)
-    probe.trained()
+    probe.finish_training()
     return probe.evidence({}).steps[0].microbatches
 
 
@@ -222,8 +222,8 @@ def test_losses_of_two_passes_that_are_computed_after_both_are_told_apart(probe:
 def test_a_loss_of_made_up_data_with_which_stages_find_their_shapes_belongs_to_no_step(probe: Probe) -> None:
     """Within the first pass of a schedule, on its real loss function (torch 2.13, of stages that were told no shapes)."""
     labels = LABELS.flatten()
-    with probe.clock.schedule(training=True):
-        with probe.clock.set_up():
+    with probe.clock.schedule_pass(training=True):
+        with probe.clock.outside_of_steps():
             cross_entropy(probe.model(torch.zeros(2, 4, dtype=torch.int64)).flatten(0, 1), torch.ones_like(labels))
         with probe.clock.loss_of_schedule():
             cross_entropy(probe.model(torch.ones(2, 4, dtype=torch.int64)).flatten(0, 1), labels).backward()

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from harness.core.probe.collectives import SUMMED_AT_ONCE, bits_of
-from harness.core.probe.structure import fqn_of, module_names, name_apart, named_parameters
+from harness.core.probe.collectives import ELEMENTS_SUMMED_AT_ONCE, sum_of_bits
+from harness.core.probe.structure import fqn_of, module_names, named_parameters, set_name_prefix
 
 
 def model() -> nn.Sequential:
@@ -34,7 +34,7 @@ def test_names_are_those_of_torch_without_wrappers():
     part = model()
     assert as_the_probe_walks(part) == as_torch_walks(part)
     assert [fqn for fqn, _ in named_parameters([part])][2:4] == ["1.first.weight", "1.first.bias"]
-    name_apart(part, "teacher")
+    set_name_prefix(part, "teacher")
     assert as_the_probe_walks(part) == as_torch_walks(part)
     assert module_names(part)[part] == "teacher"
 
@@ -50,11 +50,11 @@ def test_a_parameter_or_module_that_is_replaced_later_is_seen():
     assert as_the_probe_walks(part) != before
 
 
-@pytest.mark.parametrize("count", [1, SUMMED_AT_ONCE, 2 * SUMMED_AT_ONCE + 3])
+@pytest.mark.parametrize("count", [1, ELEMENTS_SUMMED_AT_ONCE, 2 * ELEMENTS_SUMMED_AT_ONCE + 3])
 def test_the_sum_of_bits_is_of_all_elements(count):
     one, other = torch.randn(count), torch.randn(3, 4).t()
     expected = one.numpy().view(np.int32).sum(dtype=np.int64)
-    assert int(bits_of(one)) == expected
+    assert int(sum_of_bits(one)) == expected
     expected += other.contiguous().numpy().view(np.int32).sum(dtype=np.int64)
-    assert int(bits_of([[one], other])) == expected
-    assert int(bits_of([])) == 0
+    assert int(sum_of_bits([[one], other])) == expected
+    assert int(sum_of_bits([])) == 0

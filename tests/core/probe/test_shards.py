@@ -67,7 +67,7 @@ def trained() -> Iterator[tuple[Probe, OnAVector]]:
     probe.attach([model])
     zero.step()
     zero.step()
-    probe.trained()
+    probe.finish_training()
     yield probe, zero
     probe.remove()
 
@@ -114,7 +114,7 @@ def test_an_update_that_is_gathered_in_the_next_forward_pass_is_of_the_step_that
         zero.update()
     zero.gather(3.0)
     note_update()
-    probe.trained()
+    probe.finish_training()
     steps = probe.evidence({}).steps
     probe.remove()
     assert [(step.step, step.parameters["weight"][1, 2], step.changed) for step in steps] == [

@@ -9,9 +9,9 @@ import pytest
 import torch
 from literal import ADAMW, TINY
 
-from harness.core.judge.exports import merged
+from harness.core.judge.exports import merge_adapters
 from harness.reference.config import Lora, TrainingConfig
-from harness.reference.counterfactual import Otherwise, retrain
+from harness.reference.counterfactual import Changes, retrain
 from harness.reference.model import initial_weights, llama_from
 from harness.reference.train import train
 
@@ -40,8 +40,8 @@ def test_merged_weights_are_the_model() -> None:
     after = train(MODEL, TRAINING).steps[-1].parameters
     tokens = torch.arange(8).view(2, 4)
     adapted = llama_from(after, config=MODEL, dtype=torch.float64)(tokens)
-    plain = llama_from(merged(MODEL.lora, after), config=WIDE, dtype=torch.float64)(tokens)
-    without = llama_from(merged(None, after), config=WIDE, dtype=torch.float64)(tokens)
+    plain = llama_from(merge_adapters(MODEL.lora, after), config=WIDE, dtype=torch.float64)(tokens)
+    without = llama_from(merge_adapters(None, after), config=WIDE, dtype=torch.float64)(tokens)
     assert torch.allclose(adapted, plain, rtol=1e-12)
     assert not torch.allclose(adapted, without, rtol=1e-3)
 
@@ -49,6 +49,6 @@ def test_merged_weights_are_the_model() -> None:
 @pytest.mark.parametrize("training", [TRAINING, replace(TRAINING, dtype="float32", compute_dtype="bfloat16")])
 def test_training_again_gives_the_same(training: TrainingConfig) -> None:
     run = train(MODEL, training)
-    again = retrain(MODEL, training, run, Otherwise())
+    again = retrain(MODEL, training, run, Changes())
     assert [step.loss for step in again.steps] == pytest.approx([step.loss for step in run.steps], rel=1e-6)
     assert set(again.steps[0].gradients) == set(run.steps[0].gradients)

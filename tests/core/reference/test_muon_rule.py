@@ -10,7 +10,7 @@ import torch
 from literal import ADAMW
 
 from harness.reference import muon
-from harness.reference.config import TrainingConfig, rule_of, unused
+from harness.reference.config import TrainingConfig, rule_of, unused_fields
 from harness.reference.optimizer import Optimizer, options_of
 
 MUON = replace(ADAMW, optimizer="muon", lr=0.05)
@@ -27,7 +27,7 @@ def test_two_steps_are_those_of_torch_but_for_its_cast(
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.randn(shape, dtype=torch.float64))
     theirs, average = model.weight.detach().clone(), torch.zeros(shape, dtype=torch.float64)
-    own, rest = Optimizer(model), {"has_complex": False, "ns_steps": muon.STEPS, "eps": muon.SMALLEST}
+    own, rest = Optimizer(model), {"has_complex": False, "ns_steps": muon.STEPS, "eps": muon.SMALLEST_LENGTH}
     for _ in range(2):
         model.weight.grad = torch.randn(shape, dtype=torch.float64)
         own.step({"weight": options_of(training, "layers.0.weight", lr=training.lr)})
@@ -80,6 +80,6 @@ def test_matrices_of_blocks_are_muons_and_all_else_is_adamws(training: TrainingC
 
 
 def test_what_options_an_optimizer_leaves_alone() -> None:
-    assert unused(MUON) == set()
-    assert unused(ADAMW) == {"momentum", "nesterov", "adjust_lr", "muon_matrices"}
-    assert unused(replace(ADAMW, optimizer="sgd")) == unused(ADAMW) | {"beta1", "beta2", "eps"}
+    assert unused_fields(MUON) == set()
+    assert unused_fields(ADAMW) == {"momentum", "nesterov", "adjust_lr", "muon_matrices"}
+    assert unused_fields(replace(ADAMW, optimizer="sgd")) == unused_fields(ADAMW) | {"beta1", "beta2", "eps"}

@@ -15,11 +15,11 @@ from harness.reference.model import initial_weights, llama_from
 from harness.reference.train import (
     ReferenceRun,
     ReferenceStep,
-    batch,
     clip_gradients,
     forward_loss,
     learning_rate,
     lr_factor,
+    stack_samples,
     train,
 )
 
@@ -98,7 +98,7 @@ def test_each_step_starts_from_the_parameters_the_last_one_left(run: ReferenceRu
     dataset = build_dataset(RECIPE, DEBUG)
     for before, after, ids in zip(run.steps, run.steps[1:], run.samples[1:], strict=False):
         model = llama_from(before.parameters, config=DEBUG, dtype=torch.float64)
-        loss = forward_loss(model, *batch(dataset, ids, "cpu")) / after.valid_tokens
+        loss = forward_loss(model, *stack_samples(dataset, ids, "cpu")) / after.valid_tokens
         assert loss.item() == after.loss
 
 
@@ -216,7 +216,7 @@ def test_a_step_of_half_length_is_one_of_which_the_second_halfs_labels_are_ignor
     """A later token moves no earlier logit, so that whole rows give the same loss."""
     first, second, third = train(DEBUG, replace(RECIPE, variable_length=True)).steps
     assert first.loss == run.steps[0].loss and third.valid_tokens == run.steps[2].valid_tokens
-    tokens, labels = batch(build_dataset(RECIPE, DEBUG), run.samples[1], "cpu")
+    tokens, labels = stack_samples(build_dataset(RECIPE, DEBUG), run.samples[1], "cpu")
     labels[:, 16:] = -100
     assert second.valid_tokens == int((labels >= 0).sum())
     model = llama_from(first.parameters, config=DEBUG, dtype=torch.float64)
@@ -236,7 +236,7 @@ def test_with_a_document_mask_each_document_is_read_as_if_alone(run: ReferenceRu
 
 def test_with_a_document_mask_training_goes_by_it(run: ReferenceRun) -> None:
     masked = train(DEBUG, replace(RECIPE, document_mask=True), steps=1)
-    first, tokens, labels = masked.steps[0], *batch(build_dataset(RECIPE, DEBUG), run.samples[0], "cpu")
+    first, tokens, labels = masked.steps[0], *stack_samples(build_dataset(RECIPE, DEBUG), run.samples[0], "cpu")
     model = llama_from(run.weights, config=DEBUG, dtype=torch.float64)
     total = sum(loss_of_documents_alone(model, *both) for both in zip(tokens, labels, strict=True))
     assert first.loss == pytest.approx(total / first.valid_tokens, rel=1e-12)

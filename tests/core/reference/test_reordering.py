@@ -10,7 +10,7 @@ from literal import TINY
 
 from harness.reference import train
 from harness.reference.config import TrainingConfig
-from harness.reference.noise import orders, reorders
+from harness.reference.noise import noise_orders_of_kind, reorders_step
 from harness.reference.precision import DTYPES
 
 FLOAT32 = TrainingConfig(steps=2, global_batch=4, seq_len=8, dtype="float32")
@@ -27,7 +27,7 @@ def test_shares_of_a_batch_have_the_same_noise_with_and_without(
         return train.train(model, training, noise=("float32 shares",)).noise["float32 shares"]
 
     without = noise()
-    monkeypatch.setattr(train, "reorders", lambda *_: True)
+    monkeypatch.setattr(train, "reorders_step", lambda *_: True)
     assert noise() == without
     assert without.gradient[-1] > 0
 
@@ -42,5 +42,5 @@ def test_shares_of_a_batch_have_the_same_noise_with_and_without(
     ],
 )
 def test_which_steps_are_reordered(kind: str, step: int, quantize: Any, expected: bool) -> None:
-    (order, *_) = orders(kind, FLOAT32, DTYPES["float32"])
-    assert reorders(order, step, replace(FLOAT32, quantize=quantize)) is expected
+    (order, *_) = noise_orders_of_kind(kind, FLOAT32, DTYPES["float32"])
+    assert reorders_step(order, step, replace(FLOAT32, quantize=quantize)) is expected

@@ -8,7 +8,7 @@ import pytest
 
 from harness.core.judge.finding import Bound, Finding, Limit, Part
 from harness.core.judge.result import Result, Verdict
-from harness.core.report.finding_text import finding_text, findings_text, sentence
+from harness.core.report.finding_text import finding_sentence, finding_text, findings_text
 
 TRAFFIC = Finding.at(
     0,
@@ -99,7 +99,7 @@ SENTENCES = {
 
 @pytest.mark.parametrize(("finding", "text"), SENTENCES.values(), ids=SENTENCES)
 def test_each_kind_of_finding_is_one_sentence_that_says_no_word_twice_in_a_row(finding: Finding, text: str) -> None:
-    assert sentence(finding) == text
+    assert finding_sentence(finding) == text
     assert not re.search(r"\b([a-z]+) \1\b", text)
 
 

@@ -8,16 +8,16 @@ from harness.core.case.case import Case
 from harness.core.checks import all_checks
 from harness.core.judge.judgement import Judgement
 from harness.core.judge.result import Result, Verdict
-from harness.core.report.grid import grid, not_applicable, summary
-from harness.core.report.outcome import Outcome, judged, problem, skipped
+from harness.core.report.grid import counts_text, grid_text, not_applicable_text
+from harness.core.report.outcome import Outcome, error_outcome, judged_outcome, skipped_outcome
 
 
 def test_the_grid_names_checks_over_their_columns_and_reasons_in_the_row() -> None:
     outcomes = [
-        skipped(Case("tp_2", "x"), "no GPU"),
-        problem(Case("ddp_2", "x"), "disk full"),
+        skipped_outcome(Case("tp_2", "x"), "no GPU"),
+        error_outcome(Case("ddp_2", "x"), "disk full"),
     ]
-    lines = grid(outcomes).splitlines()
+    lines = grid_text(outcomes).splitlines()
     assert lines[:3] == [
         "a column a check, in this order:",
         "  process    completed",
@@ -25,7 +25,7 @@ def test_the_grid_names_checks_over_their_columns_and_reasons_in_the_row() -> No
     ]
     assert lines[-3:] == ["       p structure   data   numbers", "tp_2   SKIPPED: no GPU", "ddp_2  ERROR: disk full"]
     assert len(lines) <= 13 and max(map(len, lines)) <= 100
-    assert summary(outcomes, 1.25) == "2 cases in 1.2 s: 1 SKIPPED, 1 ERROR"
+    assert counts_text(outcomes, 1.25) == "2 cases in 1.2 s: 1 SKIPPED, 1 ERROR"
 
 
 def test_a_row_of_the_grid_has_a_letter_for_each_check_and_below_it_the_checks_that_are_broken() -> None:
@@ -34,7 +34,7 @@ def test_a_row_of_the_grid_has_a_letter_for_each_check_and_below_it_the_checks_t
     found |= {"golden": Verdict.UNKNOWN}
     results = tuple(Result(check, verdict, 1) for check, verdict in found.items())
     judgement = Judgement(Case("ddp_2", "x"), Path("x"), results, None, 9.0)
-    row, below = grid([judged(judgement)]).splitlines()[-2:]
+    row, below = grid_text([judged_outcome(judgement)]).splitlines()[-2:]
     name, *marks, verdict, seconds, _ = row.split()
     assert (name, verdict, seconds, below) == ("ddp_2", "FAIL", "9.0", "    F memory loss")
     letters = dict(zip(all_checks(), "".join(marks), strict=True))
@@ -52,9 +52,9 @@ def test_under_the_grid_stands_which_checks_were_not_applicable_in_how_many_case
             Result("loss", Verdict.PASS, 1),
             *(Result(c, Verdict.NOT_APPLICABLE, note=n) for c, n in notes.items()),
         )
-        return judged(Judgement(Case("x", "x"), Path("x"), results, None, 1.0))
+        return judged_outcome(Judgement(Case("x", "x"), Path("x"), results, None, 1.0))
 
-    text = not_applicable([one(resume="nothing is resumed"), one(resume="nothing is resumed", schedule="pp 1")])
+    text = not_applicable_text([one(resume="nothing is resumed"), one(resume="nothing is resumed", schedule="pp 1")])
     assert text.splitlines() == [
         f"1 of {len(all_checks())} checks were judged in a case; not applicable were:",
         "  resume      2 x  nothing is resumed",

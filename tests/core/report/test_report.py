@@ -17,17 +17,17 @@ from harness.core.checks import judge
 from harness.core.evidence.records import Exit
 from harness.core.judge.finding import Bound, Finding
 from harness.core.judge.judgement import Judgement
-from harness.core.judge.result import Result, Verdict, one_cause
+from harness.core.judge.result import Firing, Result, Verdict, diagnosis_of_one_cause
 from harness.core.judge.trial import Trial
 from harness.core.report.finding_text import finding_text
-from harness.core.report.grid import replaced as replaced_in_cases
-from harness.core.report.outcome import judged
-from harness.core.report.text import case_report, check_text, command, headline, provenance, pytest_command
+from harness.core.report.grid import replaced_parts_text as replaced_in_cases
+from harness.core.report.outcome import judged_outcome
+from harness.core.report.text import case_report, check_text, headline, provenance_text, pytest_command, rerun_command
 
 
-def judgement_of(trial: Trial, fault: str | None = None, fired: bool | None = None) -> Judgement:
+def judgement_of(trial: Trial, fault: str | None = None, firing: Firing = Firing.NO_FAULT) -> Judgement:
     results = judge(trial)
-    return Judgement(trial.case, Path("out/tiny"), results, diagnose(trial, results), 1.5, fault, fired)
+    return Judgement(trial.case, Path("out/tiny"), results, diagnose(trial, results), 1.5, fault, firing)
 
 
 def hsdp_as_fsdp() -> Trial:
@@ -82,7 +82,7 @@ def test_what_did_not_run_as_its_users_run_it_is_said_with_every_verdict() -> No
     assert case_report(passed).splitlines()[1:3] == told
     assert set(told) < set(check_text(passed, passed.results[0]).splitlines())
     assert (
-        replaced_in_cases([judged(passed), judged(passed)])[0].splitlines()[1]
+        replaced_in_cases([judged_outcome(passed), judged_outcome(passed)])[0].splitlines()[1]
         == "    2 x  attention: FlexAttention by SDPA (no CPU kernel)"
     )
 
@@ -90,7 +90,7 @@ def test_what_did_not_run_as_its_users_run_it_is_said_with_every_verdict() -> No
 @pytest.fixture(scope="module")
 def failed() -> list[str]:
     """The paragraphs of its report: the diagnosis, a line for each check, then each check that fails."""
-    return case_report(judgement_of(hsdp_as_fsdp(), "hsdp_runs_as_fsdp", True)).split("\n\n")
+    return case_report(judgement_of(hsdp_as_fsdp(), "hsdp_runs_as_fsdp", Firing.FIRED)).split("\n\n")
 
 
 def test_a_case_that_fails_begins_with_the_cause_and_what_shows_it(failed: list[str]) -> None:
@@ -207,7 +207,7 @@ FAIL tiny    rank 1 raised: ValueError: no
 
 
 def test_a_fault_that_did_not_fire() -> None:
-    report = case_report(judgement_of(trial_of(tiny_case("fsdp_2")), "mine.py:never_fires", False))
+    report = case_report(judgement_of(trial_of(tiny_case("fsdp_2")), "mine.py:never_fires", Firing.NOT_FIRED))
     assert report.splitlines()[:2] == [
         "PASS tiny+never_fires",
         "  UNFIRED           the change ran on no rank: this run proves nothing about it",
@@ -222,11 +222,11 @@ def test_a_change_that_ran_and_broke_nothing_is_told_from_one_that_did_not_run()
         ]
 
     passes, fault = trial_of(tiny_case("fsdp_2")), "mine.py:changes_nothing"
-    assert labels(passes, fault, True) == ["MISSED"]
-    assert "the change ran and every check passes" in case_report(judgement_of(passes, fault, True))
-    assert labels(passes, fault, False) == ["UNFIRED"]
-    assert labels(replace(passes, golden=None, golden_problem="none"), fault, True) == ["RAN"]
-    assert labels(hsdp_as_fsdp(), fault, True) == labels(passes) == []
+    assert labels(passes, fault, Firing.FIRED) == ["MISSED"]
+    assert "the change ran and every check passes" in case_report(judgement_of(passes, fault, Firing.FIRED))
+    assert labels(passes, fault, Firing.NOT_FIRED) == ["UNFIRED"]
+    assert labels(replace(passes, golden=None, golden_problem="none"), fault, Firing.FIRED) == ["RAN"]
+    assert labels(hsdp_as_fsdp(), fault, Firing.FIRED) == labels(passes) == []
 
 
 def test_a_case_that_could_not_be_judged_says_why_in_its_first_line() -> None:
@@ -273,7 +273,7 @@ def test_a_finding_shows_its_bound() -> None:
 
 
 def test_what_stands_above_the_checks_fits_a_terminal_of_100_columns_but_for_what_is_copied_from_it() -> None:
-    head, _, _ = case_report(judgement_of(hsdp_as_fsdp(), "hsdp_runs_as_fsdp", True)).partition("\n\n")
+    head, _, _ = case_report(judgement_of(hsdp_as_fsdp(), "hsdp_runs_as_fsdp", Firing.FIRED)).partition("\n\n")
     assert max(len(line) for line in head.splitlines()) <= 100
     long = replace(judgement_of(hsdp_as_fsdp()), folder=Path("out") / ("x" * 100))
     assert f"  evidence          out/{'x' * 100}" in case_report(long).splitlines()
@@ -281,7 +281,7 @@ def test_what_stands_above_the_checks_fits_a_terminal_of_100_columns_but_for_wha
 
 def test_a_row_that_fits_is_one_line_and_one_that_does_not_goes_on_further_in() -> None:
     rows = (("groups", "expected [0,1]   observed [0-3]"), ("groups", f"expected [0,1]   observed none {'x ' * 50}x"))
-    judged = replace(judgement_of(hsdp_as_fsdp()), diagnosis=one_cause("wrong", rows))
+    judged = replace(judgement_of(hsdp_as_fsdp()), diagnosis=diagnosis_of_one_cause("wrong", rows))
     assert case_report(judged).splitlines()[1:5] == [
         "  groups            expected [0,1]   observed [0-3]",
         "                    expected [0,1]",
@@ -299,16 +299,16 @@ def made_with(**made: str) -> Judgement:
 
 def test_what_shows_it_again_names_every_option_that_is_not_the_usual_one() -> None:
     usual = made_with(device="cpu", launcher="local", commit="4a75911")
-    assert (command(usual), pytest_command(usual)) == ("harness run tiny", "pytest -k tiny")
+    assert (rerun_command(usual), pytest_command(usual)) == ("harness run tiny", "pytest -k tiny")
     other = replace(made_with(device="cuda", launcher="torchrun"), trainer="torchtitan@/src")
     how = "--trainer torchtitan --source /src --device cuda --launcher torchrun"
-    assert command(other) == f"harness run tiny {how}"
+    assert rerun_command(other) == f"harness run tiny {how}"
     assert (
         pytest_command(other)
         == "pytest -k tiny --harness-trainer=torchtitan --harness-source=/src --harness-device=cuda --harness-launcher=torchrun"
     )
     slow = made_with(timeout="600", **{"torchrun-args": "--nnodes 2", "ranks-per-gpu": "2"})
-    assert command(slow) == "harness run tiny --ranks-per-gpu 2 --timeout 600 '--torchrun-args=--nnodes 2'"
+    assert rerun_command(slow) == "harness run tiny --ranks-per-gpu 2 --timeout 600 '--torchrun-args=--nnodes 2'"
     nightly = replace(usual, case=replace(usual.case, tier="nightly"))
     assert pytest_command(nightly) == "pytest -k tiny -m harness_nightly"
 
@@ -316,9 +316,9 @@ def test_what_shows_it_again_names_every_option_that_is_not_the_usual_one() -> N
 def test_a_folder_with_evidence_of_two_commits_says_so() -> None:
     new = made_with(started="2026-11-21 15:30:00 UTC", torch="2.13.0", commit="4a75911")
     old = made_with(started="2026-11-20 09:00:00 UTC", torch="2.13.0", commit="23f1604")
-    assert provenance([new]) == "evidence of 2026-11-21 15:30:00 UTC; torch 2.13.0; commit 4a75911"
-    assert provenance([new, new, old]) == (
+    assert provenance_text([new]) == "evidence of 2026-11-21 15:30:00 UTC; torch 2.13.0; commit 4a75911"
+    assert provenance_text([new, new, old]) == (
         "evidence of 2026-11-20 09:00:00 UTC to 2026-11-21 15:30:00 UTC; torch 2.13.0; "
         "commit 4a75911 (2 cases), 23f1604 (1 cases)"
     )
-    assert provenance([made_with()]) == "torch unknown; commit unknown"
+    assert provenance_text([made_with()]) == "torch unknown; commit unknown"

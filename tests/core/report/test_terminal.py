@@ -9,8 +9,8 @@ import time
 import pytest
 
 from harness.core.report import progress
-from harness.core.report.output import say
-from harness.core.report.progress import CLEAR, stages
+from harness.core.report.output import print_lines
+from harness.core.report.progress import CLEAR_LINE, show_stages
 
 TEXT = "FAIL hsdp_2x8\n  loss  PASS  PASSAGE x-FAIL\n  grid  UNKNOWN"
 
@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 
 
 def said(stream: io.StringIO) -> str:
-    say(TEXT, to=stream)
+    print_lines(TEXT, to=stream)
     return stream.getvalue().removesuffix("\n")
 
 
@@ -29,7 +29,7 @@ def said(stream: io.StringIO) -> str:
 def usual(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(progress, "INTERVAL", 0.01)
+    monkeypatch.setattr(progress, "DRAWING_INTERVAL", 0.01)
 
 
 def test_verdicts_alone_have_a_colour() -> None:
@@ -47,7 +47,7 @@ def test_who_wants_no_colour_gets_none(name: str, value: str, monkeypatch: pytes
 
 def test_what_is_piped_has_no_colour_and_no_line() -> None:
     stream = io.StringIO()
-    with stages("pair", stream) as stage:
+    with show_stages("pair", stream) as stage:
         stage("2 ranks")
         time.sleep(0.05)
     assert (stream.getvalue(), said(stream)) == ("", TEXT)
@@ -55,12 +55,12 @@ def test_what_is_piped_has_no_colour_and_no_line() -> None:
 
 def test_a_line_shows_the_stage_and_goes_also_when_the_run_raises() -> None:
     stream, before = Terminal(), threading.active_count()
-    with pytest.raises(KeyboardInterrupt), stages("pair", stream) as stage:
+    with pytest.raises(KeyboardInterrupt), show_stages("pair", stream) as stage:
         stage("2 ranks")
         until = time.monotonic() + 10
         while "2 ranks" not in stream.getvalue() and time.monotonic() < until:
             time.sleep(0.01)
         raise KeyboardInterrupt
     text = stream.getvalue()
-    assert "\rpair  0 s  2 ranks" in text and text.endswith(CLEAR)
+    assert "\rpair  0 s  2 ranks" in text and text.endswith(CLEAR_LINE)
     assert threading.active_count() == before

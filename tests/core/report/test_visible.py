@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 
-from harness.core.evidence.text import visible
-from harness.core.report.output import say
-from harness.core.report.page import Page, html
+from harness.core.evidence.text import escape_control_characters
+from harness.core.report.output import print_lines
+from harness.core.report.page import Page, page_html
 from harness.core.report.progress import Progress
 
 ORDERS = "\x1b]0;title\x07\x1b[2Jx\r\x9b31m\u202eabc\u2066\x7f\x00"
@@ -17,14 +17,14 @@ def obeyed(text: str) -> list[str]:
 
 
 def test_letters_stay_and_orders_become_their_escapes() -> None:
-    assert visible("größer · 数\n\tnext") == "größer · 数\n\tnext"
-    assert visible("a\x1b[31mb\r\u202e\ud800") == "a\\x1b[31mb\\r\\u202e\\ud800"
-    assert obeyed(visible(ORDERS)) == []
+    assert escape_control_characters("größer · 数\n\tnext") == "größer · 数\n\tnext"
+    assert escape_control_characters("a\x1b[31mb\r\u202e\ud800") == "a\\x1b[31mb\\r\\u202e\\ud800"
+    assert obeyed(escape_control_characters(ORDERS)) == []
 
 
 def test_no_order_reaches_a_terminal() -> None:
     stream = io.StringIO()
-    say(ORDERS, "second", to=stream)
+    print_lines(ORDERS, "second", to=stream)
     assert obeyed(stream.getvalue()) == [] and stream.getvalue().endswith("\nsecond\n")
 
 
@@ -35,10 +35,10 @@ def test_a_case_with_orders_in_its_name_is_drawn_with_their_escapes() -> None:
 
     stream = Terminal()
     progress = Progress({ORDERS: 1.0}, stream)
-    progress.started(ORDERS)
+    progress.note_start(ORDERS)
     progress.draw()
     assert stream.getvalue()[0] == "\r" and obeyed(stream.getvalue()[1:]) == []
 
 
 def test_no_order_reaches_a_page() -> None:
-    assert obeyed(html(Page([], [ORDERS], told=[ORDERS]))) == []
+    assert obeyed(page_html(Page([], [ORDERS], told=[ORDERS]))) == []

@@ -14,11 +14,11 @@ import pytest
 from harness.core.case.case import Case
 from harness.core.case.loading import from_json
 from harness.core.cli import main
-from harness.core.judge.twice import PASSED
+from harness.core.judge.twice import PASSED_IN_BACKWARD
 from harness.core.report.outcome import Outcome
 from harness.core.report.progress import Progress
 from harness.core.report.repeats_text import repeats_text
-from harness.core.run.again import MOST, Again
+from harness.core.run.again import RERUNS_PER_CAUSE, Reruns
 from harness.core.run.matrix import run_all
 from harness.core.run.options import Options
 
@@ -31,10 +31,10 @@ def case_of(**parts: Any) -> Case:
     return from_json({"name": "a", "why": "a test", "dims": {"dp_shard": 2}, **parts})
 
 
-def again(first: Outcome, further: list[Outcome], *, fault: str | None = None, of: Again | None = None) -> Outcome:
+def again(first: Outcome, further: list[Outcome], *, fault: str | None = None, of: Reruns | None = None) -> Outcome:
     left: Iterator[Outcome] = iter([first, *further])
     options = Options(out=Path("nowhere"), fault=fault)
-    return (of or Again(len(further))).outcome(case_of(), options, lambda case, options: next(left))
+    return (of or Reruns(len(further))).outcome_with_reruns(case_of(), options, lambda case, options: next(left))
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,10 @@ def test_what_is_green_or_undecided_or_has_a_fault_is_not_made_again() -> None:
 
 
 def test_of_one_cause_only_some_are_made_again() -> None:
-    of = Again(1)
-    assert [bool(again(BAD, [BAD], of=of).repeats) for _ in range(MOST + 2)] == [True] * MOST + [False] * 2
+    of = Reruns(1)
+    assert [bool(again(BAD, [BAD], of=of).repeats) for _ in range(RERUNS_PER_CAUSE + 2)] == [
+        True
+    ] * RERUNS_PER_CAUSE + [False] * 2
     assert again(replace(OTHER, diagnosis={"kinds": ["another"]}), [BAD], of=of).repeats
 
 
@@ -126,5 +128,5 @@ def test_a_gradient_that_goes_wrong_once_on_one_rank_is_located_there(tmp_path: 
     )
     assert (found.verdict, found.repeats["verdicts"], found.diagnosis) == ("FAIL", ["PASS"], {})
     differs = found.repeats["differs"]
-    assert (differs["step"], differs["quantity"], tuple(differs["ranks"])) == (2, PASSED, (1,))
+    assert (differs["step"], differs["quantity"], tuple(differs["ranks"])) == (2, PASSED_IN_BACKWARD, (1,))
     assert all((Path(folder) / "case.json").exists() for folder in found.repeats["folders"])

@@ -10,12 +10,12 @@ import pytest
 
 from harness.core.case.loading import from_json
 from harness.core.cli.parsing import BadInput, Parser, add_how_to_run
-from harness.core.cli.work.options import options_of
+from harness.core.cli.work.options import run_options_of
 from harness.core.launch import machine
 from harness.core.launch.rank import share_gpus
 from harness.core.run import communication, supported
 from harness.core.run.folders import folder_of
-from harness.core.run.launches import made_by, slots_for
+from harness.core.run.launches import describe_origin, slots_for
 from harness.core.run.options import Options
 from harness.core.trainers.support.process_group import backend_for
 
@@ -47,13 +47,13 @@ def test_ranks_that_share_a_gpu_talk_by_nccl_where_it_can(
     monkeypatch: pytest.MonkeyPatch, options: Options, version: tuple[int, ...], told: dict[str, str]
 ) -> None:
     nccl(monkeypatch, *version)
-    assert communication.environment(options, FSDP) == told
+    assert communication.communication_environment(options, FSDP) == told
 
 
 def test_a_case_that_runs_twice_has_cublas_add_up_in_one_order() -> None:
     twice = replace(FSDP, runs=2)
-    assert communication.environment(CUDA, twice)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert communication.environment(Options(), twice) == {}
+    assert communication.communication_environment(CUDA, twice)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert communication.communication_environment(Options(), twice) == {}
 
 
 def test_a_trainer_that_asks_is_told_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,10 +67,10 @@ def test_what_is_shared_is_said_with_the_verdict_and_lies_in_a_folder_of_its_own
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nccl(monkeypatch, 2, 28, 9)
-    made = made_by(FSDP, SHARED)
+    made = describe_origin(FSDP, SHARED)
     assert made["replaced"] == "communication: NCCL by gloo, through the host (up to 2 ranks share a GPU)"
     assert (made["backend"], made["ranks-per-gpu"]) == ("gloo", "2")
-    assert "replaced" not in made_by(FSDP, CUDA)
+    assert "replaced" not in describe_origin(FSDP, CUDA)
     assert folder_of(FSDP, SHARED) == Path("out/four+cuda+2_ranks_per_gpu")
 
 
@@ -94,31 +94,31 @@ def test_a_case_that_needs_more_gpus_is_told_what_helps(monkeypatch: pytest.Monk
     one_gpu(monkeypatch)
     nccl(monkeypatch, 2, 28, 9)
     remedy = "(CUDA_VISIBLE_DEVICES, more machines, or several ranks on one: --ranks-per-gpu)"
-    assert supported.unsupported(FSDP, CUDA) == f"needs 4 GPUs, 1 visible {remedy}"
-    assert supported.unsupported(FSDP, replace(CUDA, ranks_per_gpu=4)) is None
+    assert supported.reason_unsupported(FSDP, CUDA) == f"needs 4 GPUs, 1 visible {remedy}"
+    assert supported.reason_unsupported(FSDP, replace(CUDA, ranks_per_gpu=4)) is None
 
 
 def test_gloo_sends_no_tensors_of_gpus_so_no_pipeline_runs_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     one_gpu(monkeypatch)
     nccl(monkeypatch, 2, 28, 9)
     why = "pp with gloo on GPUs: gloo sends no tensor of a GPU from one rank to another"
-    assert supported.unsupported(PIPELINE, SHARED) == why
+    assert supported.reason_unsupported(PIPELINE, SHARED) == why
     nccl(monkeypatch, 2, 30, 7)
-    assert supported.unsupported(PIPELINE, SHARED) is None
+    assert supported.reason_unsupported(PIPELINE, SHARED) is None
 
 
 def test_a_trainer_that_joins_nccl_only_shares_no_gpu_with_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl(monkeypatch, 2, 28, 9)
     own = str(Path(__file__).parents[2] / "own_trainer.py")
-    told = communication.obstacle(FSDP, replace(SHARED, trainer=own))
+    told = communication.reason_against_backend(FSDP, replace(SHARED, trainer=own))
     assert told.endswith("joins no group of gloo on GPUs, and NCCL 2.28.9 lets no two ranks share one (2.30 does)")
 
 
 @pytest.mark.parametrize(
     ("typed", "problem"),
     [
-        (["--ranks-per-gpu", "2"], "are for --device cuda"),
-        (["--backend", "gloo"], "are for --device cuda"),
+        (["--ranks-per-gpu", "2"], "need --device cuda"),
+        (["--backend", "gloo"], "need --device cuda"),
         (
             ["--device", "cuda", "--ranks-per-gpu", "2", "--launcher", "torchrun", "--torchrun-args=--nnodes=2"],
             "share the GPUs of one machine",
@@ -129,14 +129,14 @@ def test_what_cannot_be_shared_is_refused(typed: list[str], problem: str) -> Non
     parser = Parser()
     add_how_to_run(parser)
     with pytest.raises(BadInput, match=problem):
-        options_of(parser.parse_args(typed))
+        run_options_of(parser.parse_args(typed))
 
 
 def test_noise_measured_on_one_kind_of_gpu_is_not_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "NAME_GPUS", ("echo", "NVIDIA H200"))
-    machine.kind_of_gpu.cache_clear()
-    assert machine.kind_of_gpu() == "NVIDIA-H200"
+    machine.gpu_model.cache_clear()
+    assert machine.gpu_model() == "NVIDIA-H200"
     monkeypatch.setattr(machine, "NAME_GPUS", ("no-such-tool",))
-    machine.kind_of_gpu.cache_clear()
-    assert machine.kind_of_gpu() == "unknown"
-    machine.kind_of_gpu.cache_clear()
+    machine.gpu_model.cache_clear()
+    assert machine.gpu_model() == "unknown"
+    machine.gpu_model.cache_clear()

@@ -12,7 +12,7 @@ from harness.core.case.case import CaseError, ExpectedFailure
 from harness.core.case.loading import load_cases
 from harness.core.judge.finding import Finding
 from harness.core.judge.judgement import Judgement
-from harness.core.judge.result import Result, Verdict, one_cause
+from harness.core.judge.result import Result, Verdict, diagnosis_of_one_cause
 from harness.core.report.text import headline
 
 EXPECTED = ExpectedFailure(
@@ -26,7 +26,7 @@ def judged(broken: str, kind: str = "", unknown: str = "", raised: str = "TypeEr
     results = [Result("loss", Verdict.PASS, 1)]
     results += [Result(check, Verdict.FAIL, 1, (here,)) for check in broken.split()]
     results += [Result(check, Verdict.UNKNOWN) for check in unknown.split()]
-    diagnosis = one_cause(f"it is said that {kind}", kind=kind) if kind else None
+    diagnosis = diagnosis_of_one_cause(f"it is said that {kind}", kind=kind) if kind else None
     return Judgement(CASE, Path("out"), tuple(results), diagnosis, 1.0)
 
 
@@ -97,7 +97,7 @@ YAML = "cases:\n  x:\n    why: because\n    expected_failure: {%s}\n"
         ("because: a, checks: b, named: c", "expected_failure: script is missing"),
         (
             "because: a, checks: b, named: c, script: no.py",
-            "expected_failure: script 'no.py': no such file in /",
+            "expected_failure: script 'no.py' not found in /",
         ),
         (
             "because: a, checks: b, named: c, script: upstream_bugs/zero_bubble_ddp.py, torch: '2.15'",

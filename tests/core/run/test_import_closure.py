@@ -48,13 +48,13 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def forget() -> None:
     """Sources are read once in a process."""
-    for cached in (import_closure.module_files, import_closure.imports_of, sources.sources_of_evidence):
+    for cached in (import_closure.module_files, import_closure.imports_of, sources.digest_of_evidence_sources):
         cached.cache_clear()
 
 
 def digest_in(copy: Path) -> str:
-    sources.sources_of_evidence.cache_clear()  # a comment changes no import
-    return sources.digest(Options(fault=FAULT.replace(str(ROOT), str(copy))))
+    sources.digest_of_evidence_sources.cache_clear()  # a comment changes no import
+    return sources.digest_of_run(Options(fault=FAULT.replace(str(ROOT), str(copy))))
 
 
 def test_what_a_change_makes_void(copy: Path) -> None:

@@ -36,7 +36,7 @@ def test_a_fault_is_put_into_the_source_that_was_named_not_into_what_is_installe
         raise KeyboardInterrupt
 
     adapter = SimpleNamespace(importable=lambda: order.append("importable"))
-    monkeypatch.setattr(rank_main.trainers, "load", lambda _: adapter)
+    monkeypatch.setattr(rank_main.trainers, "load_adapter", lambda _: adapter)
     monkeypatch.setattr(faults, "load_fault", lambda _: SimpleNamespace(apply=put_in))
     case = to_json(Case("any", "a test", ParallelDims()))
     with pytest.raises(KeyboardInterrupt):

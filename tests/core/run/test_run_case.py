@@ -29,7 +29,7 @@ from harness.core.run.judging import judge_folder
 from harness.core.run.options import Options
 from harness.core.run.reference_cache import reference_key
 from harness.core.run.run_case import run_case
-from harness.core.run.supported import unsupported
+from harness.core.run.supported import reason_unsupported
 
 
 def case_of(name: str, **parts: Any) -> Case:
@@ -106,11 +106,11 @@ def test_evidence_lies_where_it_is_looked_for_though_the_trainer_keeps_its_own_r
     own = TrainerTraits(rates=(1e-3,) * case.training.steps)
     monkeypatch.setattr(module.trainers, "traits_by_launch", lambda *_: {"run": own})
     monkeypatch.setattr(module, "reference_folder", lambda *_: tmp_path)
-    monkeypatch.setattr(module, "hard_link", lambda *_: None)
+    monkeypatch.setattr(module, "link_or_copy", lambda *_: None)
     monkeypatch.setattr(module, "launch_all", lambda *_: None)
-    monkeypatch.setattr(module, "write_measured", lambda *_: None)
+    monkeypatch.setattr(module, "write_measured_traits", lambda *_: None)
     options = Options(out=tmp_path / "out")
-    assert module.make(case, options) == folder_of(case, options)
+    assert module.make_evidence(case, options) == folder_of(case, options)
 
 
 @pytest.mark.slow("two torchruns; tests/core/launch/test_torchrun_ranks.py reads what each leaves")
@@ -167,13 +167,15 @@ def test_after_a_launch_that_fails_none_is_started_and_it_is_the_one_that_is_nam
 
 
 def test_resume_on_several_nodes_is_refused_with_the_reason() -> None:
-    reason = unsupported(case_of("resumed", **RESUMED), Options(launcher="torchrun", torchrun_args=("--nnodes", "2")))
+    reason = reason_unsupported(
+        case_of("resumed", **RESUMED), Options(launcher="torchrun", torchrun_args=("--nnodes", "2"))
+    )
     assert reason == "resume means several launches, and other nodes join one (--torchrun-args); run it on one node"
 
 
 def test_a_repeat_on_several_nodes_is_refused_with_the_reason() -> None:
     twice = case_of("twice", dims={"dp_shard": 2}, runs=2)
-    reason = unsupported(twice, Options(launcher="torchrun", torchrun_args=("--nnodes", "2")))
+    reason = reason_unsupported(twice, Options(launcher="torchrun", torchrun_args=("--nnodes", "2")))
     assert reason == "runs 2 means two launches, and other nodes join one (--torchrun-args); run it on one node"
 
 

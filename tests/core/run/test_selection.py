@@ -8,7 +8,7 @@ import pytest
 
 from harness.core.case.case import CaseError
 from harness.core.cli import main
-from harness.core.run.selection import holds
+from harness.core.run.selection import matches_expression
 
 WRONG = (
     *("hsdp (2x2)", "(hsdp)(tp)", "hsdp tp", "()", "hsdp()", "hsdp and", "and", "not", ")", "((", "a not b"),
@@ -19,7 +19,7 @@ WRONG = (
 @pytest.mark.parametrize("expression", WRONG)
 def test_what_is_no_expression_is_refused(expression: str) -> None:
     with pytest.raises(CaseError):
-        holds(expression, "hsdp_2x2")
+        matches_expression(expression, "hsdp_2x2")
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_what_is_no_expression_is_refused(expression: str) -> None:
     [("", True), ("HSDP", True), ("hsdp and not tp", True), ("not (hsdp or tp)", False), ("((2x2))", True)],
 )
 def test_words_are_joined(expression: str, held: bool) -> None:
-    assert holds(expression, "hsdp_2x2") == held
+    assert matches_expression(expression, "hsdp_2x2") == held
 
 
 @pytest.mark.parametrize("words", ["matrix --list", "golden", "doctor --trainer llama3", "faults --list"])

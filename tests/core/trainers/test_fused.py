@@ -14,11 +14,11 @@ from harness.core.case.dims import ParallelDims
 from harness.core.case.traits import TrainerTraits
 from harness.core.checks import placements
 from harness.core.evidence.checkpoint_index import Checkpoint, SavedTensor
-from harness.core.evidence.fused import apart, blocks, saved_apart
+from harness.core.evidence.fused import blocks, split_fused, split_fused_checkpoint
 from harness.core.evidence.records import RankEvidence, Resumed, TensorEvidence
 from harness.core.evidence.step import StepEvidence
 from harness.core.judge.result import Verdict
-from harness.core.run.supported import cut_fused
+from harness.core.run.supported import reason_against_cut_fused
 from harness.core.trainers import Adapter
 from harness.core.trainers.support.weights import DoNotFit, load_weights, tensor_parallel
 from harness.reference.config import ModelConfig
@@ -37,7 +37,7 @@ def evidence_of(value: np.ndarray) -> RankEvidence:
 
 
 def test_a_fused_weight_is_taken_apart_by_rows_with_its_gradient_and_moments() -> None:
-    found = apart(evidence_of(WHOLE), FUSED)
+    found = split_fused(evidence_of(WHOLE), FUSED)
     assert [(t.fqn, t.global_shape, t.value.tolist()) for t in found.parameters] == [
         ("q", (3, 2), WHOLE[:3].tolist()),
         ("k", (2, 2), WHOLE[3:5].tolist()),
@@ -50,7 +50,7 @@ def test_a_fused_weight_is_taken_apart_by_rows_with_its_gradient_and_moments() -
 
 
 def test_a_slice_of_a_fused_weight_stays_what_it_is() -> None:
-    found = apart(evidence_of(WHOLE[:3]), FUSED)
+    found = split_fused(evidence_of(WHOLE[:3]), FUSED)
     assert [t.fqn for t in found.parameters] == ["qkv"]
     assert list(found.steps[0].optimizer_state) == ["qkv"]
 
@@ -58,9 +58,9 @@ def test_a_slice_of_a_fused_weight_stays_what_it_is() -> None:
 def test_groups_of_heads_are_taken_apart_block_by_block_on_a_rank_that_holds_whole_ones() -> None:
     fused = {"qkv": blocks(("q", "k", "v") * 2, {"q": 4, "k": 2, "v": 2})}
     held = np.arange(4.0).reshape(4, 1)
-    whole = apart(evidence_of(np.concatenate([held, held + 4])), fused)
+    whole = split_fused(evidence_of(np.concatenate([held, held + 4])), fused)
     assert {t.fqn: t.value[:, 0].tolist() for t in whole.parameters} == {"q": [0, 1, 4, 5], "k": [2, 6], "v": [3, 7]}
-    part = apart(evidence_of(held), fused)
+    part = split_fused(evidence_of(held), fused)
     assert {t.fqn: t.value[:, 0].tolist() for t in part.parameters} == {"q": [0, 1], "k": [2], "v": [3]}
     assert part.steps[0].optimizer_state["v"]["exp_avg"].tolist() == [[3.0]]
 
@@ -68,7 +68,7 @@ def test_groups_of_heads_are_taken_apart_block_by_block_on_a_rank_that_holds_who
 def test_what_is_claimed_of_a_cut_fused_weight_is_claimed_of_each_part() -> None:
     fused = {"w13": blocks(("w1", "w3") * 2, {"w1": 4, "w3": 4})}
     held = TensorEvidence("w13", (8, 1), "float64", [0, 1], ("Shard(0)",), np.arange(4.0).reshape(4, 1))
-    found = apart(replace(evidence_of(WHOLE), parameters=(held,)), fused).parameters
+    found = split_fused(replace(evidence_of(WHOLE), parameters=(held,)), fused).parameters
     assert [(t.fqn, t.global_shape, t.placements, t.value[:, 0].tolist()) for t in found] == [
         ("w1", (4, 1), ("Shard(0)",), [0, 1]),
         ("w3", (4, 1), ("Shard(0)",), [2, 3]),
@@ -142,7 +142,7 @@ def test_a_plain_tensor_as_large_as_the_slice_claims_nothing_and_one_as_large_as
 
 def test_what_is_saved_of_a_fused_weight_is_saved_of_its_parts() -> None:
     whole = SavedTensor("model.qkv", "qkv", (6, 2), "float64", 12)
-    found = saved_apart(Checkpoint((whole, SavedTensor("step", "", (), "float32", 1))), FUSED)
+    found = split_fused_checkpoint(Checkpoint((whole, SavedTensor("step", "", (), "float32", 1))), FUSED)
     assert [(t.name, t.fqn, t.shape, t.numbers) for t in found.tensors] == [
         ("model.qkv", "q", (3, 2), 6),
         ("model.qkv", "k", (2, 2), 4),
@@ -153,7 +153,7 @@ def test_what_is_saved_of_a_fused_weight_is_saved_of_its_parts() -> None:
 
 def test_what_was_resumed_of_a_fused_weight_is_of_its_parts() -> None:
     evidence = replace(evidence_of(WHOLE), resumed=Resumed({"qkv": WHOLE}, {"qkv": {"exp_avg": WHOLE}}))
-    resumed = apart(evidence, FUSED).resumed
+    resumed = split_fused(evidence, FUSED).resumed
     assert resumed is not None and {*resumed.parameters} == {*resumed.optimizer_state} == {"q", "k", "v"}
     assert resumed.parameters["k"].tolist() == WHOLE[3:5].tolist()
 
@@ -175,7 +175,7 @@ class Fusing(Adapter):
 
 def cut_by(wrapper: str | None, times: int = 1, **dims: int) -> str | None:
     model = ModelConfig(dim=8, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=16, ffn_dim=4)
-    return cut_fused(Case("any", "a test", ParallelDims(**dims), model=model), Fusing(times, wrapper))
+    return reason_against_cut_fused(Case("any", "a test", ParallelDims(**dims), model=model), Fusing(times, wrapper))
 
 
 def test_what_fsdp_cuts_inside_of_a_fused_weight_is_refused_with_what_can_be_judged() -> None:

@@ -11,7 +11,7 @@ import yaml
 from harness import ROOT
 from harness.core.case.allowance import Allowance
 from harness.core.case.loading import find_case, load_all
-from harness.core.causes.declarable import LABEL
+from harness.core.causes.declarable import IF_INTENDED
 from harness.core.judge.result import Firing, Verdict
 from harness.core.report.cause_text import evidence_rows
 from harness.core.run.options import Options
@@ -37,7 +37,9 @@ def test_a_choice_passes_once_the_line_that_the_report_prints_declares_it(
     failed = run_case(requested, options)
     assert failed.verdict is Verdict.FAIL and failed.diagnosis is not None
     lines = [
-        yaml.safe_load(text)["allow"] for label, text in evidence_rows(failed.diagnosis.evidence) if label == LABEL
+        yaml.safe_load(text)["allow"]
+        for label, text in evidence_rows(failed.diagnosis.evidence)
+        if label == IF_INTENDED
     ]
     allow = tuple(Allowance(**one) for entries in lines for one in entries)
     assert allow

@@ -14,7 +14,7 @@ from harness.core.case.loading import find_case, load_all
 from harness.core.judge.judgement import Judgement
 from harness.core.judge.result import Verdict
 from harness.core.report.cause_text import diagnosis_line
-from harness.core.report.text import command
+from harness.core.report.text import rerun_command
 from harness.core.run.options import Options
 from harness.core.run.run_case import run_case
 
@@ -30,11 +30,13 @@ def case(dims: ParallelDims, **parts: object) -> Case:
 def test_a_trainer_from_a_file_passes_all_checks_without_knowing_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judgement = run_case(find_case("ddp_2", load_all()), Options(out=tmp_path, trainer=trainers.spec(str(OWN), None)))
+    judgement = run_case(
+        find_case("ddp_2", load_all()), Options(out=tmp_path, trainer=trainers.absolute_spec(str(OWN), None))
+    )
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
     assert judgement.folder == tmp_path / "ddp_2+own_trainer"
     monkeypatch.chdir(ROOT)
-    assert command(judgement) == f"harness run ddp_2 --trainer {OWN.relative_to(ROOT)}"
+    assert rerun_command(judgement) == f"harness run ddp_2 --trainer {OWN.relative_to(ROOT)}"
 
 
 def test_plain_attention_a_look_between_steps_and_declared_switches_fail_no_check(tmp_path: Path) -> None:
@@ -48,7 +50,9 @@ NEAR_THE_FIRST = pytest.mark.slow("real ranks; the first of these judges them in
 
 def judged(name: str, habits: str, folder: Path) -> Judgement:
     """A case run by own_trainer.py with habits of real trainers."""
-    return run_case(find_case(name, load_all()), Options(out=folder, trainer=trainers.spec(str(HABITUAL), habits)))
+    return run_case(
+        find_case(name, load_all()), Options(out=folder, trainer=trainers.absolute_spec(str(HABITUAL), habits))
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,9 @@ def test_a_habit_of_real_trainers_fails_no_check(tmp_path: Path, habits: str) ->
     ],
 )
 def test_a_loss_in_chunks_whose_output_is_a_unit_of_its_own_fails_no_check(tmp_path: Path, name: str, way: str) -> None:
-    judgement = run_case(find_case(name, load_all()), Options(out=tmp_path, trainer=trainers.spec(str(CHUNKED), way)))
+    judgement = run_case(
+        find_case(name, load_all()), Options(out=tmp_path, trainer=trainers.absolute_spec(str(CHUNKED), way))
+    )
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
 
 
@@ -113,23 +119,23 @@ def test_a_file_that_is_no_trainer_is_refused_with_the_reason(tmp_path: Path) ->
     three.write_text("adapter = 3")
     broken.write_text("import nonsense")
     with pytest.raises(ValueError, match=r"empty.py: has no `adapter`; see harness/core/trainers/__init__.py"):
-        trainers.load(str(empty))
+        trainers.load_adapter(str(empty))
     with pytest.raises(
         ValueError, match=r"three.py: its `adapter` has no name, unsupported, start, stop, fqn, rows; see"
     ):
-        trainers.load(str(three))
+        trainers.load_adapter(str(three))
     own.write_text("from harness.core.trainers import Adapter\nclass Old(Adapter):\n    allow = ()\nadapter = Old()")
     with pytest.raises(ValueError, match=r"own.py: its `adapter` has `own` or `allow`: it says that in `traits`; see"):
-        trainers.load(str(own))
+        trainers.load_adapter(str(own))
     with pytest.raises(ValueError) as unknown:
-        trainers.load(str(broken))
+        trainers.load_adapter(str(broken))
     line = "line 1, `import nonsense`: ModuleNotFoundError: No module named 'nonsense'"
     assert str(unknown.value) == f"{broken}: cannot be loaded: {line}"
     broken.write_text("\nadapter = Adapter(\n")
-    trainers.trainer_of_file.cache_clear()
+    trainers.adapter_of_file.cache_clear()
     with pytest.raises(ValueError) as unread:
-        trainers.load(str(broken))
+        trainers.load_adapter(str(broken))
     line = "line 2, `adapter = Adapter(`: SyntaxError: '(' was never closed"
     assert str(unread.value) == f"{broken}: cannot be loaded: {line}"
     with pytest.raises(ValueError, match=r"missing.py: no such file; an adapter is given as FILE.py"):
-        trainers.load(str(tmp_path / "missing.py"))
+        trainers.load_adapter(str(tmp_path / "missing.py"))

@@ -112,7 +112,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def judged(folder: Path) -> Judgement:
     (case,) = load_all(folder / "cases")
-    return run_case(case, Options(folder / "out", trainers.spec("train_adapter.py", None)))
+    return run_case(case, Options(folder / "out", trainers.absolute_spec("train_adapter.py", None)))
 
 
 def verdicts(judgement: Judgement) -> dict[str, Verdict]:

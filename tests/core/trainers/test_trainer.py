@@ -19,7 +19,7 @@ from harness.core.case.dims import ParallelDims
 from harness.core.case.features import Features
 from harness.core.case.loading import TrainingConfig
 from harness.core.launch import Job, launch
-from harness.core.trainers import load
+from harness.core.trainers import load_adapter
 from harness.core.trainers.llama3 import data, recipe
 from harness.core.trainers.llama3.__main__ import main
 from harness.reference.config import ModelConfig
@@ -235,7 +235,7 @@ LAST_BLOCK, NORM = TrainingConfig(trainable=("layers.1.*",)), TrainingConfig(tra
 
 def test_what_it_cannot_do_is_refused_with_the_reason() -> None:
     refused = {
-        case: load("llama3").unsupported(case)
+        case: load_adapter("llama3").unsupported(case)
         for case in (
             Case("ddp_tp", "", ParallelDims(dp_replicate=2, tp=2)),
             Case("ffn", "", ParallelDims(tp=2), ModelConfig(ffn_dim=193)),
@@ -259,13 +259,14 @@ def test_what_it_cannot_do_is_refused_with_the_reason() -> None:
 
 
 def test_finding_a_trainer_does_not_import_torch() -> None:
-    script = "import sys; from harness.core.trainers import load; load('llama3'); sys.exit('torch' in sys.modules)"
+    script = "import sys; from harness.core.trainers import load_adapter; load_adapter('llama3')"
+    script += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0
 
 
 def test_an_unknown_trainer_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="no trainer is named 'llama4'; known: deepspeed, llama3, megatron"):
-        load("llama4")
+        load_adapter("llama4")
 
 
 YAML = """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.nights.mapping import as_imported
+from harness.nights.mapping import record_imports
 
 MODULE = """
 import threading
@@ -103,11 +103,11 @@ def test_what_runs_while_the_rank_server_imports_is_seen_elsewhere(
 ) -> None:
     (tmp_path / "mine.py").write_text(f"{MODULE}\ncalled()\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    found = as_imported(tmp_path, (("__main__", "server.py"), ("mine", "mine.py")))
+    found = record_imports(tmp_path, (("__main__", "server.py"), ("mine", "mine.py")))
     assert {*found["functions"]["mine.py"]} >= {"called", "helper"}
     assert found["earlier"] == {"__main__": "server.py"}
     assert "idle" not in found["functions"]["mine.py"]
-    gone = as_imported(tmp_path, (("no_such_module", "no_such_module.py"),))
+    gone = record_imports(tmp_path, (("no_such_module", "no_such_module.py"),))
     assert (gone["functions"], gone["earlier"]) == ({}, {"no_such_module": "no_such_module.py"})
 
 

@@ -16,7 +16,7 @@ from harness.core.case import case as requested
 from harness.core.case.case import Case
 from harness.nights.affected.maps import CaseMap
 from harness.nights.affected.selecting import reason_for
-from harness.nights.affected.sources import Changes
+from harness.nights.affected.sources import SourceChanges
 
 OWN = Path(__file__).resolve().parents[2] / "own_trainer.py"
 CASES = """
@@ -82,7 +82,7 @@ def test_a_change_selects_the_cases_whose_ranks_run_it(repository: Path) -> None
     made = harness(repository, "--map", "out/map")
     path = repository / "out" / "map" / "pair.json"
     assert path.exists(), made.stdout + made.stderr
-    found = CaseMap.of(path)
+    found = CaseMap.load(path)
     assert found.functions["steps_of_mine.py"] == {"scaled"}
     assert "trainer.py" in found.shared  # the harness asks an adapter, too
     steps = repository / "steps_of_mine.py"
@@ -123,39 +123,39 @@ MAP = CaseMap(
 @pytest.mark.parametrize(
     ("changes", "affected"),
     [
-        (Changes(functions={"t/loop.py": {"step"}}), True),
-        (Changes(functions={"t/loop.py": {"evaluate"}, "t/data.py": {"load"}}), False),
-        (Changes(functions={"adapter.py": {"evaluate"}}), True),
-        (Changes(whole={"t/data.py": "code that runs at import"}), True),
-        (Changes(whole={"adapter.py": "code that runs at import"}), True),
-        (Changes(whole={"t/vision.py": "code that runs at import"}), False),
-        (Changes(new={"t/new.py"}), True),
-        (Changes(new={"vision/new.py"}), False),
-        (Changes(new={"vision/__init__.py"}), True),
-        (Changes(new={"vision/model/__init__.py"}), False),
-        (Changes(new={"random.py"}), True),
-        (Changes(gone={"t/data.py"}), True),
-        (Changes(gone={"t/never_imported.py"}), False),
-        (Changes(data={"setup.cfg"}), True),
-        (Changes(data={"run.sh"}), False),
-        (Changes(data={"cases/own.yaml"}), False),
-        (Changes(data={"cases/more/own.yaml"}), True),
-        (Changes(data={"cases/own.json"}), True),
+        (SourceChanges(functions={"t/loop.py": {"step"}}), True),
+        (SourceChanges(functions={"t/loop.py": {"evaluate"}, "t/data.py": {"load"}}), False),
+        (SourceChanges(functions={"adapter.py": {"evaluate"}}), True),
+        (SourceChanges(whole_files={"t/data.py": "code that runs at import"}), True),
+        (SourceChanges(whole_files={"adapter.py": "code that runs at import"}), True),
+        (SourceChanges(whole_files={"t/vision.py": "code that runs at import"}), False),
+        (SourceChanges(new_files={"t/new.py"}), True),
+        (SourceChanges(new_files={"vision/new.py"}), False),
+        (SourceChanges(new_files={"vision/__init__.py"}), True),
+        (SourceChanges(new_files={"vision/model/__init__.py"}), False),
+        (SourceChanges(new_files={"random.py"}), True),
+        (SourceChanges(gone_files={"t/data.py"}), True),
+        (SourceChanges(gone_files={"t/never_imported.py"}), False),
+        (SourceChanges(other_files={"setup.cfg"}), True),
+        (SourceChanges(other_files={"run.sh"}), False),
+        (SourceChanges(other_files={"cases/own.yaml"}), False),
+        (SourceChanges(other_files={"cases/more/own.yaml"}), True),
+        (SourceChanges(other_files={"cases/own.json"}), True),
     ],
 )
-def test_what_is_not_known_counts(changes: Changes, affected: bool) -> None:
+def test_what_is_not_known_counts(changes: SourceChanges, affected: bool) -> None:
     assert bool(reason_for(CASE, MAP, changes, {PurePath("cases")})) is affected
 
 
 def test_lost_functions_make_every_change_count() -> None:
     lost: Any = dataclasses.replace(MAP, lost="the trainer forked a process")
-    assert reason_for(CASE, lost, Changes(functions={"vision/other.py": {"f"}}), set())
-    assert not reason_for(CASE, lost, Changes(), set())
+    assert reason_for(CASE, lost, SourceChanges(functions={"vision/other.py": {"f"}}), set())
+    assert not reason_for(CASE, lost, SourceChanges(), set())
 
 
 def test_scripts_count_where_a_shell_ran() -> None:
-    assert reason_for(CASE, dataclasses.replace(MAP, shell=True), Changes(data={"run.sh"}), set())
+    assert reason_for(CASE, dataclasses.replace(MAP, shell=True), SourceChanges(other_files={"run.sh"}), set())
 
 
 def test_a_case_that_is_another_one_now_is_selected() -> None:
-    assert reason_for(dataclasses.replace(CASE, runs=2), MAP, Changes(), set())
+    assert reason_for(dataclasses.replace(CASE, runs=2), MAP, SourceChanges(), set())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.core.case.case import CaseError
-from harness.nights.affected.sources import between, compared
+from harness.nights.affected.sources import changes_between, compare_sources
 
 BEFORE = """
 import os
@@ -55,15 +55,15 @@ def test_bodies_of_functions_are_told_from_what_runs_at_import(
     old: str, new: str, functions: set[str], at_import: bool
 ) -> None:
     assert old in BEFORE
-    changed, why = compared(BEFORE, BEFORE.replace(old, new))
+    changed, why = compare_sources(BEFORE, BEFORE.replace(old, new))
     assert changed == functions
     assert bool(why) is at_import
 
 
 def test_a_new_function_counts_if_its_name_was_mentioned_before() -> None:
     new = BEFORE.replace("class C:", "def helper():\n    return 0\nclass C:")
-    assert compared(BEFORE, new, {"other"}.__contains__) == (set(), "")
-    assert compared(BEFORE, new, {"helper"}.__contains__)[1]
+    assert compare_sources(BEFORE, new, {"other"}.__contains__) == (set(), "")
+    assert compare_sources(BEFORE, new, {"helper"}.__contains__)[1]
 
 
 def commit(folder: Path, **files: str | None) -> str:
@@ -81,20 +81,20 @@ def test_files_of_two_commits_and_those_that_are_there_now(tmp_path: Path) -> No
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     first = commit(tmp_path, a__py=BEFORE, gone__py="", table__json="1", README__md="x")
     second = commit(tmp_path, a__py=BEFORE.replace("a + b", "a - b"), gone__py=None, table__json="2", README__md="y")
-    found = between(tmp_path, first, second)
-    assert (found.functions, found.whole) == ({"a.py": {"f"}}, {})
-    assert (found.data, found.new, found.gone) == ({"table.json"}, set(), {"gone.py"})
+    found = changes_between(tmp_path, first, second)
+    assert (found.functions, found.whole_files) == ({"a.py": {"f"}}, {})
+    assert (found.other_files, found.new_files, found.gone_files) == ({"table.json"}, set(), {"gone.py"})
     third = commit(tmp_path, b__py="try:\n    from a import fast\nexcept ImportError:\n    fast = None")
     for name, counts in (("fast", True), ("fas", False)):
         helper = BEFORE.replace("class C:", f"def {name}():\n    return 0\nclass C:")
-        assert bool(between(tmp_path, third, commit(tmp_path, a__py=helper)).whole) is counts
+        assert bool(changes_between(tmp_path, third, commit(tmp_path, a__py=helper)).whole_files) is counts
     subprocess.run(["git", "-C", str(tmp_path), "reset", "--quiet", "--hard", second], check=True)
     (tmp_path / "new.py").write_text("", encoding="utf-8")
     (tmp_path / "a.py").write_text("LIMIT = 3", encoding="utf-8")
-    found = between(tmp_path, second, None)
-    assert (set(found.whole), found.new, found.data) == ({"a.py"}, {"new.py"}, set())
+    found = changes_between(tmp_path, second, None)
+    assert (set(found.whole_files), found.new_files, found.other_files) == ({"a.py"}, {"new.py"}, set())
     with pytest.raises(CaseError, match="no-such"):
-        between(tmp_path, "no-such", None)
+        changes_between(tmp_path, "no-such", None)
 
 
 @pytest.mark.parametrize("new", ["b.py", None])
@@ -107,9 +107,9 @@ def test_a_link_that_leads_elsewhere_or_is_gone_counts_for_all_for_a_rank_import
     (tmp_path / "link.py").unlink()
     if new:
         (tmp_path / "link.py").symlink_to(new)
-    for found in (between(tmp_path, first, None), between(tmp_path, first, commit(tmp_path))):
-        assert (found.data, found.python) == ({"link.py"}, set())
-    changed = between(tmp_path, first, commit(tmp_path, a__py=BEFORE.replace("a + b", "a - b")))
+    for found in (changes_between(tmp_path, first, None), changes_between(tmp_path, first, commit(tmp_path))):
+        assert (found.other_files, found.python_files) == ({"link.py"}, set())
+    changed = changes_between(tmp_path, first, commit(tmp_path, a__py=BEFORE.replace("a + b", "a - b")))
     assert changed.functions == {"a.py": {"f"}}  # what was imported through the link is recorded as that file
 
 
@@ -119,5 +119,5 @@ def test_a_sparse_checkout_has_the_rest_in_gits_index(tmp_path: Path) -> None:
     commit(tmp_path, a__py=BEFORE.replace("a + b", "a - b"))
     subprocess.run(["git", "-C", str(tmp_path), "sparse-checkout", "set", "--no-cone", "/b.py"], check=True)
     assert not (tmp_path / "a.py").exists()
-    found = between(tmp_path, first, None)
-    assert (found.functions, found.gone) == ({"a.py": {"f"}}, set())
+    found = changes_between(tmp_path, first, None)
+    assert (found.functions, found.gone_files) == ({"a.py": {"f"}}, set())

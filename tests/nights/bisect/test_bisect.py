@@ -16,12 +16,12 @@ from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
 from harness.core.judge.finding import Finding
 from harness.core.judge.judgement import Judgement
-from harness.core.judge.result import Result, Verdict, one_cause
+from harness.core.judge.result import Result, Verdict, diagnosis_of_one_cause
 from harness.core.run.options import Options, Unsupported
 from harness.core.run.rank_main import started_file
 from harness.nights.bisect import BisectError, checkouts, side_by_side
 from harness.nights.bisect.commits import bisect
-from harness.nights.bisect.search import Found, Judged
+from harness.nights.bisect.search import JudgedRevision, SearchResult
 
 CASE = Case("one", "a test", ParallelDims(dp_shard=2))
 
@@ -64,7 +64,7 @@ def judged(case: Case, options: Options) -> Judgement:
     cause = (
         f"rank {int(number) % 2} raised: {said[-1]}" if "raises" in said else f"{' and '.join(said)} broke {case.name}"
     )
-    diagnosis = one_cause(cause) if said else None
+    diagnosis = diagnosis_of_one_cause(cause) if said else None
     return Judgement(case, folder, results, diagnosis, 0.0)
 
 
@@ -95,11 +95,11 @@ def search(
     until: float = math.inf,
     run_case: Callable[[Case, Options], Judgement] = judged,
     **how: Any,
-) -> tuple[Found, list[str]]:
+) -> tuple[SearchResult, list[str]]:
     (tmp_path / "repo").mkdir(parents=True)
     repo = repository(tmp_path / "repo", states)
     monkeypatch.setattr(checkouts, "run_case", run_case)
-    monkeypatch.setattr(checkouts.trainers, "load", lambda spec: Toy(spec.partition("@")[2]))
+    monkeypatch.setattr(checkouts.trainers, "load_adapter", lambda spec: Toy(spec.partition("@")[2]))
     told: list[str] = []
     options = Options(out=tmp_path / "out", trainer="toy", **how)
     good = good or f"HEAD~{len(states) - 1}"
@@ -129,7 +129,7 @@ def test_a_fault_that_is_requested_is_made_at_every_commit(tmp_path: Path, monke
 
 def test_each_case_that_the_commit_breaks_has_its_diagnosis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_by_side, "load_trial", lambda folder: folder)
-    monkeypatch.setattr(side_by_side, "facts", lambda trial: {"it shards over": trial.name})
+    monkeypatch.setattr(side_by_side, "first_step_facts", lambda trial: {"it shards over": trial.name})
     cases = [CASE, dataclasses.replace(CASE, name="two")]
     found, _ = search(tmp_path, monkeypatch, [""] * 2 + ["traffic"] * 3, cases)
     assert found.first is not None and found.before is not None
@@ -150,10 +150,10 @@ def test_each_case_that_the_commit_breaks_has_its_diagnosis(tmp_path: Path, monk
 def test_a_cause_that_was_there_before_the_commit_is_said_to_be_older(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = Judged("a" * 40, "", "", "good", frozenset({("one", "loss")}), {"one": "the same"})
-    bad = Judged("b" * 40, "", "", "bad", frozenset({("one", "loss"), ("one", "traffic")}), {"one": "the same"})
-    monkeypatch.setattr(side_by_side, "_side_by_side", lambda *sides: [])
-    text = side_by_side.bisect_report(Found(bad, good, (good, bad), (), 0.0))
+    good = JudgedRevision("a" * 40, "", "", "good", frozenset({("one", "loss")}), {"one": "the same"})
+    bad = JudgedRevision("b" * 40, "", "", "bad", frozenset({("one", "loss"), ("one", "traffic")}), {"one": "the same"})
+    monkeypatch.setattr(side_by_side, "_facts_table", lambda *sides: [])
+    text = side_by_side.bisect_report(SearchResult(bad, good, (good, bad), (), 0.0))
     assert "breaks          traffic of one\n  diagnosis       the same (so it was before: look at the checks)" in text
 
 
@@ -239,7 +239,7 @@ def test_a_trainer_without_other_sources_is_refused(tmp_path: Path) -> None:
 def test_what_fixed_it_is_found_where_the_good_commit_is_the_later_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side_by_side, "_side_by_side", lambda *sides: [])
+    monkeypatch.setattr(side_by_side, "_facts_table", lambda *sides: [])
     states = ["traffic", "raises", *["traffic"] * 4, *[""] * 5]
     found, _ = search(tmp_path, monkeypatch, states, good="HEAD", bad="HEAD~10")
     assert found.fixed and found.first is not None and found.before is not None
@@ -256,7 +256,7 @@ def test_commits_of_two_branches_are_searched_from_where_they_parted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkouts, "run_case", judged)
-    monkeypatch.setattr(checkouts.trainers, "load", lambda spec: Toy(spec.partition("@")[2]))
+    monkeypatch.setattr(checkouts.trainers, "load_adapter", lambda spec: Toy(spec.partition("@")[2]))
     (tmp_path / "repo").mkdir()
     repo = repository(tmp_path / "repo", ["", ""])
     git(repo, "checkout", "--quiet", "-b", "other")

@@ -21,10 +21,10 @@ from harness.core.report.outcome import Outcome
 from harness.core.run.options import Options
 from harness.core.run.verdicts import RecordedRun
 from harness.nights.bisect import BisectError, commits, culprits
-from harness.nights.bisect.culprits import Where, searched
-from harness.nights.bisect.search import Found, Judged
-from harness.nights.history_text import Told, lines, told
-from harness.nights.nights import by_case
+from harness.nights.bisect.culprits import SearchSettings, find_culprits
+from harness.nights.bisect.search import JudgedRevision, SearchResult
+from harness.nights.history_text import SeriesChanges, build_series_changes, series_lines
+from harness.nights.nights import culprits_by_case
 
 DAY = datetime.date(2026, 3, 5)
 CAUSE, OTHER = "HSDP ran as FSDP", "the loss has no mean"
@@ -35,14 +35,14 @@ def case(name: str, verdict: str = "FAIL", cause: str = CAUSE, ranks: int = 4, *
     return Outcome(name, verdict, ranks, cause=cause if verdict == "FAIL" else "", checks={"loss": "PASS"}, **more)
 
 
-def where(*names: str, **changes: Any) -> Where:
+def where(*names: str, **changes: Any) -> SearchSettings:
     named = {name: Case(name, "a test") for name in names}
-    return dataclasses.replace(Where(Path("/titan"), named, Options(), math.inf, lambda line: None), **changes)
+    return dataclasses.replace(SearchSettings(Path("/titan"), named, Options(), math.inf, lambda line: None), **changes)
 
 
-def found_at(earlier: str, later: str, *, fixed: bool = False) -> Found:
-    judged = (Judged(earlier, "", "", "good"), Judged(later, "", "", "bad"))
-    return Found(judged[1], judged[0], judged, (), 1.0, fixed=fixed)
+def found_at(earlier: str, later: str, *, fixed: bool = False) -> SearchResult:
+    judged = (JudgedRevision(earlier, "", "", "good"), JudgedRevision(later, "", "", "bad"))
+    return SearchResult(judged[1], judged[0], judged, (), 1.0, fixed=fixed)
 
 
 @pytest.fixture
@@ -50,7 +50,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """What is searched for, (case, good, bad); HSDP breaks at "x", other causes at no commit that HSDP breaks at."""
     calls: list[tuple[str, ...]] = []
 
-    def bisect(repo: Path, good: str, bad: str, cases: Sequence[Case], options: Options, tell: Any, **_: Any) -> Found:
+    def bisect(
+        repo: Path, good: str, bad: str, cases: Sequence[Case], options: Options, tell: Any, **_: Any
+    ) -> SearchResult:
         calls.append((cases[0].name, good, bad))
         if cases[0].name == "tp" and (good, bad) == ("w", "x"):
             raise BisectError("the bad commit fails no check that the good one keeps")
@@ -62,15 +64,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return calls
 
 
-def of(*runs: RecordedRun) -> Told:
-    return told(nights(*runs), (), DAY)
+def of(*runs: RecordedRun) -> SeriesChanges:
+    return build_series_changes(nights(*runs), (), DAY)
 
 
 def test_cases_of_one_cause_are_searched_for_once_by_the_one_of_fewest_ranks(asked: list[tuple[str, ...]]) -> None:
     names = ("hsdp_2x8", "hsdp_2x2")
     good = run(1, *(case(name, "PASS") for name in names))
     one = of(good, run(2, case("hsdp_2x8", ranks=16), case("hsdp_2x2")))
-    (found,) = searched(one, where(*names))
+    (found,) = find_culprits(one, where(*names))
     assert asked == [("hsdp_2x2", "c1", "c2")]
     assert (found.cases, found.name, found.cause) == (("hsdp_2x2", "hsdp_2x8"), "x", CAUSE)
 
@@ -79,7 +81,7 @@ def test_another_cause_is_first_tried_on_the_commit_that_was_found(asked: list[t
     names = ("hsdp", "cp", "tp")
     good = run(1, *(case(name, "PASS") for name in names))
     one = of(good, run(2, case("hsdp"), case("cp", cause="another"), case("tp", cause=OTHER)))
-    found = searched(one, where(*names))
+    found = find_culprits(one, where(*names))
     assert asked == [("hsdp", "c1", "c2"), ("cp", "w", "x"), ("tp", "w", "x"), ("tp", "c1", "c2")]
     assert [one.name for one in found] == ["x", "x", "z"]
 
@@ -88,7 +90,7 @@ def test_the_last_night_that_held_is_searched_from_though_later_ones_were_not_ju
     asked: list[tuple[str, ...]],
 ) -> None:
     row = [run(1, case("hsdp", "PASS")), run(2, case("hsdp", "ERROR")), run(3, case("hsdp"))]
-    searched(of(*row), where("hsdp"))
+    find_culprits(of(*row), where("hsdp"))
     assert asked == [("hsdp", "c1", "c3")]
 
 
@@ -96,11 +98,11 @@ def test_what_was_fixed_is_searched_for_after_what_broke_and_what_was_always_bro
     asked: list[tuple[str, ...]],
 ) -> None:
     row = [run(1, case("a"), case("b", "PASS"), case("c")), run(2, case("a", "PASS"), case("b"), case("c"))]
-    found = searched(of(*row), where("a", "b", "c"))
+    found = find_culprits(of(*row), where("a", "b", "c"))
     assert asked == [("b", "c1", "c2"), ("a", "c2", "c1")]
     assert [(one.cases, one.fixed, one.cause) for one in found] == [(("b",), False, CAUSE), (("a",), True, CAUSE)]
-    shown = told(nights(*row), (), DAY, by_case(found))
-    assert "  a: broken until night 1, commit c1, torch 2.13.0; fixed by x" in lines(shown)
+    shown = build_series_changes(nights(*row), (), DAY, culprits_by_case(found))
+    assert "  a: broken until night 1, commit c1, torch 2.13.0; fixed by x" in series_lines(shown)
 
 
 @pytest.mark.parametrize(
@@ -122,14 +124,14 @@ def test_what_is_not_searched_for_says_why(
     asked: list[tuple[str, ...]], begins: dict[str, Any], changes: dict[str, Any], problem: str
 ) -> None:
     one = of(run(1, case("hsdp", "PASS")), run(2, case("hsdp"), **begins))
-    (found,) = searched(one, where("hsdp", **changes))
+    (found,) = find_culprits(one, where("hsdp", **changes))
     assert (found.problem, found.name, asked) == (problem, "", [])
 
 
 def test_a_search_that_fails_is_told_with_what_else_changed_and_the_next_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def bisect(repo: Path, good: str, bad: str, cases: Sequence[Case], *_: Any, **__: Any) -> Found:
+    def bisect(repo: Path, good: str, bad: str, cases: Sequence[Case], *_: Any, **__: Any) -> SearchResult:
         if cases[0].name == "a":
             raise BisectError("the bad commit fails no check that the good one keeps")
         raise OSError("no space left")
@@ -137,7 +139,7 @@ def test_a_search_that_fails_is_told_with_what_else_changed_and_the_next_is_made
     monkeypatch.setattr(commits, "bisect", bisect)
     good = run(1, case("a", "PASS"), case("b", "PASS"))
     one = of(good, run(2, case("a"), case("b", cause=OTHER), torch="2.14"))
-    problems = [found.problem for found in searched(one, where("a", "b"))]
+    problems = [found.problem for found in find_culprits(one, where("a", "b"))]
     assert problems[0] == (
         "the bad commit fails no check that the good one keeps; also changed: torch 2.13.0, now 2.14"
     )
@@ -148,7 +150,7 @@ def test_a_night_of_an_earlier_commit_blames_no_commit(monkeypatch: pytest.Monke
     """It went back behind what fixed it."""
     monkeypatch.setattr(culprits, "bisect_report", lambda found: "a report")
     monkeypatch.setattr(commits, "bisect", lambda *_, **__: found_at("w", "x", fixed=True))
-    (found,) = searched(of(run(1, case("hsdp", "PASS")), run(2, case("hsdp"))), where("hsdp"))
+    (found,) = find_culprits(of(run(1, case("hsdp", "PASS")), run(2, case("hsdp"))), where("hsdp"))
     assert (found.name, found.problem, found.report) == (
         "",
         "the later night is of an earlier commit, or of one on another branch",
@@ -158,14 +160,14 @@ def test_a_night_of_an_earlier_commit_blames_no_commit(monkeypatch: pytest.Monke
 
 def test_commits_that_hide_it_and_time_that_was_up_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(culprits, "bisect_report", lambda found: "")
-    good = Judged("a" * 40, "", "", "good")
-    hidden = Found(None, good, (good,), ("b", "c"), 1.0)
-    late = Found(None, good, (good,), (), 1.0, unfinished="4 commits left after it, about 2 steps")
+    good = JudgedRevision("a" * 40, "", "", "good")
+    hidden = SearchResult(None, good, (good,), ("b", "c"), 1.0)
+    late = SearchResult(None, good, (good,), (), 1.0, unfinished="4 commits left after it, about 2 steps")
     said = []
     for found in (hidden, late):
         monkeypatch.setattr(commits, "bisect", lambda *_, found=found, **__: found)
         one = of(run(1, case("hsdp", "PASS")), run(2, case("hsdp")))
-        said += [str(each) for each in searched(one, where("hsdp", until=time.monotonic() + 60))]
+        said += [str(each) for each in find_culprits(one, where("hsdp", until=time.monotonic() + 60))]
     assert said == [
         "not found: commits that could not be judged hide it: b, c",
         "not found: time was up: 4 commits left after it, about 2 steps, it is one of them",
@@ -178,7 +180,7 @@ def test_commits_that_hide_it_and_time_that_was_up_are_told(monkeypatch: pytest.
 def write(folder: Path, one: RecordedRun) -> Path:
     folder.mkdir(parents=True)
     rows = [{"run": one.run, "begins": one.begins}]
-    rows += [{"run": one.run, "ended": outcomes.to_json(done)} for done in one.outcomes.values()]
+    rows += [{"run": one.run, "ended": outcomes.outcome_to_json(done)} for done in one.outcomes.values()]
     (folder / "verdicts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     return folder
 
@@ -186,11 +188,13 @@ def write(folder: Path, one: RecordedRun) -> Path:
 def test_a_night_is_kept_compared_searched_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def bisect(*_: Any, **__: Any) -> Found:
+    def bisect(*_: Any, **__: Any) -> SearchResult:
         return dataclasses.replace(found_at("e1fbcedbc", "d7cabfb6c"), seconds=2.0)
 
     monkeypatch.setattr(commits, "bisect", bisect)
-    monkeypatch.setattr(Judged, "name", property(lambda one: GUILTY if one.commit == "d7cabfb6c" else one.commit))
+    monkeypatch.setattr(
+        JudgedRevision, "name", property(lambda one: GUILTY if one.commit == "d7cabfb6c" else one.commit)
+    )
     names = ("hsdp_2x2_valid", "fsdp_4_valid")
     write(tmp_path / "nights" / "2026-03-04", run(1, *(case(name, "PASS") for name in names)))
     parts = [
@@ -220,4 +224,4 @@ def test_a_night_in_which_everything_is_skipped_is_not_judged(tmp_path: Path) ->
 def test_a_commit_needs_its_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     typed = ["nightly", str(tmp_path), "--trainer", "torchtitan", "--commit", "abc", "--out", str(tmp_path / "out")]
     assert main(typed) == 2
-    assert "--commit: it is of --repo" in capsys.readouterr().err
+    assert "--commit needs --repo" in capsys.readouterr().err

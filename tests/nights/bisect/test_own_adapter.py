@@ -11,7 +11,7 @@ from harness.core import trainers
 from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
 from harness.core.judge.judgement import Judgement
-from harness.core.judge.result import Result, Verdict, one_cause
+from harness.core.judge.result import Result, Verdict, diagnosis_of_one_cause
 from harness.core.run.options import Options
 from harness.core.run.rank_main import started_file
 from harness.nights.bisect import BisectError, checkouts
@@ -45,8 +45,8 @@ def test_an_adapter_that_lies_in_the_trainers_repository_is_of_each_commit_too(
         folder.mkdir(parents=True)
         for rank in range(2):
             started_file(folder / "run", rank).touch()
-        broken = trainers.load(options.trainer).name == "broken"
-        verdict, why = (Verdict.FAIL, one_cause("no mean")) if broken else (Verdict.PASS, None)
+        broken = trainers.load_adapter(options.trainer).name == "broken"
+        verdict, why = (Verdict.FAIL, diagnosis_of_one_cause("no mean")) if broken else (Verdict.PASS, None)
         return Judgement(case, folder, (Result("loss", verdict, 1),), why, 0.0)
 
     monkeypatch.setattr(checkouts, "run_case", judged)
@@ -79,13 +79,13 @@ def test_a_commit_older_than_the_adapters_adoption_is_judged_by_todays(
         adapter = Path(options.trainer)
         checkout = adapter.parents[1]
         subject = git(checkout, "log", "-1", "--format=%s").strip()
-        seen[subject] = trainers.load(options.trainer).name
+        seen[subject] = trainers.load_adapter(options.trainer).name
         folder = options.out / case.name
         folder.mkdir(parents=True)
         for rank in range(2):
             started_file(folder / "run", rank).touch()
         broken = (checkout / "loss").read_text() == "wrong"
-        verdict, why = (Verdict.FAIL, one_cause("no mean")) if broken else (Verdict.PASS, None)
+        verdict, why = (Verdict.FAIL, diagnosis_of_one_cause("no mean")) if broken else (Verdict.PASS, None)
         return Judgement(case, folder, (Result("loss", verdict, 1),), why, 0.0)
 
     monkeypatch.setattr(checkouts, "run_case", judged)

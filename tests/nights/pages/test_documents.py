@@ -29,17 +29,17 @@ from harness.core.judge.trial import Trial
 from harness.core.plan.figures.rank_bytes import RankBytes
 from harness.core.plan.traffic.flow import Flow
 from harness.core.report import documents
-from harness.core.report.as_data import as_data, document
-from harness.core.report.documents import SCHEMA_FILE, case, case_here, shown_results
-from harness.core.report.finding_text import SHOWN
-from harness.core.report.outcome import Outcome, as_document, from_json, judged, to_json
+from harness.core.report.as_data import as_data, document_text
+from harness.core.report.documents import SCHEMA_FILE, case_document, case_document_here, shown_result_data
+from harness.core.report.finding_text import MAX_SHOWN_FINDINGS
+from harness.core.report.outcome import Outcome, judged_outcome, outcome_document, outcome_from_json, outcome_to_json
 from harness.faults import attempt
 from harness.faults.attempt import Attempt
 from harness.nights import history_text
-from harness.nights.bisect.search import Judged
-from harness.nights.history_text import told
-from harness.nights.nights import Culprit, by_case
-from harness.nights.quarantine import Quarantine
+from harness.nights.bisect.search import JudgedRevision
+from harness.nights.history_text import build_series_changes
+from harness.nights.nights import Culprit, culprits_by_case
+from harness.nights.quarantine import QuarantineEntry
 from harness.recording.judged.anomalies import Anomaly
 
 
@@ -53,7 +53,7 @@ def hsdp_as_fsdp() -> Trial:
 
 
 def written(judgement: Judgement) -> dict[str, Any]:
-    return valid(document("case", case_here(judgement)) + "\n", "case")
+    return valid(document_text("case", case_document_here(judgement)) + "\n", "case")
 
 
 def test_a_case_says_what_its_results_and_its_diagnosis_are() -> None:
@@ -114,7 +114,7 @@ def test_every_value_that_a_finding_may_have_is_valid_and_numbers_that_json_lack
 def test_a_name_that_is_no_text_is_shown_by_numbers_and_control_characters_are_escaped() -> None:
     odd = Finding.at(0, 1, 2, check="memory", name="caf\udce9 \x1b[31m\x00\u2028é", note="\ud800")
     single = judgement_of(trial_of(tiny_case("single")), made={"a\udcff": "x"})
-    text = document("case", case(replace(single, results=(Result("memory", Verdict.FAIL, 1, (odd,)),))))
+    text = document_text("case", case_document(replace(single, results=(Result("memory", Verdict.FAIL, 1, (odd,)),))))
     assert text.isascii() and "\x1b" not in text
     found = valid(text + "\n", "case")
     assert found["results"][0]["findings"][0]["name"] == "caf\\udce9 \x1b[31m\x00\u2028é"
@@ -147,7 +147,7 @@ def test_the_schema_has_the_fields_that_the_code_has() -> None:
     kinds: dict[str, type] = {
         **{"finding": Finding, "limit": finding.Limit, "part": finding.Part, "bound": finding.Bound},
         **{"cause": Cause, "diagnosis": result.Diagnosis, "dims": ParallelDims, "flow": Flow, "odd": Anomaly},
-        **{"attempt": Attempt, "culprit": Culprit, "side": Judged},
+        **{"attempt": Attempt, "culprit": Culprit, "side": JudgedRevision},
     }
     for name, kind in kinds.items():
         assert set(SCHEMA["$defs"][name]["properties"]) == {one.name for one in dataclasses.fields(kind)}, name
@@ -177,15 +177,15 @@ def test_the_schema_lies_beside_the_code_that_writes_it() -> None:
 def test_what_is_not_green_keeps_the_first_findings_and_says_how_many_more_there_are() -> None:
     many = Result("loss", Verdict.FAIL, 20, tuple(Finding.at(rank, 1, 2, check="loss") for rank in range(20)))
     judgement = replace(judgement_of(hsdp_as_fsdp()), results=(many,))
-    outcome = from_json(json.loads(json.dumps(to_json(judged(judgement)))))
+    outcome = outcome_from_json(json.loads(json.dumps(outcome_to_json(judged_outcome(judgement)))))
     (shown,) = outcome.results
-    assert (len(shown["findings"]), shown["more"]) == (SHOWN, 20 - SHOWN)
-    assert shown_results((many,)) == outcome.results
+    assert (len(shown["findings"]), shown["more"]) == (MAX_SHOWN_FINDINGS, 20 - MAX_SHOWN_FINDINGS)
+    assert shown_result_data((many,)) == outcome.results
     assert outcome.diagnosis == as_data(judgement.diagnosis)
-    said = as_document(outcome)
+    said = outcome_document(outcome)
     assert "report" not in said
     assert wrong({"harness": "1", "schema": 1, "document": "matrix", "outcomes": [said], "notes": []}) == []
-    green = judged(judgement_of(trial_of(tiny_case("single"))))
+    green = judged_outcome(judgement_of(trial_of(tiny_case("single"))))
     assert (green.results, green.diagnosis) == ([], {})
 
 
@@ -196,13 +196,15 @@ def test_a_series_of_nights_with_all_that_may_be_said_of_it() -> None:
     b, c = Outcome("b", "PASS"), Outcome("c", "PASS")
     broken = [Outcome(one.case, "FAIL", cause="why", again="harness run b") for one in (b, c)]
     day = datetime.date(2026, 3, 1)
-    one = told(
+    one = build_series_changes(
         nights(night(1, 1.0, b, c), night(2, 2.0, *broken)),
-        [Quarantine("c", "why", "a reason", "Ada", day)],
+        [QuarantineEntry("c", "why", "a reason", "Ada", day)],
         day,
-        by_case([Culprit(("b",), "002", "why", "c1", "c2", name="c2 of a day")]),
+        culprits_by_case([Culprit(("b",), "002", "why", "c1", "c2", name="c2 of a day")]),
     )
-    found = valid(document("history", {"series": [history_text.as_document(one)], "quarantine": []}) + "\n", "history")
+    found = valid(
+        document_text("history", {"series": [history_text.series_document(one)], "quarantine": []}) + "\n", "history"
+    )
     (series,) = found["series"]
     of = {each["case"]: each for each in series["changes"]}
     assert (of["b"]["culprit"]["name"], of["b"]["before"], of["b"]["now"]) == ("c2 of a day", "001", "002")

@@ -12,9 +12,9 @@ import pytest
 
 from harness.core.cli import main
 from harness.core.report.outcome import Outcome
-from harness.core.report.page import Page, html
-from harness.nights.pages.junit import junit
-from harness.nights.pages.markdown import annotated, markdown
+from harness.core.report.page import Page, page_html
+from harness.nights.pages.junit import junit_xml
+from harness.nights.pages.markdown import github_annotations, markdown_summary
 
 HOSTILE = (
     "# head\n- [a](https://x.example) <script>1</script> `code` | @team ![i](//e/i.png)\n"
@@ -30,8 +30,8 @@ def hostile(**fields: Any) -> Outcome:
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_markdown_obeys_nothing_that_an_outcome_says(field: str) -> None:
-    shown = markdown([hostile(**{field: HOSTILE})], [HOSTILE], [HOSTILE], {"pair": HOSTILE})
-    calm = markdown([hostile(**{field: "calm"})], ["calm"], ["calm"], {"pair": "calm"})
+    shown = markdown_summary([hostile(**{field: HOSTILE})], [HOSTILE], [HOSTILE], {"pair": HOSTILE})
+    calm = markdown_summary([hostile(**{field: "calm"})], ["calm"], ["calm"], {"pair": "calm"})
     assert len(shown.splitlines()) == len(calm.splitlines())
     alive = "\n".join(line for line in shown.splitlines() if not line.startswith("    "))
     assert re.findall(r"<(?!/?details>|/?summary>)|\]\(|@team|https://|www\.|```", alive) == []
@@ -40,7 +40,7 @@ def test_markdown_obeys_nothing_that_an_outcome_says(field: str) -> None:
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_an_annotation_is_one_line(field: str) -> None:
-    lines = annotated([hostile(**{field: HOSTILE})])
+    lines = github_annotations([hostile(**{field: HOSTILE})])
     assert ["\n" in line for line in lines] == [False]
     assert lines[0].startswith(("::error title=", "::warning title="))
 
@@ -48,11 +48,11 @@ def test_an_annotation_is_one_line(field: str) -> None:
 def test_xml_holds_any_text() -> None:
     text = HOSTILE + "\x00\x1b\ufffe"
     one = hostile(case=text, cause=text, report=text)
-    assert fromstring(junit([one], [text])).find("testcase/failure") is not None
+    assert fromstring(junit_xml([one], [text])).find("testcase/failure") is not None
 
 
 def test_the_page_has_no_script_of_an_outcome() -> None:
-    shown = html(Page([hostile(case=HOSTILE, cause=HOSTILE, again=HOSTILE, layout=HOSTILE)], [], ""))
+    shown = page_html(Page([hostile(case=HOSTILE, cause=HOSTILE, again=HOSTILE, layout=HOSTILE)], [], ""))
     assert "<script>1" not in shown
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xml.etree.ElementTree import fromstring
 
 from harness.core.report.outcome import ERROR, SKIPPED, Outcome
-from harness.nights.pages.junit import junit
+from harness.nights.pages.junit import junit_xml
 
 OUTCOMES = [
     Outcome("right", "PASS", seconds=1.26),
@@ -18,7 +18,7 @@ OUTCOMES = [
 
 
 def test_each_case_is_a_test_with_its_cause() -> None:
-    suite = fromstring(junit(OUTCOMES))
+    suite = fromstring(junit_xml(OUTCOMES))
     kinds = {test.get("name"): [child.tag for child in test] for test in suite}
     assert kinds == {
         "right": [],
@@ -36,6 +36,6 @@ def test_each_case_is_a_test_with_its_cause() -> None:
 
 
 def test_a_case_without_a_verdict_is_an_error() -> None:
-    suite = fromstring(junit(OUTCOMES[:1], ["a: no verdict", "b: no verdict"]))
+    suite = fromstring(junit_xml(OUTCOMES[:1], ["a: no verdict", "b: no verdict"]))
     assert [suite.get("tests"), suite.get("errors")] == ["2", "1"]
     assert "b: no verdict" in (suite[1][0].text or "")

@@ -12,7 +12,7 @@ from harness.core.cli import main
 from harness.core.report.outcome import Outcome
 from harness.core.run import verdicts
 from harness.core.run.options import Options
-from harness.nights.pages.markdown import MOST, annotated, markdown
+from harness.nights.pages.markdown import MAX_SUMMARY_BYTES, github_annotations, markdown_summary
 
 GOOD = Outcome("fsdp_2", "PASS", 2, checks={"loss": "PASS"}, layout="dp_shard 2", folder="fsdp_2")
 BAD = replace(
@@ -28,7 +28,7 @@ LOST = Outcome("tp_2", "ERROR", reason="no | disk\n::error::", folder="tp_2")
 
 
 def test_the_summary_begins_with_causes_and_ends_with_all_cases() -> None:
-    assert markdown(
+    assert markdown_summary(
         [GOOD, BAD, LOST, replace(BAD, case="also")], ["of today"], ["shard 2/2 is not here"]
     ).splitlines() == [
         "## 4 cases: 1 PASS, 2 FAIL, 1 ERROR",
@@ -63,18 +63,18 @@ def test_the_summary_begins_with_causes_and_ends_with_all_cases() -> None:
 
 def test_a_case_whose_cause_has_other_numbers_shows_its_own() -> None:
     larger = replace(BAD, case="larger", ranks=8, cause="ran as *FSDP*: 2%")
-    text = markdown([larger, BAD], [])
+    text = markdown_summary([larger, BAD], [])
     assert text.count("### ") == 1 and text.index("`hsdp`") < text.index("`larger` ran as &#42;FSDP&#42;: 2%")
 
 
 def test_a_summary_that_would_not_be_shown_is_cut_below_its_causes() -> None:
     many = [replace(GOOD, case=f"case_{number:06}" * 5) for number in range(20_000)]
-    text = markdown([*many, BAD], [])
-    assert len(text.encode()) < MOST + 100 and "ran as" in text and text.endswith("a mebibyte.\n")
+    text = markdown_summary([*many, BAD], [])
+    assert len(text.encode()) < MAX_SUMMARY_BYTES + 100 and "ran as" in text and text.endswith("a mebibyte.\n")
 
 
 def test_an_annotation_is_one_line_for_each_cause_and_holds_no_command_of_a_case() -> None:
-    assert annotated([GOOD, BAD, LOST, replace(BAD, case="a:b")]) == [
+    assert github_annotations([GOOD, BAD, LOST, replace(BAD, case="a:b")]) == [
         "::error title=hsdp%2C a%3Ab::ran as *FSDP*: 1%25%0Aagain: run hsdp",
         "::warning title=tp_2::no | disk%0A::error::",
     ]
@@ -91,8 +91,8 @@ def test_an_annotation_is_one_line_for_each_cause_and_holds_no_command_of_a_case
 def test_report_as_what_ci_reads_exits_as_the_cases_did(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, shown: str
 ) -> None:
-    record = verdicts.begin([Case("fsdp_2", "a test"), Case("hsdp", "a test")], Options(tmp_path), "")
-    record.ended(GOOD)
-    record.ended(BAD)
+    record = verdicts.begin_record([Case("fsdp_2", "a test"), Case("hsdp", "a test")], Options(tmp_path), "")
+    record.append_outcome(GOOD)
+    record.append_outcome(BAD)
     assert main(["report", str(tmp_path), "--as", form]) == 1
     assert capsys.readouterr().out.startswith(shown.format(out=tmp_path))

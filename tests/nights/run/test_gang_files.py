@@ -12,7 +12,7 @@ import pytest
 
 from harness.core.launch import LaunchError
 from harness.nights import gang_files
-from harness.nights.gang_files import FirstNode, joined, news
+from harness.nights.gang_files import FirstNode, files_to_send, join_launch
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def first(tmp_path: Path) -> FirstNode:
 
 def test_another_node_has_the_job_with_its_own_paths_and_the_weights(first: FirstNode, tmp_path: Path) -> None:
     own = tmp_path / "other"
-    with joined(first, own, 1.0) as folder:
+    with join_launch(first, own, 1.0) as folder:
         job = json.loads((folder / "job.json").read_text())
         assert (folder, job["directory"], job["options"]["directory"]) == (
             own / "case" / "run",
@@ -45,7 +45,7 @@ def test_another_node_has_the_job_with_its_own_paths_and_the_weights(first: Firs
 def test_what_ranks_of_another_node_write_is_on_the_first_when_they_have_ended(
     first: FirstNode, tmp_path: Path
 ) -> None:
-    with joined(first, tmp_path / "other", 1.0) as folder:
+    with join_launch(first, tmp_path / "other", 1.0) as folder:
         for name in ("ranks/rank_04.npz", "logs/rank_04.log", "exits/rank_04.json"):
             (folder / name).write_text(name)
     found = {path.relative_to(first.folder).as_posix(): path.read_text() for path in first.folder.glob("*/*")}
@@ -58,10 +58,10 @@ def test_how_a_rank_ended_is_read_first_and_written_last(
     for name in ("ranks/rank_04.npz", "exits/rank_04.json", "logs/rank_04.log"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(name)
-    found = news(tmp_path, {})
+    found = files_to_send(tmp_path, {})
     assert next(iter(found)) == "exits/rank_04.json"
     written: list[str] = []
-    monkeypatch.setattr(gang_files, "write", lambda path, data: written.append(path.name))
+    monkeypatch.setattr(gang_files, "write_atomically", lambda path, data: written.append(path.name))
     first.take(found)
     assert written[-1] == "rank_04.json"
 
@@ -72,17 +72,17 @@ def test_only_what_changed_is_sent_again_and_mapped_memory_is_seen_to_change(tmp
         (tmp_path / kind / name).write_bytes(bytes(100))
     sent: dict[str, object] = {}
     with open(tmp_path / "inflight" / "rank_00.bin", "r+b") as file, mmap.mmap(file.fileno(), 100) as memory:
-        assert len(news(tmp_path, sent)) == 2
-        assert news(tmp_path, sent) == {}
+        assert len(files_to_send(tmp_path, sent)) == 2
+        assert files_to_send(tmp_path, sent) == {}
         memory[50] = 1
-        assert list(news(tmp_path, sent)) == ["inflight/rank_00.bin"]
+        assert list(files_to_send(tmp_path, sent)) == ["inflight/rank_00.bin"]
 
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_the_end_of_the_launch_reaches_the_other_nodes_also_where_nothing_is_left_of_it(
     first: FirstNode, tmp_path: Path, gone: bool
 ) -> None:
-    with joined(first, tmp_path / "other", 1.0) as folder:
+    with join_launch(first, tmp_path / "other", 1.0) as folder:
         if gone:
             shutil.rmtree(first.folder)
         else:
@@ -94,20 +94,23 @@ def test_the_end_of_the_launch_reaches_the_other_nodes_also_where_nothing_is_lef
 
 def test_a_first_node_that_dies_ends_the_others_and_is_told(first: FirstNode, tmp_path: Path) -> None:
     class Dead(FirstNode):
-        def take(self, files: gang_files.Files) -> str | None:
+        def take(self, files: gang_files.CompressedFiles) -> str | None:
             raise ConnectionError("the first node died")
 
     dead = Dead(first.out, first.folder, first.launch)
     with (
         pytest.raises(ConnectionError, match="the first node died"),
-        joined(dead, tmp_path / "other", 1.0) as folder,
+        join_launch(dead, tmp_path / "other", 1.0) as folder,
     ):
         eventually(folder / "run.json")
 
 
 def test_an_earlier_launch_in_the_same_folder_is_not_joined(first: FirstNode, tmp_path: Path) -> None:
     later = FirstNode(first.out, first.folder, "def")
-    with pytest.raises(LaunchError, match=r"the first node began no launch in 0\.05 s"), joined(later, tmp_path, 0.05):
+    with (
+        pytest.raises(LaunchError, match=r"the first node began no launch in 0\.05 s"),
+        join_launch(later, tmp_path, 0.05),
+    ):
         pass
     assert later.take({"logs/rank_04.log": b""}) == gang_files.NOTHING
 

@@ -15,13 +15,13 @@ from literal import tiny_case, trial_of
 
 from harness import ROOT
 from harness.core.case.case import Case, to_json
-from harness.core.evidence.store import EvidenceError, evidence_file, load_run, save, save_run
-from harness.core.run.folders import fresh_folder
+from harness.core.evidence.store import EvidenceError, evidence_file, load_run, save_run, save_stored
+from harness.core.run.folders import make_fresh_folder
 from harness.core.run.options import Options
-from harness.core.run.reference_cache import FILES, WHOLE, hard_link, is_whole, state_of
+from harness.core.run.reference_cache import FILES, WHOLE, file_state, is_undamaged, link_or_copy
 from harness.core.run.sources import digest_of_adapter
-from harness.core.run.verdicts import RecordedRun, begin, resume
-from harness.nights.merged import ALIKE, merged
+from harness.core.run.verdicts import RecordedRun, begin_record, resume_record
+from harness.nights.merged import KEYS_THAT_MUST_AGREE, merge_outcomes
 
 CASE = json.dumps(to_json(tiny_case("fsdp_2")))
 
@@ -67,10 +67,10 @@ def test_a_folder_is_taken_again_wherever_its_making_was_killed(
     with monkeypatch.context() as patched:
         killed_after(steps, patched)
         try:
-            fresh_folder(folder)
+            make_fresh_folder(folder)
         except Killed:
             assert (folder / "case.json").exists() or not any(folder.iterdir())
-    assert list(fresh_folder(folder).iterdir()) == []
+    assert list(make_fresh_folder(folder).iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -79,38 +79,38 @@ def test_a_folder_is_taken_again_wherever_its_making_was_killed(
 def test_a_folder_that_was_only_begun_is_taken(entries: tuple[str, ...], tmp_path: Path) -> None:
     for name in entries:
         (tmp_path / name).write_text("" if "partial" in name else CASE)
-    assert list(fresh_folder(tmp_path).iterdir()) == []
+    assert list(make_fresh_folder(tmp_path).iterdir()) == []
 
 
 def test_what_the_harness_did_not_write_is_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(EvidenceError):
-        fresh_folder(tmp_path)
+        make_fresh_folder(tmp_path)
     (written(tmp_path / "case") / "run" / "elsewhere").symlink_to(tmp_path)
     with pytest.raises(EvidenceError, match="holds run/elsewhere"):
-        fresh_folder(tmp_path / "case")
+        make_fresh_folder(tmp_path / "case")
     assert (tmp_path / "thesis.tex").exists()
     assert (tmp_path / "case" / "run" / "run.json").exists()
 
 
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", KEYS_THAT_MUST_AGREE)
 def test_shards_that_differ_in_what_they_ran_are_not_merged(name: str) -> None:
-    first = RecordedRun("1", Path("a"), dict.fromkeys(ALIKE, "same") | {"cases": {}})
+    first = RecordedRun("1", Path("a"), dict.fromkeys(KEYS_THAT_MUST_AGREE, "same") | {"cases": {}})
     second = replace(first, run="2", begins=first.begins | {name: "other"})
-    assert merged([first, replace(first, run="2")]) == []
+    assert merge_outcomes([first, replace(first, run="2")]) == []
     with pytest.raises(ValueError, match=name):
-        merged([first, second])
+        merge_outcomes([first, second])
 
 
 def test_a_run_is_not_resumed_with_another_adapter(tmp_path: Path) -> None:
     adapter, options = tmp_path / "adapter.py", Options(out=tmp_path / "out", trainer=str(tmp_path / "adapter.py"))
     text = OWN.read_text()
     adapter.write_text(text)
-    begin([Case("first", "a test")], options, "")
-    resume([Case("first", "a test")], options, None)
+    begin_record([Case("first", "a test")], options, "")
+    resume_record([Case("first", "a test")], options, None)
     adapter.write_text(text + "\n")
     with pytest.raises(EvidenceError, match="adapter"):
-        resume([Case("first", "a test")], options, None)
+        resume_record([Case("first", "a test")], options, None)
 
 
 def test_the_script_beside_an_adapter_is_part_of_it_and_what_the_harness_has_is_no_file(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_rank_of_another_launch_is_not_read_as_one_of_this(tmp_path: Path) -> 
     trial = trial_of(tiny_case("fsdp_2"))
     save_run(replace(trial.run, directory=str(tmp_path), made={"launch": "this"}))
     for rank, launch in ((0, "this"), (1, "another")):
-        save(evidence_file(tmp_path, rank), replace(trial.ranks[rank], launch=launch))
+        save_stored(evidence_file(tmp_path, rank), replace(trial.ranks[rank], launch=launch))
     run = load_run(tmp_path)
     assert (list(run.ranks), list(run.unreadable)) == ([0], [1])
 
@@ -136,15 +136,15 @@ def test_a_rank_of_another_launch_is_not_read_as_one_of_this(tmp_path: Path) -> 
 def test_a_reference_that_was_damaged_where_it_is_linked_to_is_no_longer_whole(tmp_path: Path) -> None:
     cached = tmp_path / "cached"
     cached.mkdir()
-    assert not is_whole(cached)
+    assert not is_undamaged(cached)
     for name in FILES:
         (cached / name).write_bytes(b"numbers")
-    (cached / WHOLE).write_text(json.dumps({name: state_of(cached / name) for name in FILES}))
-    assert is_whole(cached)
-    hard_link(cached / FILES[0], tmp_path / "linked.npz")
-    assert is_whole(cached)
+    (cached / WHOLE).write_text(json.dumps({name: file_state(cached / name) for name in FILES}))
+    assert is_undamaged(cached)
+    link_or_copy(cached / FILES[0], tmp_path / "linked.npz")
+    assert is_undamaged(cached)
     before = (tmp_path / "linked.npz").stat()
     with open(tmp_path / "linked.npz", "r+b") as file:
         file.write(b"N")
     os.utime(tmp_path / "linked.npz", ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # a clock may be coarse
-    assert not is_whole(cached)
+    assert not is_undamaged(cached)

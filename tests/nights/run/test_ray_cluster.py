@@ -17,14 +17,14 @@ import pytest
 from harness.core.case.case import Case
 from harness.core.case.loading import from_json
 from harness.core.cli import main
-from harness.core.report.grid import grid
+from harness.core.report.grid import grid_text
 from harness.core.report.outcome import Outcome
 from harness.core.report.progress import Progress
 from harness.core.run import verdicts
 from harness.core.run.matrix import run_all
 from harness.core.run.options import Options, Unsupported
 from harness.nights import ray_cluster
-from harness.nights.ray_cluster import Cluster, Gang, gang_of
+from harness.nights.ray_cluster import Gang, RayCluster, smallest_gang
 
 EACH = 1  # ranks that a node of one core takes here; each of a gang imports torch
 MISSING = "Ray is not installed: pip install ray"
@@ -42,12 +42,12 @@ def case_of(name: str, ranks: int, **training: Any) -> Case:
 def test_a_case_takes_the_fewest_nodes_that_can_have_equal_parts_of_it(
     ranks: int, carries: list[int], gang: Gang
 ) -> None:
-    assert gang_of(ranks, carries) == gang
+    assert smallest_gang(ranks, carries) == gang
 
 
 def test_a_case_that_is_too_large_for_the_cluster_is_skipped_with_the_arithmetic() -> None:
     with pytest.raises(Unsupported, match=r"16 ranks in equal parts do not fit .*, which take \[8, 4\]"):
-        gang_of(16, [8, 4])
+        smallest_gang(16, [8, 4])
 
 
 class Nodes:
@@ -100,18 +100,18 @@ def test_a_case_larger_than_a_node_is_one_launch_on_several_and_a_node_that_dies
     """One test: to start a cluster takes longer than all its cases."""
     options = Options(out=tmp_path / "out")
     cases = [case_of("large", 2 * EACH, steps=10), case_of("long", EACH, steps=10)]
-    record, cluster = verdicts.begin(cases, options, ""), Cluster("ray", "cpu")
+    record, cluster = verdicts.begin_record(cases, options, ""), RayCluster("ray", "cpu")
 
     def matrix() -> list[Outcome]:
         progress = Progress({"large": 1.0, "long": 1.0}, io.StringIO())
-        return run_all(cases, options, jobs=1, progress=progress, ended=record.ended, how=cluster.run_case)
+        return run_all(cases, options, jobs=1, progress=progress, ended=record.append_outcome, how=cluster.run_case)
 
     large, long = found = made_while_the_node_of_the_second_dies(nodes, matrix)
     assert [one.verdict for one in found] == ["PASS", "PASS"], f"{found}"
     assert (large.made_again, long.made_again[:41]) == ("", "made again: Task failed because the node ")
-    assert "    made again: Task failed because the node" in grid(found)
-    run, unread = verdicts.last(options.out)
-    assert (list(run.outcomes), run.twice, run.missing, unread) == (["large", "long"], [], [], [])
+    assert "    made again: Task failed because the node" in grid_text(found)
+    run, unread = verdicts.last_run(options.out)
+    assert (list(run.outcomes), run.ended_twice, run.missing_cases, unread) == (["large", "long"], [], [], [])
     written = {path.parent.parent.parent.name: path.name for path in sorted(options.out.glob("*/run/ranks/*.npz"))}
     assert written == {"large": f"rank_{2 * EACH - 1:02d}.npz", "long": f"rank_{EACH - 1:02d}.npz"}
     assert sum(any(own.glob("harness-node-*/joined")) for own in nodes.all) == 1  # the other one was the first node

@@ -15,9 +15,9 @@ from harness.core.judge.judgement import Judgement
 from harness.core.judge.result import Result, Verdict
 from harness.core.launch import LaunchError
 from harness.core.run.options import Options, Unsupported
-from harness.core.run.sources import sources_anywhere
+from harness.core.run.sources import digest_of_sources
 from harness.nights import ray_cluster
-from harness.nights.ray_cluster import Cluster
+from harness.nights.ray_cluster import RayCluster
 
 CASE = Case("one", "a test")
 
@@ -62,18 +62,18 @@ def fake_ray(answers: list[Any]) -> ModuleType:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Judgement]:
     """The case on a cluster whose tasks answer so."""
-    monkeypatch.setattr(ray_cluster, "unpack", lambda packed, folder: None)
+    monkeypatch.setattr(ray_cluster, "unpack_evidence", lambda packed, folder: None)
     result = Result("loss", Verdict.PASS, 1)
-    monkeypatch.setattr(ray_cluster, "judged", lambda folder: Judgement(CASE, folder, (result,), None, 1.0))
+    monkeypatch.setattr(ray_cluster, "judge_and_report", lambda folder: Judgement(CASE, folder, (result,), None, 1.0))
 
     def run(*answers: Any, case: Case = CASE) -> Judgement:
         monkeypatch.setitem(sys.modules, "ray", fake_ray(list(answers)))
-        return Cluster("ray", "cpu").run_case(case, Options(out=tmp_path))
+        return RayCluster("ray", "cpu").run_case(case, Options(out=tmp_path))
 
     return run
 
 
-WELL = (sources_anywhere(), b"")
+WELL = (digest_of_sources(), b"")
 
 
 def test_what_a_node_made_is_judged_here(made: Any) -> None:
@@ -102,13 +102,13 @@ def test_a_node_with_other_sources_is_refused(made: Any) -> None:
 
 def test_only_living_nodes_count(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", fake_ray([]))
-    assert Cluster("ray", "cpu").carries() == [8]
+    assert RayCluster("ray", "cpu").carries() == [8]
 
 
 def test_a_task_for_which_no_node_is_left_does_not_wait_for_ever(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ray: Any = fake_ray([])
     ray.wait = lambda tasks, **how: ([], tasks)
     monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(ray_cluster, "NODE_PATIENCE", 0.05)
+    monkeypatch.setattr(ray_cluster, "NODE_PATIENCE_SECONDS", 0.05)
     with pytest.raises(LaunchError, match=r"for 0.05 s no 1 nodes were alive that take 16 ranks each"):
-        Cluster("ray", "cpu").answers([None], ray_cluster.Gang(1, 16))
+        RayCluster("ray", "cpu").wait_for_answers([None], ray_cluster.Gang(1, 16))

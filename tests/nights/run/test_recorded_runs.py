@@ -15,8 +15,8 @@ from harness.core.evidence.store import EvidenceError
 from harness.core.report.outcome import Outcome
 from harness.core.run import verdicts
 from harness.core.run.options import Options
-from harness.core.run.verdicts import RecordedRun, append, begin, last, read, resume
-from harness.nights.merged import merged, problems
+from harness.core.run.verdicts import RecordedRun, append_lines, begin_record, last_run, read_verdicts, resume_record
+from harness.nights.merged import find_problems, merge_outcomes
 
 CASES = [Case(name, "a test") for name in ("first", "second", "third")]
 PASSED, FAILED = (
@@ -31,21 +31,21 @@ def options(tmp_path: Path) -> Options:
 
 
 def test_what_ended_is_read_as_it_was_written_and_what_did_not_is_missing(options: Options) -> None:
-    record = begin(CASES, options, "1/2")
-    record.ended(PASSED)
-    record.ended(FAILED)
-    run, unread = last(options.out)
-    assert (run.outcomes, run.missing, unread) == ({"first": PASSED, "second": FAILED}, ["third"], [])
+    record = begin_record(CASES, options, "1/2")
+    record.append_outcome(PASSED)
+    record.append_outcome(FAILED)
+    run, unread = last_run(options.out)
+    assert (run.outcomes, run.missing_cases, unread) == ({"first": PASSED, "second": FAILED}, ["third"], [])
     assert (run.begins["shard"], run.begins["trainer"]) == ("1/2", "llama3")
 
 
 def test_a_line_that_was_cut_short_is_told_and_ignored_and_the_next_is_whole(options: Options) -> None:
-    record = begin(CASES, options, "")
-    record.ended(PASSED)
+    record = begin_record(CASES, options, "")
+    record.append_outcome(PASSED)
     os.truncate(record.file, record.file.stat().st_size - 20)
-    assert last(options.out)[0].missing == ["first", "second", "third"]
-    record.ended(FAILED)
-    run, unread = last(options.out)
+    assert last_run(options.out)[0].missing_cases == ["first", "second", "third"]
+    record.append_outcome(FAILED)
+    run, unread = last_run(options.out)
     assert (list(run.outcomes), unread) == (["second"], [f"{record.file}:2: not a whole line of a run, ignored"])
 
 
@@ -53,11 +53,11 @@ def test_a_line_that_was_cut_short_is_told_and_ignored_and_the_next_is_whole(opt
     "line", ["[]", "7", '{"run": "x"}', '{"run": "x", "begins": {}}', '{"run": "x", "ended": {}}', "\0\0"]
 )
 def test_a_line_that_is_of_no_run_is_told_and_ignored(options: Options, line: str) -> None:
-    record = begin(CASES, options, "")
+    record = begin_record(CASES, options, "")
     with open(record.file, "a") as file:
         file.write(line + "\n")
-    record.ended(PASSED)
-    run, unread = last(options.out)
+    record.append_outcome(PASSED)
+    run, unread = last_run(options.out)
     assert (list(run.outcomes), len(unread)) == (["first"], 1)
 
 
@@ -66,7 +66,7 @@ def test_many_writers_of_one_file_leave_whole_lines(tmp_path: Path) -> None:
 
     def write(number: int) -> None:
         for turn in range(20):
-            append(file, {"writer": number, "turn": turn, "text": "x" * 20_000})
+            append_lines(file, {"writer": number, "turn": turn, "text": "x" * 20_000})
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -78,25 +78,30 @@ def test_many_writers_of_one_file_leave_whole_lines(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_resumed_goes_on_with_its_cases_and_outcomes(options: Options) -> None:
-    begin(CASES[:2], options, "1/2").ended(PASSED)
-    record, run, _ = resume(CASES, options, None)
-    record.ended(FAILED)
-    run, _ = last(options.out)
-    assert (len(read(record.file)[0]), list(run.outcomes), run.missing, run.twice) == (1, ["first", "second"], [], [])
+    begin_record(CASES[:2], options, "1/2").append_outcome(PASSED)
+    record, run, _ = resume_record(CASES, options, None)
+    record.append_outcome(FAILED)
+    run, _ = last_run(options.out)
+    assert (len(read_verdicts(record.file)[0]), list(run.outcomes), run.missing_cases, run.ended_twice) == (
+        1,
+        ["first", "second"],
+        [],
+        [],
+    )
 
 
 def test_only_what_would_be_the_same_run_is_resumed(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EvidenceError, match="verdicts.jsonl: no run is recorded there"):
-        resume(CASES, options, None)
-    begin(CASES, options, "1/2")
+        resume_record(CASES, options, None)
+    begin_record(CASES, options, "1/2")
     with pytest.raises(EvidenceError, match="was another one: device cpu, now cuda; shard 1/2, now 2/2"):
-        resume(CASES, replace(options, device="cuda"), "2/2")
+        resume_record(CASES, replace(options, device="cuda"), "2/2")
     changed = [*CASES[:2], Case("third", "a test", runs=2)]
     with pytest.raises(EvidenceError, match="not selected now, or were changed since: third"):
-        resume(changed, options, None)
-    monkeypatch.setattr(verdicts, "sources_anywhere", lambda: "0123456789abcdef")
+        resume_record(changed, options, None)
+    monkeypatch.setattr(verdicts, "digest_of_sources", lambda: "0123456789abcdef")
     with pytest.raises(EvidenceError, match="was another one: sources [0-9a-f]{12}, now 0123456789ab"):
-        resume(CASES, options, None)
+        resume_record(CASES, options, None)
 
 
 # ---- several as one
@@ -109,12 +114,12 @@ def run_of(run: str, cases: str, *done: Outcome, shard: str = "", trainer: str =
 
 def test_merged_shards_lack_nothing_and_have_nothing_twice() -> None:
     shards = [run_of("a", "second", FAILED, shard="2/2"), run_of("b", "first", PASSED, shard="1/2")]
-    assert (merged(shards), problems(shards)) == ([FAILED, PASSED], ([], []))
+    assert (merge_outcomes(shards), find_problems(shards)) == ([FAILED, PASSED], ([], []))
 
 
 def test_what_is_lacking_among_merged_shards_is_named() -> None:
     shards = [run_of("a", "first second", PASSED, shard="1/3"), run_of("b", "third", shard="3/3")]
-    assert problems(shards)[0] == [
+    assert find_problems(shards)[0] == [
         "second: no verdict, its run was cut short",
         "third: no verdict, its run was cut short",
         "shard 2/3 is not among these",
@@ -124,11 +129,11 @@ def test_what_is_lacking_among_merged_shards_is_named() -> None:
 def test_a_case_that_ended_in_two_runs_counts_once_with_its_last_outcome() -> None:
     again = replace(PASSED, verdict="FAIL")
     runs = [run_of("2", "first", again), run_of("1", "first second", PASSED, FAILED)]
-    assert merged(runs) == [again, FAILED]
-    assert problems(runs) == ([], ["first: ended 2 times, the last counts"])
+    assert merge_outcomes(runs) == [again, FAILED]
+    assert find_problems(runs) == ([], ["first: ended 2 times, the last counts"])
 
 
 def test_runs_of_different_trainers_are_not_merged() -> None:
     runs = [run_of("1", "first", PASSED), run_of("2", "first", PASSED, trainer="mine.py")]
     with pytest.raises(ValueError, match="1/verdicts.jsonl and 2/verdicts.jsonl are of another trainer"):
-        merged(runs)
+        merge_outcomes(runs)

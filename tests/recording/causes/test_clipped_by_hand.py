@@ -8,9 +8,9 @@ import pytest
 from literal_numbers import STEPS, first_cause, numbers, sums_of
 
 from harness.core.judge.result import Verdict
-from harness.recording.judged.judge_same_training import compared
+from harness.recording.judged.judge_same_training import compare_numbers
 from harness.recording.judged.judge_sketched import Numbers
-from harness.recording.judged.same_training import unclipped
+from harness.recording.judged.same_training import undo_clipping
 from harness.recording.sketches import GRADIENT
 
 AVERAGED = "AdamW(betas (0.9, 0.95))"
@@ -29,7 +29,7 @@ def clipped(by: float, *, seen_after: bool = False, gradient: float = 1.0) -> Nu
 
 
 def verdicts(one: Numbers, other: Numbers) -> dict[str, Verdict]:
-    return {result.check: result.verdict for result in compared(one, unclipped(one, other)).results}
+    return {result.check: result.verdict for result in compare_numbers(one, undo_clipping(one, other)).results}
 
 
 @pytest.mark.parametrize("by_hand", [(False, True), (True, False), (True, True)])
@@ -41,7 +41,7 @@ def test_clipping_by_hand_and_by_torch_are_the_same_training(by_hand: tuple[bool
 
 def test_another_factor_of_clipping_by_hand_is_what_reaches_the_optimizer() -> None:
     one, other = clipped(0.4), clipped(0.3, seen_after=True)
-    found = unclipped(one, other)
+    found = undo_clipping(one, other)
     cause = first_cause(one, found)
     assert cause is not None
     details = dict(cause.details)
@@ -51,7 +51,7 @@ def test_another_factor_of_clipping_by_hand_is_what_reaches_the_optimizer() -> N
 
 def test_where_the_first_clips_by_hand_its_factor_is_not_known() -> None:
     one, other = clipped(0.4, seen_after=True), clipped(0.3)
-    found = unclipped(one, other)
+    found = undo_clipping(one, other)
     cause = first_cause(one, found)
     assert cause is not None and (cause.kind, cause.explains[0]) == ("not explained", "optimizer_state")
 

@@ -12,9 +12,9 @@ from literal_numbers import FQNS, RIGHT, STEPS, Change, numbers, of, rank, sums_
 from harness.core.judge.result import Cause, Diagnosis
 from harness.core.report.cause_text import diagnosis_line
 from harness.recording import RING
-from harness.recording.judged.judge_same_training import CHECKS, compared
-from harness.recording.judged.judge_sketched import Key, Numbers, Whole, added_up
-from harness.recording.judged.same_training import going_on
+from harness.recording.judged.judge_same_training import CHECKS, compare_numbers
+from harness.recording.judged.judge_sketched import Key, Numbers, Whole, sum_sketches
+from harness.recording.judged.same_training import count_resumed_steps
 from harness.recording.judged.sketched import diagnose
 from harness.recording.sketches import GRADIENT, RankSketches
 
@@ -22,7 +22,7 @@ AVERAGE, SQUARE = "exp_avg", "exp_avg_sq"
 
 
 def diagnosis_of(baseline: Numbers, candidate: Numbers) -> Diagnosis:
-    found = diagnose(baseline, candidate, compared(baseline, candidate))
+    found = diagnose(baseline, candidate, compare_numbers(baseline, candidate))
     assert found is not None
     return found
 
@@ -98,12 +98,12 @@ def own(sign: float, size: float = 1.0, factor: float = 1.0) -> Change:
     ],
 )
 def test_what_the_mean_of_own_gradients_is_stands_beside_them(factor: float, text: str) -> None:
-    found = diagnosis_of(RIGHT, added_up([rank(0, 2, own(1.0, 1.0, factor)), rank(1, 2, own(-1.0, 1.0, factor))]))
+    found = diagnosis_of(RIGHT, sum_sketches([rank(0, 2, own(1.0, 1.0, factor)), rank(1, 2, own(-1.0, 1.0, factor))]))
     assert (found.kinds, found.causes[0].hint) == (("gradients not reduced",), text)
 
 
 def test_copies_that_differ_by_less_than_the_bound_are_located() -> None:
-    found = diagnosis_of(RIGHT, added_up([rank(0, 2, own(1.0, 1e-4)), rank(1, 2, own(-1.0, 1e-4))]))
+    found = diagnosis_of(RIGHT, sum_sketches([rank(0, 2, own(1.0, 1e-4)), rank(1, 2, own(-1.0, 1e-4))]))
     assert found.kinds == ("not explained",) and "ranks [0,1] have different ones" in found.causes[0].hint
 
 
@@ -138,8 +138,8 @@ def resumed(betas: str, lost: float = 1.0) -> tuple[Numbers, Numbers]:
         of_first[2, AVERAGE, fqn] = 0.1 * gradient + 0.9 * 0.1 * earlier
         of_first[2, SQUARE, fqn] = 0.05 * np.abs(gradient) + 0.95 * 0.05 * np.abs(earlier)
     baseline = with_sketches(numbers(optimizers=settings), of_first)
-    second = with_sketches(added_up([late()]), of_second)
-    return going_on(baseline, replace(second, optimizers=settings), 1)
+    second = with_sketches(sum_sketches([late()]), of_second)
+    return count_resumed_steps(baseline, replace(second, optimizers=settings), 1)
 
 
 def late() -> RankSketches:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from literal_numbers import ALIKE, FQNS, RIGHT, STEPS, first_cause, numbers, rank, sums_of, told
 
-from harness.recording.judged.judge_same_training import compared
-from harness.recording.judged.judge_sketched import Numbers, added_up
+from harness.recording.judged.judge_same_training import compare_numbers
+from harness.recording.judged.judge_sketched import Numbers, sum_sketches
 from harness.recording.sketches import AFTER_PASS, BUCKETS, BY_ROWS, GRADIENT, WEIGHTS, RankSketches, Sketch
 
 
@@ -70,7 +70,7 @@ def passes_of(parts: list[dict[str, np.ndarray]]) -> Numbers:
             found += [replace(sketch, kind=f"{AFTER_PASS}{number}", sums=of) for number, of in enumerate(sums[:-1], 1)]
             sketch = replace(sketch, sums=sums[-1])
         found.append(sketch)
-    return added_up([replace(one, sketches=tuple(found), passes={step: ROWS[step] for step in STEPS})])
+    return sum_sketches([replace(one, sketches=tuple(found), passes={step: ROWS[step] for step in STEPS})])
 
 
 def reduced_of(weights: Sequence[float], parts: list[dict[str, np.ndarray]], ranks: int) -> Numbers:
@@ -83,7 +83,7 @@ def reduced_of(weights: Sequence[float], parts: list[dict[str, np.ndarray]], ran
         fed = {step: rows[share * number : share * (number + 1)] for step, rows in ROWS.items()}
         return replace(whole, sketches=tuple(own), passes=fed)
 
-    return added_up([of(number) for number in range(ranks)])
+    return sum_sketches([of(number) for number in range(ranks)])
 
 
 ROWS = {step: tuple((10 * step + row,) for row in range(4)) for step in STEPS}
@@ -160,7 +160,7 @@ def test_parameters_that_no_rank_trains_are_the_cause(gone: tuple[str, ...], kin
 
 def test_a_parameter_that_is_trained_besides_explains_what_nothing_else_does() -> None:
     other = changed(GRADIENT, lambda step, fqn: gradient_of(step, fqn) + (step > 1) * gradient_of(step + 5, fqn))
-    frozen = added_up(
+    frozen = sum_sketches(
         [
             replace(
                 one := rank(),
@@ -191,19 +191,21 @@ def test_blocks_of_rows_show_which_rows_of_a_gradient_are_wrong() -> None:
                 for at in ("0:4", "4:8")
             }
             if sketch.kind == GRADIENT:
-                found += [replace(sketch, kind=f"{BY_ROWS}{at}", place=at, sums=sums) for at, sums in parts.items()]
+                found += [
+                    replace(sketch, kind=f"{BY_ROWS}{at}", slice_text=at, sums=sums) for at, sums in parts.items()
+                ]
                 sketch = replace(sketch, sums=sum(parts.values()))
             found.append(sketch)
-        return added_up([replace(one, sketches=tuple(found))])
+        return sum_sketches([replace(one, sketches=tuple(found))])
 
     one, other = by_rows(1), by_rows(3)
-    (result,) = (result for result in compared(one, other).results if result.check == "gradients")
+    (result,) = (result for result in compare_numbers(one, other).results if result.check == "gradients")
     assert {finding.note.partition(",")[0] for finding in result.findings} == {"in rows 4:8"}
 
 
 def test_later_stages_of_a_pipeline_say_nothing_of_samples() -> None:
     late = {step: (tuple(10 * (step + 1) + row for row in range(4)),) for step in STEPS}
     hidden = {step: ((900 + step,),) for step in STEPS}
-    both = added_up([rank(0, 2, passes=late, tokens=dict.fromkeys(STEPS, 8)), rank(1, 2, passes=hidden, tokens={})])
+    both = sum_sketches([rank(0, 2, passes=late, tokens=dict.fromkeys(STEPS, 8)), rank(1, 2, passes=hidden, tokens={})])
     cause = first_cause(RIGHT, both)
     assert cause is not None and (cause.kind, dict(cause.details)["of_step"]) == ("data position", 2)

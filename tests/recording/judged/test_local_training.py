@@ -21,7 +21,7 @@ from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
 from harness.core.evidence.recording import RankRecord, RecordedStep
 from harness.core.evidence.records import Collective, RankEvidence, Wrapper
 from harness.core.evidence.summary_parts import Use
-from harness.core.judge.local_training import averaged, local_by, partly_equal
+from harness.core.judge.local_training import averaging_steps, find_partly_equal, local_training_means
 from harness.core.judge.result import Result, Verdict
 from harness.core.judge.trial import Trial
 from harness.core.plan.traffic.flow import Flow
@@ -30,7 +30,7 @@ from harness.recording.cli.work.recording_report import exit_code
 from harness.recording.judged import recorded
 from harness.recording.judged.anomalies import anomalies
 from harness.recording.judged.stored_recording import Recording
-from harness.recording.pages.recording_page import costs
+from harness.recording.pages.recording_page import cost_rows
 
 LOCAL = {"hooks": ("post_localSGD_hook",), "slices": 7, "shown": 2}
 
@@ -46,7 +46,7 @@ def agreement(recording: Recording) -> Verdict:
 
 def test_replicas_that_are_averaged_from_time_to_time_are_local_training_and_no_finding() -> None:
     found = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, **LOCAL)
-    assert averaged([*found.summaries.values()]) == (3,)
+    assert averaging_steps([*found.summaries.values()]) == (3,)
     assert (anomalies(found), exit_code(found), agreement(found)) == ([], PASSED, Verdict.PASS)
 
 
@@ -69,7 +69,7 @@ def test_without_a_hook_replicas_that_reduce_gradients_and_differ_are_a_finding_
 def test_replicas_that_reduce_nothing_and_agree_again_are_averaged_which_is_local_training(slices: int) -> None:
     """As under no_sync with averages by hand."""
     found = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=slices, shown=2)
-    assert local_by([*found.summaries.values()])
+    assert local_training_means([*found.summaries.values()])
     assert (anomalies(found), exit_code(found), agreement(found)) == ([], PASSED, Verdict.PASS)
 
 
@@ -87,7 +87,7 @@ def unclaimed(*last: dict[str, int]) -> Recording:
 
 def test_parameters_of_which_some_agree_and_some_do_not_are_named() -> None:
     found = unclaimed({"matrix": 5, "head": 6, "frozen": 1}, {"matrix": 5, "head": 7, "frozen": 1})
-    (one,) = partly_equal(found.summaries.values())
+    (one,) = find_partly_equal(found.summaries.values())
     assert (one.ranks, one.equal, one.differ) == ((0, 1), ("matrix",), ("head",))
     assert [(one.label, one.ranks) for one in anomalies(found)] == [("PARTLY EQUAL", (0, 1))]
     assert exit_code(found) == NOT_JUDGED
@@ -130,7 +130,7 @@ def test_gradients_that_ddp_reduces_several_times_a_step_are_reported_with_their
     ]
     used = Use("0,1", "all_reduce", "backward", "int32", 2, 32)  # what find_unused_parameters agrees on
     for more in ((), (used,)):
-        told = costs([with_changes(one, uses=(use, *more)) for one in ranks])
+        told = cost_rows([with_changes(one, uses=(use, *more)) for one in ranks])
         assert len([text for label, text in told if label == "reduced again"]) == rows
 
 

@@ -16,8 +16,8 @@ from harness.core.evidence.step import StepEvidence
 from harness.core.evidence.summary import Summary, summary_of
 from harness.core.evidence.summary_parts import Outside
 from harness.recording.judged.stored_recording import Recording
-from harness.recording.judged.structure import compared_outside, differences, structure
-from harness.recording.pages.recording_page import page
+from harness.recording.judged.structure import differences, outside_steps_text, structure
+from harness.recording.pages.recording_page import recording_text
 
 ALL, STEPS = "0-3", (1, 2, 3)
 CLIPS, LOGS = outside(ALL, 1, 4, "1-3"), outside(ALL, 1, 8, "1-3", dtype="float64")
@@ -59,13 +59,13 @@ def test_of_two_recordings_the_steps_are_compared_that_both_have_and_the_page_of
     """A checkpoint in step 100, which one of them did not record."""
     one, other = of(CLIPS), of(CLIPS, outside(ALL, 9, 900, "100", dtype="int64"), whole=(1, 2, 3, 100))
     assert told(one, other) == []
-    assert compared_outside(one, other) == "compared in steps 1-3, which both have on record"
+    assert outside_steps_text(one, other) == "compared in steps 1-3, which both have on record"
 
 
 def test_recordings_without_a_step_in_common_are_not_called_the_same() -> None:
     later = outside(ALL, 1, 4, "7,8")
     assert told(of(CLIPS), of(later, whole=(7, 8))) == [("steps", "1-3", "7,8")]
-    assert compared_outside(of(whole=()), of(whole=())).startswith("not compared")
+    assert outside_steps_text(of(whole=()), of(whole=())).startswith("not compared")
 
 
 def test_sizes_of_pickled_objects_vary_and_are_not_compared_and_their_calls_are() -> None:
@@ -88,7 +88,7 @@ def test_the_axis_is_named_where_a_wrapper_names_it_and_is_the_same_on_other_num
 
 
 def test_the_page_shows_them_and_says_it_where_there_are_none() -> None:
-    some, none = page(recording(CLIPS, outside(ALL, 1, 8, "2", dtype="int64"))), page(recording())
+    some, none = recording_text(recording(CLIPS, outside(ALL, 1, 8, "2", dtype="int64"))), recording_text(recording())
     assert "  outside passes  all_reduce of float32 over [0-3]: 4 B in 1 call a step\n" in some
     assert "all_reduce of int64 over [0-3]: none in steps 1,3; 8 B in 1 call in step 2" in " ".join(some.split())
     assert "no collective ran outside of forward and backward, in steps 1-3" in " ".join(none.split())
@@ -158,6 +158,6 @@ def test_a_snapshot_of_before_they_were_kept_is_accepted_anew_and_is_not_the_sam
 
 def test_ranks_that_send_between_passes_do_not_train_alone() -> None:
     sends = outside(ALL, 1, 16384, "1-3")
-    told_of = {moved: " ".join(page(recording(*moved, uses=())).split()) for moved in ((), (sends,))}
+    told_of = {moved: " ".join(recording_text(recording(*moved, uses=())).split()) for moved in ((), (sends,))}
     assert all("no collective ran in forward or backward" in text for text in told_of.values())
     assert "trains alone" in told_of[()] and "trains alone" not in told_of[(sends,)]

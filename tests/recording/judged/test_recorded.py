@@ -286,17 +286,17 @@ def test_tensor_parallel_slices_are_not_derived_and_wrappers_are_judged_all_the_
 
 def test_stages_of_a_pipeline_have_units_of_their_own() -> None:
     trial = recorded_trial(trial_of(tiny_case("fsdp_2")), FSDP_2)
-    assert trial.plan.observed is not None
-    stages = dict(enumerate((trial.plan.observed[0][:1], trial.plan.observed[0][1:])))
+    assert trial.plan.measured_units is not None
+    stages = dict(enumerate((trial.plan.measured_units[0][:1], trial.plan.measured_units[0][1:])))
     held = {rank: {fqn for unit in units for fqn in unit.parameters} for rank, units in stages.items()}
     ranks = {
         rank: replace(evidence, parameters=tuple(t for t in evidence.parameters if t.fqn in held[rank]))
         for rank, evidence in trial.ranks.items()
     }
     plan = replace(trial.plan, slices={0: {}, 1: {}}, traits=trial.traits.with_units(stages))
-    assert placements.disagreements(replace(trial, plan=plan, run=replace(trial.run, ranks=ranks))) == []
+    assert placements.unit_disagreements(replace(trial, plan=plan, run=replace(trial.run, ranks=ranks))) == []
     alike = {rank: trial.ranks[0] for rank in ranks}
-    assert len(placements.disagreements(replace(trial, plan=plan, run=replace(trial.run, ranks=alike)))) == 1
+    assert len(placements.unit_disagreements(replace(trial, plan=plan, run=replace(trial.run, ranks=alike)))) == 1
 
 
 def changed_steps(ran: Trial, rank: int, **changes: Any) -> Trial:

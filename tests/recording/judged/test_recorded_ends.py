@@ -13,8 +13,8 @@ from harness.core.evidence.recording import Last
 from harness.core.evidence.records import Exit
 from harness.core.evidence.text import ranks_text
 from harness.recording.judged.anomalies import anomalies
-from harness.recording.judged.recorded_ends import exits_of, not_heard
-from harness.recording.judged.recorded_waits import issued_otherwise
+from harness.recording.judged.recorded_ends import exits_of, why_exits_unknown
+from harness.recording.judged.recorded_waits import diverging_ranks
 from harness.recording.judged.stored_recording import Recording
 from harness.recording.pages.recording_page import anomaly_rows
 
@@ -35,12 +35,12 @@ def exits(recording: Recording) -> list[Exit]:
 def test_ranks_that_left_by_os_exit_with_code_0_ended_well() -> None:
     job = ended("", "", code=0, exits={0: 0, 1: 0})
     assert [one.how for one in exits(job)] == ["ok", "ok"]
-    assert (not_heard(exits_of(job, 2), job), anomaly_rows(job)) == ("", [])
+    assert (why_exits_unknown(exits_of(job, 2), job), anomaly_rows(job)) == ("", [])
 
 
 def test_a_rank_that_was_not_heard_of_is_not_known_to_have_ended_well_whatever_the_command_says() -> None:
     job = ended("ok", "", code=0)
-    assert not_heard(exits_of(job, 2), job) == (
+    assert why_exits_unknown(exits_of(job, 2), job) == (
         "the exit of ranks [1] is not reported; the command ended with exit code 0"
     )
     assert anomaly_rows(job) == [
@@ -94,7 +94,9 @@ def test_a_rank_that_vanished_is_blamed_before_who_lost_it() -> None:
 
 def test_a_command_that_ended_badly_is_told_where_no_rank_is_known_to_have() -> None:
     job = ended("ok", "ok", code=3)
-    assert not_heard(exits_of(job, 2), job).startswith("the command ended with exit code 3, and of no rank it is known")
+    assert why_exits_unknown(exits_of(job, 2), job).startswith(
+        "the command ended with exit code 3, and of no rank it is known"
+    )
     assert anomaly_rows(job) == [("ENDED", "the command, with exit code 3; no rank is known to have ended so")]
 
 
@@ -164,4 +166,4 @@ def test_of_two_ranks_each_says_what_it_issued_and_neither_is_blamed_before_the_
     ],
 )  # fmt: skip
 def test_without_one_rank_against_all_others_nobody_is_the_odd_one(lasts: tuple[Last, ...]) -> None:
-    assert len(issued_otherwise(waiting(*lasts))) != 1
+    assert len(diverging_ranks(waiting(*lasts))) != 1

@@ -13,15 +13,21 @@ import pytest
 from literal_numbers import FQNS, RIGHT, SHAPES, STEPS, Change, first_cause, numbers, of, rank, sums_of, told
 
 from harness.core.judge.result import Result, Verdict
-from harness.recording.judged.judge_same_training import CHECKS, SameTraining, compared, why_no_common, why_no_noise
-from harness.recording.judged.judge_sketched import Key, Numbers, added_up
-from harness.recording.judged.same_training import going_on
-from harness.recording.pages.same_training import same_training
+from harness.recording.judged.judge_same_training import (
+    CHECKS,
+    SameTraining,
+    compare_numbers,
+    why_no_common,
+    why_no_noise,
+)
+from harness.recording.judged.judge_sketched import Key, Numbers, sum_sketches
+from harness.recording.judged.same_training import count_resumed_steps
+from harness.recording.pages.same_training import same_training_text
 from harness.recording.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches, load_sketches, save_sketches
 
 
 def verdicts(other: Numbers, noise: Numbers | None = None) -> dict[str, Verdict]:
-    return {result.check: result.verdict for result in compared(RIGHT, other, noise).results}
+    return {result.check: result.verdict for result in compare_numbers(RIGHT, other, noise).results}
 
 
 def test_equal_numbers_pass_every_check_that_has_an_object() -> None:
@@ -70,16 +76,18 @@ def test_ranks_that_differ_in_a_model_whose_names_are_all_others_are_not_judged_
 
     every = {fqn: f"own.{fqn}" for fqn in FQNS}
     pair = [rank(0, 2, passes={}), rank(1, 2, own)]
-    other = added_up([renamed(one, every) for one in pair])
-    found = compared(RIGHT, other)
+    other = sum_sketches([renamed(one, every) for one in pair])
+    found = compare_numbers(RIGHT, other)
     judged = {result.check: result.verdict for result in found.results}
     assert {check for check, verdict in judged.items() if verdict is Verdict.PASS} == {"samples", "recipe"}
     assert (found.verdict, first_cause(RIGHT, other)) == (Verdict.UNKNOWN, None)
     assert not why_no_common(RIGHT, numbers())
     whole = SameTraining(Path("a"), Path("b"), found, None, len(FQNS), 0, len(STEPS), why_no_common(RIGHT, other))
-    assert same_training(whole).splitlines()[0] == "UNKNOWN    b against a: 3 steps, 0 of 4 parameters"
-    of_one = added_up([renamed(one, {"output": "own.output"}) for one in pair])
-    assert compared(RIGHT, of_one).verdict is Verdict.FAIL  # ranks differ in parameters that have their names in both
+    assert same_training_text(whole).splitlines()[0] == "UNKNOWN    b against a: 3 steps, 0 of 4 parameters"
+    of_one = sum_sketches([renamed(one, {"output": "own.output"}) for one in pair])
+    assert (
+        compare_numbers(RIGHT, of_one).verdict is Verdict.FAIL
+    )  # ranks differ in parameters that have their names in both
 
 
 def test_another_eps_is_a_setting_that_is_named() -> None:
@@ -116,13 +124,13 @@ def of_peers(first: tuple[int, ...], second: tuple[int, ...], change: Change = W
     every = {step: (tuple(10 * step + row for row in range(4)),) for step in STEPS}
     fed = [{**every, 2: (tuple(20 + row for row in rows),)} for rows in (first, second)]
     tokens = dict.fromkeys(STEPS, 7)
-    return added_up([rank(at, 2, change, passes=of, tokens=tokens, tp=(0, 1)) for at, of in enumerate(fed)])
+    return sum_sketches([rank(at, 2, change, passes=of, tokens=tokens, tp=(0, 1)) for at, of in enumerate(fed)])
 
 
 def test_tp_peers_that_are_fed_different_rows_of_the_batch_are_a_finding_of_samples() -> None:
     kind, details = told(of_peers((0, 1), (2, 3)))
     assert (kind, details["check"], details["ranks"], details["step"]) == ("peers differ", "samples", (0, 1), 2)
-    result = compared(RIGHT, of_peers((0, 1), (2, 3))).results[1]
+    result = compare_numbers(RIGHT, of_peers((0, 1), (2, 3))).results[1]
     assert [(one.ranks, one.axis, one.step) for one in result.findings if one.axis] == [((0, 1), "tp", 2)]
 
 
@@ -137,7 +145,7 @@ def test_tp_peers_that_are_fed_different_rows_of_the_batch_are_a_finding_of_samp
     ],
 )
 def test_rows_that_differ_among_tp_peers_are_no_finding_where_a_right_job_may_feed_them(other: Numbers) -> None:
-    assert not [one for one in compared(RIGHT, other).results[1].findings if one.axis == "tp"]
+    assert not [one for one in compare_numbers(RIGHT, other).results[1].findings if one.axis == "tp"]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +193,7 @@ def test_rows_are_not_missing_where_a_rank_left_nothing_or_did_not_finish_the_st
 
 
 def samples_of(*ranks: RankSketches) -> Result:
-    return next(one for one in compared(RIGHT, added_up(ranks)).results if one.check == "samples")
+    return next(one for one in compare_numbers(RIGHT, sum_sketches(ranks)).results if one.check == "samples")
 
 
 def test_a_gradient_of_the_step_before_and_one_that_was_not_zeroed_are_told_apart() -> None:
@@ -208,10 +216,10 @@ def test_ranks_that_keep_their_own_gradients_are_named_where_their_mean_is_right
 
         return change
 
-    other = added_up([rank(0, 2, own(1.0), passes={}), rank(1, 2, own(-1.0))])
+    other = sum_sketches([rank(0, 2, own(1.0), passes={}), rank(1, 2, own(-1.0))])
     kind, details = told(other)
     assert (kind, details["ranks"]) == ("gradients not reduced", (0, 1))
-    third = added_up([rank(0, 2, own(1.0), passes={}), rank(1, 2, own(0.5))])
+    third = sum_sketches([rank(0, 2, own(1.0), passes={}), rank(1, 2, own(0.5))])
     assert told(third)[0] == "not explained"
 
 
@@ -225,7 +233,7 @@ def test_a_parameter_that_is_left_out_from_step_1_on_is_found_there(kind: str, c
 
 
 def test_tp_ranks_are_fed_what_their_peers_are() -> None:
-    assert verdicts(added_up([rank(0, 2), rank(1, 2)]))["samples"] is Verdict.PASS
+    assert verdicts(sum_sketches([rank(0, 2), rank(1, 2)]))["samples"] is Verdict.PASS
 
 
 def test_slices_of_ranks_are_added_once_and_must_make_up_the_whole() -> None:
@@ -233,17 +241,17 @@ def test_slices_of_ranks_are_added_once_and_must_make_up_the_whole() -> None:
         whole = rank(number, 2)
         place = f"{rows.start}:{rows.stop}|0:4"
         own = [
-            replace(one, place=place, elements=4 * (rows.stop - rows.start), sums=one.sums / 2)
+            replace(one, slice_text=place, elements=4 * (rows.stop - rows.start), sums=one.sums / 2)
             if one.fqn == "output"
             else one
             for one in whole.sketches
         ]
         return replace(whole, sketches=tuple(own), plain=())
 
-    both = added_up([half(0, slice(0, 8)), half(1, slice(8, 16))])
+    both = sum_sketches([half(0, slice(0, 8)), half(1, slice(8, 16))])
     assert verdicts(both)["gradients"] is Verdict.PASS
     for wrong in ([half(0, slice(0, 8))], [half(0, slice(0, 8)), half(1, slice(4, 12))]):
-        found = added_up(wrong)
+        found = sum_sketches(wrong)
         assert verdicts(found)["gradients"] is Verdict.UNKNOWN
         assert {key[2] for key in found.unknown} == {"output"}
 
@@ -252,14 +260,14 @@ def test_tensors_that_nothing_says_to_be_cut_are_unknown_and_not_wrong() -> None
     def other_start(step: int, kind: str, fqn: str, sums: np.ndarray) -> np.ndarray:
         return 2 * sums if fqn == "output" else sums
 
-    found = added_up([rank(0, 2), rank(1, 2, other_start)])
+    found = sum_sketches([rank(0, 2), rank(1, 2, other_start)])
     assert {key[2] for key in found.unknown} == {"output"}
     assert set(verdicts(found).values()) <= {Verdict.PASS, Verdict.UNKNOWN, Verdict.NOT_APPLICABLE}
     assert verdicts(numbers(shapes=SHAPES | {"output": (8, 4)}))["gradients"] is Verdict.UNKNOWN
 
 
 def test_a_rank_that_left_nothing_leaves_the_verdict_open() -> None:
-    assert {*verdicts(added_up([rank(0, 2)])).values()} >= {Verdict.UNKNOWN}
+    assert {*verdicts(sum_sketches([rank(0, 2)])).values()} >= {Verdict.UNKNOWN}
     nothing = replace(RIGHT, whole={key: one for key, one in RIGHT.whole.items() if key[1] != GRADIENT})
     assert verdicts(nothing)["gradients"] is Verdict.UNKNOWN
 
@@ -272,12 +280,12 @@ def test_clipping_is_judged_by_the_norm_of_all_gradients() -> None:
         return {step: {0: factor * squares(step) ** 0.5} for step in STEPS}
 
     trusted = replace(RIGHT, norms=norms(RIGHT))
-    found = {r.check: r for r in compared(trusted, replace(RIGHT, norms=norms(RIGHT))).results}
+    found = {r.check: r for r in compare_numbers(trusted, replace(RIGHT, norms=norms(RIGHT))).results}
     assert found["grad_norm"].verdict is Verdict.PASS
     wrong = replace(RIGHT, norms=norms(RIGHT, 0.7))
     cause = first_cause(trusted, wrong)
     assert cause is not None and (cause.kind, cause.explains) == ("clipped by another norm", ("grad_norm",))
-    assert {r.check: r.verdict for r in compared(wrong, trusted).results}["grad_norm"] is Verdict.UNKNOWN
+    assert {r.check: r.verdict for r in compare_numbers(wrong, trusted).results}["grad_norm"] is Verdict.UNKNOWN
 
 
 def noisy(size: float) -> Numbers:
@@ -319,7 +327,7 @@ def test_a_norm_may_be_off_as_far_as_torch_rounds_it() -> None:
         return replace(RIGHT, norms={step: {0: factor * of**0.5} for step, of in squares.items()})
 
     def verdict(one: Numbers, other: Numbers) -> Verdict:
-        return {r.check: r.verdict for r in compared(one, other).results}["grad_norm"]
+        return {r.check: r.verdict for r in compare_numbers(one, other).results}["grad_norm"]
 
     rounded = replace(norms(0.995), norms_off=dict.fromkeys(STEPS, 0.005))
     assert verdict(norms(1.0), rounded) is verdict(rounded, norms(1.0)) is Verdict.PASS
@@ -339,17 +347,17 @@ def test_weights_that_are_finite_again_are_read_so(tmp_path: Path) -> None:
 
 
 def test_weights_that_were_changed_after_a_save_do_not_judge_what_is_loaded() -> None:
-    one, other = going_on(replace(RIGHT, changed={3: ("output",)}), RIGHT, 2)
-    found = {r.check: r.verdict for r in compared(one, other).results}
+    one, other = count_resumed_steps(replace(RIGHT, changed={3: ("output",)}), RIGHT, 2)
+    found = {r.check: r.verdict for r in compare_numbers(one, other).results}
     assert found["initial_weights"] is Verdict.UNKNOWN
 
 
 def test_nothing_is_judged_by_numbers_of_the_first_recording_that_are_not_finite() -> None:
     one = with_nan(RIGHT, *RIGHT.whole)
-    found = compared(one, one)
+    found = compare_numbers(one, one)
     assert found.verdict is Verdict.UNKNOWN and first_cause(one, one) is None
     first = with_nan(RIGHT, (2, GRADIENT, "output"))
-    by_check = {result.check: result.verdict for result in compared(first, RIGHT).results}
+    by_check = {result.check: result.verdict for result in compare_numbers(first, RIGHT).results}
     assert by_check["gradients"] is Verdict.UNKNOWN and by_check["update"] is Verdict.PASS
 
 
@@ -364,15 +372,15 @@ def test_a_norm_of_gradients_that_are_not_all_known_is_not_judged() -> None:
         step: {0: sum(w.squares for k, w in RIGHT.whole.items() if k[:2] == (step, GRADIENT)) ** 0.5} for step in STEPS
     }
     one = replace(with_nan(RIGHT, (2, GRADIENT, "output")), norms=norm)
-    results = compared(one, replace(RIGHT, norms=norm)).results
+    results = compare_numbers(one, replace(RIGHT, norms=norm)).results
     assert {r.check: r.verdict for r in results}["grad_norm"] is Verdict.UNKNOWN
 
 
 def test_two_models_that_are_dead_are_not_the_same_training() -> None:
     dead = numbers(of(GRADIENT, 0.0))
-    assert {r.check: r.verdict for r in compared(dead, dead).results}["gradients"] is Verdict.UNKNOWN
+    assert {r.check: r.verdict for r in compare_numbers(dead, dead).results}["gradients"] is Verdict.UNKNOWN
     one_dead = numbers(of(GRADIENT, 0.0, "output"))
-    assert {r.check: r.verdict for r in compared(one_dead, one_dead).results}["gradients"] is Verdict.PASS
+    assert {r.check: r.verdict for r in compare_numbers(one_dead, one_dead).results}["gradients"] is Verdict.PASS
 
 
 def test_noise_below_what_the_forward_pass_rounds_is_refused() -> None:
@@ -388,7 +396,7 @@ def test_gradients_that_are_reduced_over_some_ranks_alone_are_told_so(pairs: tup
         sign = 1.0 if number in pairs[0] else -1.0
         return rank(number, 4, lambda step, kind, fqn, sums: sums * (1 + 0.5 * sign * (kind == GRADIENT)))
 
-    other = added_up([of(number) for number in range(4)])
+    other = sum_sketches([of(number) for number in range(4)])
     cause = first_cause(RIGHT, other)
     assert cause is not None and cause.kind == "gradients not reduced"
     assert dict(cause.details)["alike"] == pairs

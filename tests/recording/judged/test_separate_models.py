@@ -11,10 +11,10 @@ from harness.core.evidence.records import OwnGroup
 from harness.core.evidence.summary import Summary
 from harness.core.evidence.summary_parts import Outside, Use
 from harness.core.judge.result import Verdict
-from harness.core.judge.separate_models import joined_sets, separate_models
+from harness.core.judge.separate_models import connected_rank_sets, find_separate_models
 from harness.recording.judged.anomalies import anomalies
 from harness.recording.judged.stored_recording import Recording
-from harness.recording.pages.recording_page import anomaly_rows, page
+from harness.recording.pages.recording_page import anomaly_rows, recording_text
 
 HELD = {"parameters": 1000}
 
@@ -37,7 +37,9 @@ def test_two_models_that_a_wrong_mesh_makes_of_one_are_named_with_their_ranks() 
 
 def test_beside_a_layout_they_are_said_first_and_once() -> None:
     ranks = {rank: over_replicas(rank, parts=("M",)) for rank in range(4)}
-    first, second, *rest = page(Recording(Path("run"), ranks), ["FAIL layout dp_replicate 2", "  traffic"]).splitlines()
+    first, second, *rest = recording_text(
+        Recording(Path("run"), ranks), ["FAIL layout dp_replicate 2", "  traffic"]
+    ).splitlines()
     assert first == "FAIL layout dp_replicate 2" and second.startswith("  SEPARATE MODELS nothing reduces gradients")
     assert not any("SEPARATE" in line for line in rest)
 
@@ -45,34 +47,34 @@ def test_beside_a_layout_they_are_said_first_and_once() -> None:
 def test_replicas_that_a_sum_in_backward_joins_are_one_model() -> None:
     """Even where they hold other bytes, which is said as that."""
     joined = [over_replicas(rank, uses=(Use("0,1" if rank < 2 else "2,3", *SUM),)) for rank in range(4)]
-    assert separate_models(joined) is None
-    assert separate_models([hsdp(rank, shown=2, contents={0: rank % 2, 3: rank % 2}) for rank in range(4)]) is None
+    assert find_separate_models(joined) is None
+    assert find_separate_models([hsdp(rank, shown=2, contents={0: rank % 2, 3: rank % 2}) for rank in range(4)]) is None
 
 
 def test_gradients_that_a_trainer_reduces_itself_after_backward_join_too_and_a_loss_does_not() -> None:
     def reduced(size: int) -> list[Summary]:
         return [over_replicas(rank, outside("0,1" if rank < 2 else "2,3", 1, size, "1-3")) for rank in range(4)]
 
-    assert separate_models(reduced(900)) is None
-    assert separate_models(reduced(8)) is not None
+    assert find_separate_models(reduced(900)) is None
+    assert find_separate_models(reduced(8)) is not None
 
 
 def test_models_that_were_never_the_same_are_not_one_and_those_that_stay_the_same_are() -> None:
     """An ensemble of other seeds; and whatever keeps ranks equal."""
-    assert separate_models([over_replicas(rank, first=rank) for rank in range(4)]) is None
+    assert find_separate_models([over_replicas(rank, first=rank) for rank in range(4)]) is None
     alike = [over_replicas(rank, contents={0: rank // 2, 3: rank // 2}) for rank in range(4)]
-    assert separate_models(alike) is None
+    assert find_separate_models(alike) is None
 
 
 def test_a_job_that_nobody_wrapped_trains_as_many_models_as_it_has_ranks() -> None:
     alone = [summary(rank, shown=2, memory=HELD, contents={0: 5, 3: rank}) for rank in range(4)]
-    found = separate_models(alone)
+    found = find_separate_models(alone)
     assert found is not None and found.sets == ((0,), (1,), (2,), (3,))
 
 
 def test_where_a_rank_left_nothing_nobody_knows_what_it_joined() -> None:
-    assert separate_models([over_replicas(rank) for rank in range(3)]) is None
-    assert separate_models([*map(over_replicas, range(3)), over_replicas(3, shown=0)]) is None
+    assert find_separate_models([over_replicas(rank) for rank in range(3)]) is None
+    assert find_separate_models([*map(over_replicas, range(3)), over_replicas(3, shown=0)]) is None
 
 
 def test_ranks_that_only_a_group_of_the_trainers_own_may_join_and_that_become_unlike_are_reported_and_not_judged() -> (
@@ -84,4 +86,4 @@ def test_ranks_that_only_a_group_of_the_trainers_own_may_join_and_that_become_un
     assert (row.verdict, row.ranks, row.step) == (Verdict.UNKNOWN, (0, 1), 3)
     alike = [summary(rank, 2, shown=2, memory=HELD, contents={0: 5, 3: 6}, own_groups=(own,)) for rank in range(2)]
     assert anomalies(Recording(Path("run"), {one.rank: one for one in alike})) == []
-    assert joined_sets(ranks) == joined_sets(alike) == ()
+    assert connected_rank_sets(ranks) == connected_rank_sets(alike) == ()

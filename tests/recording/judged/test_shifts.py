@@ -8,7 +8,7 @@ import pytest
 from literal import tiny_case, trial_of, with_collectives, with_step
 
 from harness.core.case.dims import ParallelDims
-from harness.core.judge.measures import measured
+from harness.core.judge.measures import measures_of
 from harness.core.judge.trial import Trial
 from harness.recording.judged.figures import (
     EXPOSED,
@@ -18,8 +18,8 @@ from harness.recording.judged.figures import (
     WAITS,
     Figure,
     Figures,
-    by_name,
     figures,
+    figures_by_name,
     shifts,
 )
 from harness.recording.judged.run_as_recording import as_recording
@@ -47,7 +47,7 @@ def took(trial: Trial, *seconds: float) -> Trial:
 
 
 def of_figures(*found: Figure) -> Figures:
-    return by_name(found)
+    return figures_by_name(found)
 
 
 def test_figures_are_the_slowest_rank_s_steps_bytes_by_axis_and_the_mean_time_in_calls() -> None:
@@ -64,11 +64,13 @@ def test_figures_are_the_slowest_rank_s_steps_bytes_by_axis_and_the_mean_time_in
 
 def test_a_call_that_was_not_timed_leaves_no_time_of_its_kind() -> None:
     assert not [of for kind, of in figures(as_recording(HSDP.run)) if kind == WAITS]
-    assert not [name for name in measured(HSDP) if name.startswith("seconds blocked")]
+    assert not [name for name in measures_of(HSDP) if name.startswith("seconds blocked")]
 
 
 def test_a_verdict_keeps_the_time_in_calls_by_axis() -> None:
-    per_axis = {name: value for name, value in measured(blocked_for(HSDP, 9.0, 2.0, 4.0)).items() if "blocked" in name}
+    per_axis = {
+        name: value for name, value in measures_of(blocked_for(HSDP, 9.0, 2.0, 4.0)).items() if "blocked" in name
+    }
     of_sums = [call for call in HSDP.ranks[0].collectives if call.op == "all_reduce" and call.step == 2]
     assert set(per_axis) == {"seconds blocked over dp_replicate", "seconds blocked over dp_shard"}
     assert per_axis["seconds blocked over dp_replicate"] == 3.0 * sum(call.phase == "backward" for call in of_sums)

@@ -10,7 +10,7 @@ import pytest
 from literal_recording import judged_of, summary
 
 from harness.core.case.dims import ParallelDims
-from harness.core.evidence.claimed import uncut
+from harness.core.evidence.claimed import uncut_contents
 from harness.core.evidence.recording import RecordedStep
 from harness.core.evidence.records import TensorEvidence
 from harness.core.judge.result import Verdict
@@ -55,7 +55,7 @@ CUT = tensor(WEIGHT, GRID, "Shard(0)", "Shard(0)")
 def test_which_parameters_lie_outside(
     tensors: list[TensorEvidence], ignored: tuple[str, ...], kinds: list[str]
 ) -> None:
-    assert [*uncut(record(*tensors, ignored=ignored))] == kinds
+    assert [*uncut_contents(record(*tensors, ignored=ignored))] == kinds
 
 
 @pytest.mark.parametrize(

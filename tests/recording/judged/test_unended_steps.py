@@ -9,11 +9,11 @@ from literal import LAYOUTS, tiny_case, trial_of
 from test_recorded import record_of
 
 from harness.core.checks import all_checks, run_check
-from harness.core.evidence.glance import glance
+from harness.core.evidence.glance import summary_from_values
 from harness.core.evidence.recording import RankRecord
 from harness.core.evidence.summary import summary_of
 from harness.core.judge.result import Result, Verdict
-from harness.core.judge.separate_models import joined_sets
+from harness.core.judge.separate_models import connected_rank_sets
 from harness.recording.judged import recorded
 
 STRUCTURE = ("collective_order", "memory", "placements", "process_groups", "traffic")
@@ -41,7 +41,7 @@ def test_a_step_that_never_ended_is_no_step_of_which_all_is_on_record() -> None:
     for steps_seen, whole in ((0, ()), (1, (1,))):
         summaries = [summary_of(one) for one in one_step_that_moved_nothing(steps_seen).values()]
         assert {(one.shown, one.traffic.whole, one.saw_a_step) for one in summaries} == {(1, whole, bool(whole))}
-        assert bool(joined_sets(summaries)) is bool(whole)
+        assert bool(connected_rank_sets(summaries)) is bool(whole)
 
 
 def test_what_a_step_that_never_ended_did_not_move_is_not_missed() -> None:
@@ -58,7 +58,7 @@ def test_of_steps_that_ended_the_one_that_is_shown_is_one_of_these() -> None:
 def test_steps_of_a_run_that_resumed_are_not_counted_from_1() -> None:
     evidence = trial_of(tiny_case("ddp_2")).ranks[0]
     later = replace(evidence, steps=tuple(replace(step, step=step.step + 10) for step in evidence.steps))
-    assert glance(later).saw_a_step and glance(evidence).saw_a_step
+    assert summary_from_values(later).saw_a_step and summary_from_values(evidence).saw_a_step
 
 
 @pytest.mark.parametrize("ended", [True, False])

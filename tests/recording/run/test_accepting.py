@@ -10,8 +10,8 @@ import pytest
 from harness.core.case.case import Case
 from harness.core.case.loading import load_all
 from harness.core.judge import golden
-from harness.core.plugin.items import accept_golden
-from harness.core.run.accepting import accept
+from harness.core.plugin.items import accept_goldens
+from harness.core.run.accepting import accept_golden_of
 from harness.core.run.options import Options
 from harness.recording.judged.recorded import NO_REFERENCE
 
@@ -42,16 +42,16 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     monkeypatch.setenv("CI", "")
     monkeypatch.setattr("harness.core.run.accepting.reference_folder", folder)
-    monkeypatch.setattr("harness.core.run.accepting.load", lambda *_: NO_REFERENCE)
+    monkeypatch.setattr("harness.core.run.accepting.load_stored", lambda *_: NO_REFERENCE)
     return found
 
 
 def by_command(case: Case, every: list[Case]) -> list[str]:
-    return accept(case, Options(), every, [case.name])
+    return accept_golden_of(case, Options(), every, [case.name])
 
 
 def by_pytest(case: Case, every: list[Case]) -> list[str]:
-    return accept_golden(case, Options(), [case.name]).splitlines()[:-1]
+    return accept_goldens(case, Options(), [case.name]).splitlines()[:-1]
 
 
 @pytest.mark.parametrize("accepting", [by_command, by_pytest])
@@ -64,4 +64,4 @@ def test_the_other_cases_of_a_golden_are_named_and_their_noise_is_measured(
     assert measured == [["float32 shares", "float32 parts"]]
     assert accepting(three, every)[1:] == []
     written = sorted(path.name for path in (tmp_path / "golden").iterdir())
-    assert written == sorted(golden.path_of(case).name for case in (two, three))
+    assert written == sorted(golden.golden_file(case).name for case in (two, three))

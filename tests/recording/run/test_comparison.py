@@ -12,7 +12,7 @@ from literal import tiny_case, trial_of, with_collectives, with_step
 from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
 from harness.core.cli import main
-from harness.core.evidence.store import evidence_file, save, save_run
+from harness.core.evidence.store import evidence_file, save_run, save_stored
 from harness.core.judge.trial import Trial
 from harness.core.report.outcome import Outcome
 from harness.core.run import verdicts
@@ -39,7 +39,7 @@ def in_bfloat16(trial: Trial, op: str) -> Trial:
 
 def stored(out: Path, trials: dict[str, Trial], **changes: Outcome) -> Path:
     """A run of these cases, all of which passed."""
-    record = verdicts.begin([Case(name, "a test") for name in (*trials, *changes)], Options(out), "")
+    record = verdicts.begin_record([Case(name, "a test") for name in (*trials, *changes)], Options(out), "")
     for name, trial in trials.items():
         folder = out / name
         (folder / "run").mkdir(parents=True)
@@ -48,11 +48,11 @@ def stored(out: Path, trials: dict[str, Trial], **changes: Outcome) -> Path:
         for rank, evidence in trial.ranks.items():
             file = evidence_file(folder / "run", rank)
             file.parent.mkdir(exist_ok=True)
-            save(file, evidence)
+            save_stored(file, evidence)
         took = {"seconds of a step": 2.0, "bytes held": 100.0}
-        record.ended(Outcome(name, "PASS", 2, checks=CHECKS, folder=name, measures=took))
+        record.append_outcome(Outcome(name, "PASS", 2, checks=CHECKS, folder=name, measures=took))
     for outcome in changes.values():
-        record.ended(outcome)
+        record.append_outcome(outcome)
     return out
 
 
@@ -152,6 +152,6 @@ def test_where_evidence_is_gone_sums_are_compared_and_equal_ones_are_no_pass(
 
 def test_a_run_is_not_compared_with_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", str(stored(tmp_path / "a", {"fsdp": FSDP})), str(tmp_path / "a" / "fsdp")]) == 2
-    assert "is a run of a matrix, and the other is not" in capsys.readouterr().err
+    assert "is a matrix run and the other is not" in capsys.readouterr().err
     assert main(["compare", *[str(tmp_path / "a" / "fsdp")] * 2]) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith("the same structure")

@@ -15,8 +15,8 @@ from harness.core.evidence.records import RankEvidence
 from harness.core.evidence.step import Activity
 from harness.core.evidence.summary import summary_of
 from harness.core.judge.result import Verdict
-from harness.recording.judged.recorded_layout import judged_by
-from harness.recording.judged.stand_ins import stand_ins
+from harness.recording.judged.recorded_layout import judge_records
+from harness.recording.judged.stand_ins import find_representatives
 from harness.recording.judged.stored_recording import Recording
 
 HSDP = LAYOUTS["hsdp_2x2"]
@@ -46,7 +46,7 @@ def judged(records: dict[int, RankRecord], dims: ParallelDims) -> tuple[dict[str
         return records[rank]
 
     recording = Recording(Path("r"), {rank: summary_of(one) for rank, one in records.items()}, requested=len(records))
-    results, _ = judged_by(recording, dims, load)
+    results, _ = judge_records(recording, dims, load)
     return {one.check: one.verdict for one in results}, read
 
 
@@ -62,8 +62,10 @@ def test_of_ranks_that_are_alike_one_is_read_and_every_check_that_passes_with_al
 
 def test_ranks_stand_for_each_other_by_their_place_in_the_layout_and_not_by_their_number() -> None:
     summaries = {rank: summary_of(one) for rank, one in records_of(HSDP).items()}
-    assert set(stand_ins(summaries, HSDP).values()) == {0}
-    other = stand_ins(summaries, ParallelDims(dp_shard=4))  # there each group but the world's is a part of a line
+    assert set(find_representatives(summaries, HSDP).values()) == {0}
+    other = find_representatives(
+        summaries, ParallelDims(dp_shard=4)
+    )  # there each group but the world's is a part of a line
     assert set(other.values()) == {0, 1, 2, 3}
 
 

@@ -20,7 +20,7 @@ from harness.core.judge.result import Verdict
 from harness.recording.traces.analyzer import analysis_of
 from harness.recording.traces.dumps import load_dumps
 from harness.recording.traces.hang import Hang, hang_of
-from harness.recording.traces.plain_pickle import NotPlain, plain_of
+from harness.recording.traces.plain_pickle import NotPlain, load_plain
 
 SUM = ("all_reduce", 100)
 DONE = ("all_reduce", 100, "0", "completed")
@@ -69,7 +69,7 @@ def test_what_all_have_issued_is_nobodys_fault(tmp_path: Path) -> None:
 
 def test_a_rank_without_a_dump_is_said_and_nobody_else_blamed(tmp_path: Path) -> None:
     found = hang(save_dumps(tmp_path / "d", dict.fromkeys(range(3), [DONE, SUM]), {"0": range(4)}))
-    assert (found.verdict, found.missing, dict(found.blamed), found.stuck[0].untold) == (
+    assert (found.verdict, found.missing, dict(found.blamed), found.stuck[0].unknown_ranks) == (
         Verdict.UNKNOWN,
         (3,),
         {},
@@ -83,7 +83,7 @@ def test_what_a_recorder_has_overwritten_blames_nobody(tmp_path: Path) -> None:
     folder = save_dumps(tmp_path / "d", ranks, {"0": range(3), "a": (1,)})
     save_dumps(folder, {1: ranks[1]}, {"0": range(3), "a": (1,)}, first=2)
     found = hang(folder)
-    assert (dict(found.blamed), found.stuck[0].untold, found.verdict) == ({}, (1,), Verdict.UNKNOWN)
+    assert (dict(found.blamed), found.stuck[0].unknown_ranks, found.verdict) == ({}, (1,), Verdict.UNKNOWN)
 
 
 def test_a_receive_that_nobody_sends(tmp_path: Path) -> None:
@@ -121,12 +121,12 @@ def test_a_pickle_that_would_run_something_is_refused(tmp_path: Path) -> None:
 )
 def test_what_is_no_whole_pickle(data: bytes) -> None:
     with pytest.raises(NotPlain):
-        plain_of(data)
+        load_plain(data)
 
 
 def test_plain_values_are_read_as_pickle_reads_them() -> None:
     value = {"a": [1, 2.5, None, True, ("x", "ü")], "b": {"c": 2**70}}
-    assert [plain_of(pickle.dumps(value, protocol=protocol)) for protocol in range(2, 6)] == [value] * 4
+    assert [load_plain(pickle.dumps(value, protocol=protocol)) for protocol in range(2, 6)] == [value] * 4
 
 
 def cut(path: Path) -> None:
@@ -168,5 +168,5 @@ def test_a_hang_of_real_ranks_is_blamed_from_their_dumps_alone(tmp_path: Path) -
 def test_a_damaged_number_makes_no_room_for_values_that_are_not_there() -> None:
     """A pickle may number its values, or say how long they are, as it likes."""
     with pytest.raises(NotPlain):
-        plain_of(b"\x80\x05\x96" + (2**40).to_bytes(8, "little") + b".")
-    assert plain_of(b"\x80\x02]r" + (2**31).to_bytes(4, "little") + b".") == []
+        load_plain(b"\x80\x05\x96" + (2**40).to_bytes(8, "little") + b".")
+    assert load_plain(b"\x80\x02]r" + (2**31).to_bytes(4, "little") + b".") == []

@@ -27,14 +27,14 @@ def test_pieces_of_any_size_have_the_same_events(
     document: dict[str, Any] = {"before": {"x": [1, 2]}, "traceEvents": events, "devices": [{}, {"n": 1}], "last": 12}
     around: dict[str, Any] = {}
     text = json.dumps(document, indent=indent).encode()
-    found = [event for batch in stream.events(io.BytesIO(text), around) for event in batch]
+    found = [event for batch in stream.event_batches(io.BytesIO(text), around) for event in batch]
     assert (found, around) == (events, {name: document[name] for name in ("before", "devices", "last")})
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"traceEvents": [', '{"traceEvents": [{}', '{"traceEvents": [{}, ]', "[{}"])
 def test_a_text_that_ends_too_early_is_no_trace(text: str) -> None:
     with pytest.raises(stream.NotJson):
-        list(stream.events(io.BytesIO(text.encode()), {}))
+        list(stream.event_batches(io.BytesIO(text.encode()), {}))
 
 
 @pytest.mark.parametrize(
@@ -56,18 +56,22 @@ def test_ranks_that_torch_abbreviates_follow_from_the_groups_name_or_its_stride(
     rank = Rank(0, 128, {"wide": range(0, 128, 2)})
     rank.whole_step(lambda rank: rank.collective(("allreduce", "wide", 8, 8)))
     (call,) = load_trace(rank.save(tmp_path)).calls
-    assert (call.what.ranks, call.what.bytes, call.what.dtype) == (tuple(range(0, 128, 2)), 32, "float32")
+    assert (call.collective.ranks, call.collective.bytes, call.collective.dtype) == (
+        tuple(range(0, 128, 2)),
+        32,
+        "float32",
+    )
     del rank.info["pg_config"]
     assert load_trace(rank.save(tmp_path)).calls == []
     for event in rank.events:
         event["args"] |= {"Global rank start": 0, "Global rank stride": 2}
     (call,) = load_trace(rank.save(tmp_path)).calls
-    assert call.what.ranks == tuple(range(0, 128, 2))
+    assert call.collective.ranks == tuple(range(0, 128, 2))
 
 
 def phases(rank: Rank, folder: Path) -> list[tuple[int, str]]:
     job = job_of([load_trace(rank.save(folder))])
-    return [(call.what.step, call.what.phase) for call in job.ranks[0].calls]
+    return [(call.collective.step, call.collective.phase) for call in job.ranks[0].calls]
 
 
 def test_what_lies_between_passes_follows_from_their_order(tmp_path: Path) -> None:
@@ -98,4 +102,4 @@ def test_a_step_lasts_until_an_optimizer_has_stepped(tmp_path: Path) -> None:
     for did in (accumulates, ddp_step, accumulates, ddp_step, accumulates):
         rank.whole_step(did)
     job = job_of([load_trace(rank.save(tmp_path))])
-    assert (job.numbers, [call.what.step for call in job.ranks[0].calls]) == ((2, 4), [1, 2])
+    assert (job.step_numbers, [call.collective.step for call in job.ranks[0].calls]) == ((2, 4), [1, 2])

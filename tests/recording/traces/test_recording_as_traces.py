@@ -20,7 +20,7 @@ from harness.core.evidence.step import StepEvidence
 from harness.recording.traces.export import trace_of
 from harness.recording.traces.job import job_of
 from harness.recording.traces.kineto import load_trace
-from harness.recording.traces.timeline import of_records
+from harness.recording.traces.timeline import timeline_of_records
 
 NOTHING = StepEvidence(0, (), None, None, None, {}, {}, {}, {})
 
@@ -78,22 +78,30 @@ def test_its_reader_finds_the_same_collectives_again(tmp_path: Path) -> None:
         files.append(tmp_path / f"rank{rank}.json")
         files[-1].write_text(json.dumps(trace_of(one, one.evidence.collectives)))
     job = job_of([load_trace(file) for file in files])
-    assert job.numbers == (1, 2)
+    assert job.step_numbers == (1, 2)
     seen = [
-        (c.what.op, c.what.phase, c.what.step, c.what.bytes, c.what.dtype, c.what.ranks) for c in job.ranks[1].calls
+        (
+            c.collective.op,
+            c.collective.phase,
+            c.collective.step,
+            c.collective.bytes,
+            c.collective.dtype,
+            c.collective.ranks,
+        )
+        for c in job.ranks[1].calls
     ]
     mine = [(c.op, c.phase, c.step, c.bytes, c.dtype, c.ranks) for c in record(1).evidence.collectives if c.step]
-    assert (seen, job.ranks[1].beside) == (mine, 1)
+    assert (seen, job.ranks[1].calls_left_out) == (mine, 1)
 
 
 @pytest.mark.parametrize(("host", "compared"), [("a", 4), ("b", 0)])
 def test_who_came_last_is_known_on_one_machine_only(host: str, compared: int) -> None:
-    found = of_records({0: record(0), 1: record(1, late=1.5, host=host)})
+    found = timeline_of_records({0: record(0), 1: record(1, late=1.5, host=host)})
     assert found is not None
-    assert (found.step, found.compared) == (2, compared)
+    assert (found.step, found.compared_collectives) == (2, compared)
     waited = {each.lane: each.waited for each in found.ranks[0]}
     assert waited == {"all_gather over 2": 0.0, "all_reduce over 2": 1.5 if compared else 0.0}
-    assert (found.last[1], found.caused.get(1, 0.0)) == ((2, 3.0) if compared else (0, 0.0))
+    assert (found.times_last[1], found.caused_waiting.get(1, 0.0)) == ((2, 3.0) if compared else (0, 0.0))
 
 
 def test_a_recorded_job_is_exported_drawn_and_judged_as_its_traces(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from literal_traces import GPU, Rank, ddp_step, fsdp_step, save_job
 
-from harness.core.evidence.keys import ranks_of
+from harness.core.evidence.keys import ranks_from_key
 from harness.core.plan.figures.gpus import MACHINES
-from harness.recording.cli.work.trace_report import plan_of
+from harness.recording.cli.work.trace_report import plan_of_layout
 from harness.recording.pages.trace_times import time_rows
 from harness.recording.traces.job import job_of
 from harness.recording.traces.kineto import load_trace
@@ -72,18 +72,22 @@ def test_of_a_rank_alone_nothing_is_said_of_waiting(tmp_path: Path) -> None:
 def test_links_are_those_within_a_node_where_every_group_is(tmp_path: Path) -> None:
     found = times(save_job(tmp_path / "t", fsdp_step("shard", "replicate"), world=16, shards=8))
     machine = MACHINES["H100"]
-    by_size = {len(ranks_of(one.groups[0])): one.link for one in with_links(found, machine, 8).took}
-    assert by_size == {8: machine.within, 2: machine.across, 16: machine.across}
-    assert {one.link for one in with_links(found, machine, 4).took} == {machine.across}
+    by_size = {len(ranks_from_key(one.groups[0])): one.link for one in with_links(found, machine, 8).took}
+    assert by_size == {
+        8: machine.bytes_per_second_in_node,
+        2: machine.bytes_per_second_across_nodes,
+        16: machine.bytes_per_second_across_nodes,
+    }
+    assert {one.link for one in with_links(found, machine, 4).took} == {machine.bytes_per_second_across_nodes}
     assert {one.link for one in found.took} == {None}
 
 
 def test_a_bubble_is_compared_where_a_plan_is_known_and_has_a_pipeline(tmp_path: Path) -> None:
     found = times(save_job(tmp_path / "t", ddp_step, world=2, shards=1))
-    flat, piped = (plan_of(name, 2) for name in ("llama3_8b_512", "llama3_405b_16384"))
+    flat, piped = (plan_of_layout(name, 2) for name in ("llama3_8b_512", "llama3_405b_16384"))
     labels = [{label for label, _ in time_rows(found, case)} for case in (None, flat, piped)]
     assert [("bubble" in of) for of in labels] == [False, False, True]
-    assert plan_of("pp=2,dp_shard=8", 16) is None and plan_of("accelerate.yaml", 16) is None
+    assert plan_of_layout("pp=2,dp_shard=8", 16) is None and plan_of_layout("accelerate.yaml", 16) is None
 
 
 def test_traces_without_kernels_have_no_times(tmp_path: Path) -> None:

@@ -7,19 +7,19 @@ import shlex
 
 from harness.adapters.onboarding.examination import Examination, examine
 from harness.core.case.case import Case
-from harness.core.case.usual_trainer import Usual
-from harness.core.case.variants import in_dtype
+from harness.core.case.usual_trainer import DefaultTrainer
+from harness.core.case.variants import with_dtype
 from harness.core.cli.answer import answer
 from harness.core.cli.exit_codes import BROKEN, INTERRUPTED, NOT_JUDGED, PASSED
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.work.cases import cases_of
-from harness.core.cli.work.options import options_of, usual
+from harness.core.cli.work.options import run_options_of, usual_or_bad_input
 from harness.core.judge import golden
 from harness.core.judge.result import Verdict
-from harness.core.report.documents import case_here
-from harness.core.report.output import complain, say
-from harness.core.report.text import wrapped
-from harness.core.run.selection import matching
+from harness.core.report.documents import case_document_here
+from harness.core.report.output import print_error, print_lines
+from harness.core.report.text import wrap_text
+from harness.core.run.selection import select_matching
 
 MOST_RANKS = 2
 CODES = {Verdict.FAIL: BROKEN, Verdict.UNKNOWN: NOT_JUDGED, Verdict.PASS: PASSED}
@@ -33,9 +33,9 @@ def command(args: argparse.Namespace) -> int:
         lines.append({"label": label, "text": text})
         tell_line(label, text)
 
-    why = "" if args.trainer else f", {_of_this_repository().because}"
-    cases = _small_ones(args)
-    options = options_of(args)
+    why = "" if args.trainer else f", {_usual_trainer().reason}"
+    cases = _small_cases(args)
+    options = run_options_of(args)
     judged = dict[str, Verdict]()
     tell("adapter", f"{options.trainer} loads{why}")
     if (ranks := cases[0].dims.world_size) > MOST_RANKS:
@@ -48,49 +48,50 @@ def command(args: argparse.Namespace) -> int:
         ended = ", ".join(f"{case} {verdict}" for case, verdict in judged.items())
         first = f"interrupted after {len(judged)} of {len(cases)} cases ({ended}); the ranks are killed"
         args.failed = "\n  ".join([first, *map(str, stop.args)])
-        complain(args.failed)
+        print_error(args.failed)
         return INTERRUPTED
-    closing_lines = _then(examination, cases, args)
+    closing_lines = _closing_text(examination, cases, args)
     data = {"trainer": options.trainer, "judged": examination.judged, "lines": lines, "then": closing_lines[1:]}
-    answer(args, "doctor", data | {"cases": list(map(case_here, examination.judgements))}, *closing_lines)
+    answer(args, "doctor", data | {"cases": list(map(case_document_here, examination.judgements))}, *closing_lines)
     return max((CODES[verdict] for verdict in examination.judged.values()), default=NOT_JUDGED)
 
 
-def _of_this_repository() -> Usual:
+def _usual_trainer() -> DefaultTrainer:
     """Return the trainer if none was typed. Raises BadInput if there is only the harness's own, which needs no doctor."""
-    trainer = usual()
-    if not trainer.because:
+    trainer = usual_or_bad_input()
+    if not trainer.reason:
         raise BadInput(
-            "--trainer: this folder has no *_adapter.py, nor adapter.py; `harness init train.py` begins one, or name yours"
+            "--trainer: no *_adapter.py or adapter.py in this folder;"
+            " `harness init train.py` writes one, or pass --trainer FILE.py"
         )
     return trainer
 
 
-def _small_ones(args: argparse.Namespace) -> list[Case]:
+def _small_cases(args: argparse.Namespace) -> list[Case]:
     """On one rank and on two; where no case has so few, the smallest. Raises CaseError where none is selected."""
-    chosen = [in_dtype(case, args.dtype) for case in matching(cases_of(args), args.expression)]
+    chosen = [with_dtype(case, args.dtype) for case in select_matching(cases_of(args), args.expression)]
     smallest = min(chosen, key=lambda case: case.dims.world_size)
     return [case for case in chosen if case.dims.world_size <= MOST_RANKS] or [smallest]
 
 
 def tell_line(label: str, text: str) -> None:
-    first, *others = wrapped(text, " " * 16) or [" " * 16]
-    say(f"{label:<14}  {first.lstrip()}", *others)
+    first, *others = wrap_text(text, " " * 16) or [" " * 16]
+    print_lines(f"{label:<14}  {first.lstrip()}", *others)
 
 
-def _then(examination: Examination, cases: list[Case], args: argparse.Namespace) -> list[str]:
+def _closing_text(examination: Examination, cases: list[Case], args: argparse.Namespace) -> list[str]:
     if not examination.stopped and all(verdict is Verdict.PASS for verdict in examination.judged.values()):
-        matrix_command = shlex.join(["harness", "matrix", *_as_typed(args)])
+        matrix_command = shlex.join(["harness", "matrix", *_typed_options(args)])
         return [
             "",
             f"all is well in {', '.join(examination.judged)}; all cases: {matrix_command}",
-            *_goldens(examination),
+            *_golden_lines(examination),
         ]
     not_run = [case.name for case in cases if case.name not in examination.judged]
     return ["", f"not run after this: {', '.join(not_run)}"] if not_run else []
 
 
-def _as_typed(args: argparse.Namespace) -> list[str]:
+def _typed_options(args: argparse.Namespace) -> list[str]:
     """Return the options of `doctor` that a longer command needs as well, as they were typed."""
     values_by_option = {"--trainer": args.trainer, "--cases": args.cases, "--dtype": args.dtype}
     words = []
@@ -100,7 +101,7 @@ def _as_typed(args: argparse.Namespace) -> list[str]:
     return words
 
 
-def _goldens(examination: Examination) -> list[str]:
+def _golden_lines(examination: Examination) -> list[str]:
     """`matrix` judges by accepted curves as well, and ends as not judged without them."""
     accept = {golden.accept_command(case) for case in examination.unaccepted}
     return [f"before that, for its check `golden`: {command}; review what it writes" for command in sorted(accept)]

@@ -5,36 +5,36 @@ from __future__ import annotations
 import argparse
 
 from harness.clusters.fitting import traits_of
-from harness.clusters.request import Asked, Request
+from harness.clusters.request import Request, RequestedLayout
 from harness.core.case import case_files
 from harness.core.case.case import Case
 from harness.core.case.loading import load_all
-from harness.core.case.traits import USUAL
+from harness.core.case.traits import USUAL_TRAITS
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.work.cases import case_of
 
-KEYS = (
+DIMS_OPTIONS = (
     *("dims", "world", "model", "seq", "batch", "microbatches", "stages_per_rank", "schedule", "checkpointing"),
     *("wrapper", "cp_replicates"),
 )
 
 
-def layout_case(args: argparse.Namespace) -> Asked:
+def layout_of_arguments(args: argparse.Namespace) -> RequestedLayout:
     """Return the layout that a command's options name or spell out. Raises BadInput and CaseError."""
     if bool(args.case) == bool(args.dims):
-        raise BadInput("name a CASE, or give a layout by --dims")
+        raise BadInput("name a CASE, or pass a layout with --dims")
     if args.case:
-        if unused := [key for key in KEYS if getattr(args, key) is not None]:
+        if unused := [key for key in DIMS_OPTIONS if getattr(args, key) is not None]:
             raise BadInput(f"--{unused[0].replace('_', '-')} is of --dims, and {args.case} is a CASE")
-        published = _published(args)
-        traits = traits_of(published) if published else USUAL
-        return Asked(case=published or case_of(args), traits=traits, set_aside=())
+        published = _published_layout(args)
+        traits = traits_of(published) if published else USUAL_TRAITS
+        return RequestedLayout(case=published or case_of(args), traits=traits, set_aside=())
     if args.cases:
-        raise BadInput("--cases: leave it out; --dims is a layout of no file of cases")
-    return Request(**{key: getattr(args, key) for key in KEYS}).asked()
+        raise BadInput("--cases cannot be combined with --dims, which is a layout without a case")
+    return Request(**{key: getattr(args, key) for key in DIMS_OPTIONS}).resolve()
 
 
-def _published(args: argparse.Namespace) -> Case | None:
+def _published_layout(args: argparse.Namespace) -> Case | None:
     """Return the published layout that CASE names. None if there is none, or if --cases names a folder of cases."""
     published_cases = () if args.cases else load_all(case_files.LAYOUTS)
     return next((case for case in published_cases if case.name == args.case), None)

@@ -5,34 +5,34 @@ from __future__ import annotations
 import argparse
 import re
 
-from harness.clusters.cli.work.layout_case import layout_case
-from harness.clusters.fitting import Wanted, fitting
+from harness.clusters.cli.work.layout_case import layout_of_arguments
+from harness.clusters.fitting import FittingRequest, find_fitting_layouts
 from harness.clusters.pages import layout_documents
 from harness.clusters.pages.fitting_text import fitting_text
 from harness.core.cli.answer import answer
 from harness.core.cli.exit_codes import NOT_JUDGED, PASSED
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.work.options import refuse_others
-from harness.core.plan.figures.gpus import GPUS, MACHINES
+from harness.core.plan.figures.gpus import GPU_GIGABYTES, MACHINES
 from harness.core.plan.make_plan import make_plan
 from harness.core.report.plan_text import plan_text
 from harness.reference.config import PRESETS
 
-OF_LIST = ("--json", "--world", "--model", "--seq", "--batch", "--gpu", "--gpu-memory", "--nodes-of")
+LIST_OPTIONS = ("--json", "--world", "--model", "--seq", "--batch", "--gpu", "--gpu-memory", "--nodes-of")
 
 
 def command(args: argparse.Namespace) -> int:
     """Print the plan of a layout, or the layouts that fit. Return the exit code."""
     if args.model and args.world and not args.case and not args.dims:
-        refuse_others(args, "a list of layouts that fit", OF_LIST)
+        refuse_others(args, "a list of layouts that fit", LIST_OPTIONS)
         return list_fitting(args)
     if args.gpu_memory or args.nodes_of:
         raise BadInput("--gpu-memory and --nodes-of are for a list of layouts: --model and --world, without a layout")
-    requested = layout_case(args)
+    requested = layout_of_arguments(args)
     case = requested.case
     plan = make_plan(case, requested.traits)
     text = plan_text(case, plan, args.gpu, set_aside=requested.set_aside)
-    answer(args, "plan", lambda: layout_documents.plan(case, plan, args.gpu, requested.set_aside), text)
+    answer(args, "plan", lambda: layout_documents.plan_document(case, plan, args.gpu, requested.set_aside), text)
     return PASSED
 
 
@@ -40,9 +40,9 @@ def list_fitting(args: argparse.Namespace) -> int:
     """Print the layouts that fit; 2 where none does. Raises BadInput."""
     if args.model not in PRESETS:
         raise BadInput(f"--model {args.model!r}: choose one of {', '.join(PRESETS)}")
-    memory = 1e9 * (gigabytes(args.gpu_memory) if args.gpu_memory else GPUS[args.gpu])
+    memory = 1e9 * (parse_gigabytes(args.gpu_memory) if args.gpu_memory else GPU_GIGABYTES[args.gpu])
     required = (PRESETS[args.model], args.world, memory, args.nodes_of or 8)
-    fits = fitting(Wanted(*required, seq=args.seq, batch=args.batch, machine=MACHINES[args.gpu]))
+    fits = find_fitting_layouts(FittingRequest(*required, seq=args.seq, batch=args.batch, machine=MACHINES[args.gpu]))
     request = {
         "model": args.model,
         "world": args.world,
@@ -50,11 +50,11 @@ def list_fitting(args: argparse.Namespace) -> int:
         "memory": memory,
         "nodes_of": args.nodes_of or 8,
     }
-    answer(args, "layouts", lambda: layout_documents.layouts(request, fits), fitting_text(fits))
-    return PASSED if fits.found else NOT_JUDGED
+    answer(args, "layouts", lambda: layout_documents.layouts_document(request, fits), fitting_text(fits))
+    return PASSED if fits.layouts else NOT_JUDGED
 
 
-def gigabytes(text: str) -> float:
+def parse_gigabytes(text: str) -> float:
     """Return 80 of "80", "80GB" or "80 GB". Raises BadInput."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:GB)?\s*", text, re.IGNORECASE)
     if not match or not float(match[1]):

@@ -6,8 +6,8 @@ import os
 from typing import NoReturn
 
 from harness.core.cli.exit_codes import INTERRUPTED
-from harness.core.launch import standing
-from harness.core.report.output import complain
+from harness.core.launch import describe_running_jobs
+from harness.core.report.output import print_error
 from harness.core.report.progress import Progress
 
 
@@ -15,5 +15,5 @@ def abandon(progress: Progress, unit: str, remedy: str = "") -> NoReturn:
     """Ends this process at once, whatever its threads wait for. The rank server sees it and kills what it started."""
     progress.clear()
     summary = f"interrupted after {len(progress.done)} of {len(progress.weights)} {unit}{remedy}"
-    complain("\n  ".join([summary, *standing()]))
+    print_error("\n  ".join([summary, *describe_running_jobs()]))
     os._exit(INTERRUPTED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.core.case.case import CaseError
 from harness.core.cli.parsing import BadInput
-from harness.core.evidence.errors import CheckError, ToldError
+from harness.core.evidence.errors import CheckError, UserError
 from harness.core.evidence.store import EvidenceError
 from harness.core.judge.golden import GoldenError
 from harness.core.launch import LaunchError
@@ -18,5 +18,5 @@ EXPECTED = (
     GoldenError,
     LaunchError,
     OutputError,
-    ToldError,
+    UserError,
 )

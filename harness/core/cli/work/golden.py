@@ -11,22 +11,22 @@ from harness.core.case.case import Case
 from harness.core.checks import golden as golden_check
 from harness.core.checks import run_check
 from harness.core.cli.answer import answer
-from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
+from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst_code
 from harness.core.cli.work.cases import cases_of
-from harness.core.cli.work.options import no_document
+from harness.core.cli.work.options import refuse_json
 from harness.core.evidence.records import Run
-from harness.core.evidence.store import load
+from harness.core.evidence.store import load_stored
 from harness.core.judge import golden
 from harness.core.judge.golden import GoldenError
 from harness.core.judge.result import Result, Verdict
 from harness.core.judge.trial import Trial
 from harness.core.plan.make_plan import make_plan
 from harness.core.report.finding_text import findings_text
-from harness.core.report.output import say
-from harness.core.run.accepting import accept
+from harness.core.report.output import print_lines
+from harness.core.run.accepting import accept_golden_of
 from harness.core.run.options import Options
 from harness.core.run.reference_cache import reference_folder
-from harness.core.run.selection import matching
+from harness.core.run.selection import select_matching
 from harness.reference.record import ReferenceRun
 
 
@@ -35,47 +35,49 @@ def command(args: argparse.Namespace) -> int:
         if (code := replacement(args)) is not None:
             return int(code)
     if args.accept:
-        no_document(args, "--accept")
+        refuse_json(args, "--accept")
     all_cases = cases_of(args)
-    chosen = matching(all_cases, args.expression)
+    chosen = select_matching(all_cases, args.expression)
     recipes: dict[str, Case] = {}
     for case in chosen:
-        recipes |= {golden.recipe_name(recipe_case): recipe_case for recipe_case in golden.references(case)}
+        recipes |= {
+            golden.recipe_name(recipe_case): recipe_case for recipe_case in golden.launches_with_reference(case)
+        }
     options = Options(out=args.out)
     if args.accept:
         names = [case.name for case in chosen]
         for case in recipes.values():  # done, though nothing is judged
-            lines = accept(case, options, all_cases, names)
-            say(*lines, f"  accepted, not judged: review `{golden.review_command(case)}`")
-        for line in _unused(all_cases):
-            say(line)
+            lines = accept_golden_of(case, options, all_cases, names)
+            print_lines(*lines, f"  accepted, not judged: review `{golden.review_command(case)}`")
+        for line in _unused_golden_lines(all_cases):
+            print_lines(line)
         return PASSED if recipes else NOT_JUDGED
-    results = {golden.path_of(case).name: _against_golden(case, options) for case in recipes.values()}
+    results = {golden.golden_file(case).name: _against_golden(case, options) for case in recipes.values()}
     data = {
         "goldens": [{"file": file, "result": result} for file, result in results.items()],
-        "unused": _unused(all_cases),
+        "unused": _unused_golden_lines(all_cases),
     }
     lines = []
     for file, result in results.items():
-        lines += _lines(file, result)
-    answer(args, "golden", data, *lines, *_unused(all_cases))
+        lines += _result_lines(file, result)
+    answer(args, "golden", data, *lines, *_unused_golden_lines(all_cases))
     codes = {Verdict.PASS: PASSED, Verdict.FAIL: BROKEN}
-    return worst(codes.get(result.verdict, NOT_JUDGED) for result in results.values())
+    return worst_code(codes.get(result.verdict, NOT_JUDGED) for result in results.values())
 
 
-def _unused(all_cases: Sequence[Case]) -> list[str]:
+def _unused_golden_lines(all_cases: Sequence[Case]) -> list[str]:
     """Return a line for each stored golden that no case uses."""
     stored: set[Path] = set()
-    for folder in {golden.home(case) for case in all_cases}:
+    for folder in {golden.golden_folder(case) for case in all_cases}:
         stored.update(folder.glob("*.json"))
     used: set[Path] = set()
     for case in all_cases:
-        used.update(golden.path_of(recipe_case) for recipe_case in golden.references(case))
+        used.update(golden.golden_file(recipe_case) for recipe_case in golden.launches_with_reference(case))
     unused = sorted(stored - used)
     return [f"{path.name}: no case uses it; delete it" for path in unused]
 
 
-def _lines(file: str, result: Result) -> list[str]:
+def _result_lines(file: str, result: Result) -> list[str]:
     return [f"{file}: {result.verdict}" + (f": {result.note}" if result.note else ""), *findings_text(result, "  ")]
 
 
@@ -86,14 +88,14 @@ def _against_golden(case: Case, options: Options) -> Result:
 
 def _trial(case: Case, options: Options) -> Trial:
     """Return what the check needs, without any rank."""
-    reference = load(reference_folder(case, options, ()) / "reference.npz", ReferenceRun)
+    reference = load_stored(reference_folder(case, options, ()) / "reference.npz", ReferenceRun)
     accepted = None
     problem = ""
     try:
-        accepted = golden.load(case)
+        accepted = golden.load_golden(case)
     except GoldenError as error:
         problem = str(error)
-    saved = tuple(_trial(recipe_case, options) for recipe_case in golden.references(case)[:-1])
+    saved = tuple(_trial(recipe_case, options) for recipe_case in golden.launches_with_reference(case)[:-1])
     plan = make_plan(case)
     run = Run("", 0, (), {})
     return Trial(case, plan, run, reference, golden=accepted, golden_problem=problem, saved=saved)

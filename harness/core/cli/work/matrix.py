@@ -11,32 +11,39 @@ from collections.abc import Container, Sequence
 from harness.core import rings, trainers
 from harness.core.case import case_files, coverage, random_cases
 from harness.core.case.case import Case
-from harness.core.case.variants import in_dtype, reseeded
+from harness.core.case.variants import with_dtype, with_seed
 from harness.core.cli.answer import answer
-from harness.core.cli.exit_codes import NOT_JUDGED, PASSED, worst
+from harness.core.cli.exit_codes import NOT_JUDGED, PASSED, worst_code
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.typed import typed_options
 from harness.core.cli.work.abandoning import abandon
 from harness.core.cli.work.cases import cases_of
-from harness.core.cli.work.options import no_document, options_of, refuse_others, trainer_under_test, which_trainer
-from harness.core.cli.work.verdict_codes import code_of
+from harness.core.cli.work.options import refuse_json, refuse_others, run_options_of, trainer_lines, trainer_under_test
+from harness.core.cli.work.verdict_codes import exit_code_of_verdict
 from harness.core.judge import golden
-from harness.core.launch import pool_of
+from harness.core.launch import slot_pool
 from harness.core.report.grid import matrix_report
-from harness.core.report.outcome import Outcome, as_document
-from harness.core.report.output import complain, say
+from harness.core.report.outcome import Outcome, outcome_document
+from harness.core.report.output import print_error, print_lines
 from harness.core.report.progress import Progress
 from harness.core.run import verdicts
 from harness.core.run.communication import device_text
 from harness.core.run.matrix import Machines, run_all
 from harness.core.run.options import Options
-from harness.core.run.packing import Load, answering_soon, in_order, loads, remembered, share
+from harness.core.run.packing import (
+    CaseLoad,
+    cases_of_shard,
+    estimate_loads,
+    order_for_early_answers,
+    order_loads,
+    remembered_seconds,
+)
 from harness.core.run.reference_cache import takes_long
-from harness.core.run.selection import matching, of_tier, weight
-from harness.core.run.supported import unsupported
-from harness.core.run.verdicts import Record
+from harness.core.run.selection import count_processes, select_matching, select_tier
+from harness.core.run.supported import reason_unsupported
+from harness.core.run.verdicts import RunRecord
 
-OF_LIST = (
+LIST_OPTIONS = (
     *(
         "--list",
         "--cases",
@@ -57,16 +64,20 @@ OF_LIST = (
 
 def command(args: argparse.Namespace) -> int:
     if args.all:
-        no_document(args, "--all")
+        refuse_json(args, "--all")
         refuse_others(args, "a list of pairs", {"--all", "--cases", "--trainer"})
-        return pairs_code(coverage.pairs(cases_of(args), trainers.load(trainer_under_test(args)).unsupported))
+        return print_pairs(
+            coverage.option_pairs(cases_of(args), trainers.load_adapter(trainer_under_test(args)).unsupported)
+        )
     if args.list:
-        no_document(args, "--list")
-        refuse_others(args, "a list", OF_LIST)
+        refuse_json(args, "--list")
+        refuse_others(args, "a list", LIST_OPTIONS)
     if args.resume and (unused := {"--last-failed", "--durations"} & {*typed_options(args)}):
-        raise BadInput(f"{min(unused)}: leave it out; --resume goes on with the cases of the run that was cut short")
-    cases, omitted = selected(args)
-    notes = which_trainer(args)
+        raise BadInput(
+            f"{min(unused)} cannot be combined with --resume, which continues with the cases of the interrupted run"
+        )
+    cases, omitted = select_cases(args)
+    notes = trainer_lines(args)
     selection = next(filter(None, (select(cases, args) for select in rings.functions_of("selections"))), None)
     if selection is not None:
         cases = list(selection.cases)
@@ -75,15 +86,17 @@ def command(args: argparse.Namespace) -> int:
             answer(args, "matrix", {"outcomes": [], "seconds": 0.0, "notes": notes}, *notes)
             return PASSED
     if not args.resume:
-        cases = part_of(cases, args)
+        cases = cases_of_part(cases, args)
     if args.list:
-        say("\n".join([listing(cases), *notes]) if selection is not None else listing(cases))
+        print_lines("\n".join([case_list_text(cases), *notes]) if selection is not None else case_list_text(cases))
         return PASSED
-    options = options_of(args)
+    options = run_options_of(args)
     machines = next(filter(None, (where(args, options) for where in rings.functions_of("machines"))), None)
-    cases, record, before = resumed(cases, options, args) if args.resume else (cases, begin(cases, options, args), {})
+    cases, record, before = (
+        resume_run(cases, options, args) if args.resume else (cases, begin_record(cases, options, args), {})
+    )
     todo = [case for case in cases if case.name not in before]
-    new_outcomes, seconds = run(
+    new_outcomes, seconds = run_cases(
         todo, options, record, jobs=args.jobs, max_failures=args.max_failures, machines=machines, again=args.again
     )
     done = before | {outcome.case: outcome for outcome in new_outcomes}
@@ -94,15 +107,15 @@ def command(args: argparse.Namespace) -> int:
         ]
     if omitted:
         notes += [f"{omitted} more of other tiers were not run: --tier all"]
-    data = {"outcomes": list(map(as_document, outcomes)), "seconds": seconds, "notes": notes}
+    data = {"outcomes": list(map(outcome_document, outcomes)), "seconds": seconds, "notes": notes}
     answer(args, "matrix", data, matrix_report(outcomes, seconds), *notes)
-    return matrix_code(outcomes)
+    return exit_code_of_matrix(outcomes)
 
 
-def run(
+def run_cases(
     cases: Sequence[Case],
     options: Options,
-    record: Record,
+    record: RunRecord,
     *,
     jobs: int | None,
     max_failures: int | None = None,
@@ -114,75 +127,77 @@ def run(
 
     jobs: cases at a time; None: as many as slots allow. max_failures: failures after which no other begins. machines: others
     than this one. again: how often a failing case is rerun. remedy: what one does after Ctrl-C."""
-    slots = max(1, sum(machines.carries()) if machines else len(pool_of(options.device).slots))
+    slots = max(1, sum(machines.carries()) if machines else len(slot_pool(options.device).slots))
     named = {case.name: case for case in cases}
-    todo = ordered(cases, options, slots)
-    progress = Progress({load.name: max(load.area, 0.1) for load in todo}, sys.stderr)
+    todo = order_cases(cases, options, slots)
+    progress = Progress({load.name: max(load.slot_seconds, 0.1) for load in todo}, sys.stderr)
     try:
         outcomes = run_all(
             [named[load.name] for load in todo],
             options,
             jobs=jobs or slots + 1,  # one that is judged has given its slots back
             progress=progress,
-            ended=record.ended,
+            ended=record.append_outcome,
             max_failures=max_failures,
             how=machines.run_case if machines else None,
             again=again,
         )
     except KeyboardInterrupt:
         abandon(progress, "cases", remedy)
-    return outcomes, progress.elapsed()
+    return outcomes, progress.elapsed_seconds()
 
 
-def begin(cases: Sequence[Case], options: Options, args: argparse.Namespace) -> Record:
-    return verdicts.begin(cases, options, args.shard or "")
+def begin_record(cases: Sequence[Case], options: Options, args: argparse.Namespace) -> RunRecord:
+    return verdicts.begin_record(cases, options, args.shard or "")
 
 
-def resumed(
+def resume_run(
     selected_cases: Sequence[Case], options: Options, args: argparse.Namespace
-) -> tuple[list[Case], Record, dict[str, Outcome]]:
+) -> tuple[list[Case], RunRecord, dict[str, Outcome]]:
     """Return the cases of the run that was cut short, the record that it goes on in, and the outcomes that it has."""
-    record, run, unread = verdicts.resume(selected_cases, options, args.shard)
+    record, run, unread = verdicts.resume_record(selected_cases, options, args.shard)
     for line in unread:
-        complain(line)
+        print_error(line)
     return [case for case in selected_cases if case.name in run.begins["cases"]], record, run.outcomes
 
 
-def ordered(cases: Sequence[Case], options: Options, slots: int) -> list[Load]:
+def order_cases(cases: Sequence[Case], options: Options, slots: int) -> list[CaseLoad]:
     """Return the cases' loads, largest first, by how long they took when they were last run here."""
-    file = verdicts.file_in(options.out)
-    runs, _ = verdicts.read(file) if file else ([], [])
-    seconds = remembered(
+    file = verdicts.verdicts_file_in(options.out)
+    runs, _ = verdicts.read_verdicts(file) if file else ([], [])
+    seconds = remembered_seconds(
         runs, trainer=verdicts.name_of_trainer(options.trainer), device=device_text(options), machine=platform.node()
     )
     long = {case.name for case in cases if takes_long(case, options)}
-    return answering_soon(in_order(loads(cases, seconds, slots), slots), small_ones(cases, long), long)
+    return order_for_early_answers(
+        order_loads(estimate_loads(cases, seconds, slots), slots), small_cases(cases, long), long
+    )
 
 
-SOON = 10
+EARLY_CASES = 10
 """Cases whose verdicts a person sees before the large ones begin."""
 
 
-def small_ones(cases: Sequence[Case], long: Container[str]) -> list[str]:
+def small_cases(cases: Sequence[Case], long: Container[str]) -> list[str]:
     """Return the names of the smallest cases of the recipe that most cases have: they wait for one reference, a short one."""
     shared = Counter(golden.recipe_name(case) for case in cases if case.name not in long)
     if not shared:
         return []
     ((recipe, _),) = shared.most_common(1)
     of_recipe = [case for case in cases if case.name not in long and golden.recipe_name(case) == recipe]
-    return [case.name for case in sorted(of_recipe, key=lambda case: (weight(case), case.name))[:SOON]]
+    return [case.name for case in sorted(of_recipe, key=lambda case: (count_processes(case), case.name))[:EARLY_CASES]]
 
 
-def part_of(cases: Sequence[Case], args: argparse.Namespace) -> list[Case]:
+def cases_of_part(cases: Sequence[Case], args: argparse.Namespace) -> list[Case]:
     """Return the cases of a shard, and of --last-failed those that failed last. Raises BadInput where none is left."""
     cases = list(cases)
     if args.last_failed:
-        run, _ = verdicts.last(args.out)
+        run, _ = verdicts.last_run(args.out)
         cases = [case for case in cases if case.name in run.outcomes and run.outcomes[case.name].failed]
     if args.shard:
-        cases = share(cases, common_durations(args), args.shard)
+        cases = cases_of_shard(cases, durations_of_files(args), args.shard)
     elif args.durations:
-        raise BadInput("--durations: they are for --shard; a machine remembers its own in --out")
+        raise BadInput("--durations needs --shard; without it, durations are read from --out")
     if not cases:
         raise BadInput(
             "--last-failed: no selected case failed in the last run" if args.last_failed else "--shard: no case is left"
@@ -190,51 +205,53 @@ def part_of(cases: Sequence[Case], args: argparse.Namespace) -> list[Case]:
     return cases
 
 
-def common_durations(args: argparse.Namespace) -> dict[str, float]:
+def durations_of_files(args: argparse.Namespace) -> dict[str, float]:
     """Return the seconds of each case that every machine finds that is given the same files; nothing without any."""
     if not args.durations:
         return {}
     runs: list[verdicts.RecordedRun] = []
     for file in args.durations:
-        recorded, _ = verdicts.read(file)
+        recorded, _ = verdicts.read_verdicts(file)
         runs += recorded
-    return remembered(runs, trainer=verdicts.name_of_trainer(options_of(args).trainer), device=args.device)
+    return remembered_seconds(runs, trainer=verdicts.name_of_trainer(run_options_of(args).trainer), device=args.device)
 
 
-def selected(args: argparse.Namespace) -> tuple[list[Case], int]:
+def select_cases(args: argparse.Namespace) -> tuple[list[Case], int]:
     """Return the selected cases, and how many more there are in other tiers."""
     if args.random:
         if unused := {"-k", "--tier", "--cases"} & {*typed_options(args)}:
-            raise BadInput(f"{min(unused)}: leave it out; it is for cases of files, and --random draws others")
-        options = options_of(args)
+            raise BadInput(f"{min(unused)} cannot be combined with --random, which draws its own cases")
+        options = run_options_of(args)
         seed = 1 if args.seed is None else args.seed
-        return random_cases.first(args.random, seed, lambda case: unsupported(case, options), dtype=args.dtype), 0
-    return of_files(args)
+        return random_cases.draw_first(
+            args.random, seed, lambda case: reason_unsupported(case, options), dtype=args.dtype
+        ), 0
+    return select_cases_of_files(args)
 
 
-def of_files(args: argparse.Namespace) -> tuple[list[Case], int]:
-    chosen = matching(cases_of(args), args.expression)
-    cases = of_tier(chosen, args.tier)
-    cases = [in_dtype(case if args.seed is None else reseeded(case, args.seed), args.dtype) for case in cases]
+def select_cases_of_files(args: argparse.Namespace) -> tuple[list[Case], int]:
+    chosen = select_matching(cases_of(args), args.expression)
+    cases = select_tier(chosen, args.tier)
+    cases = [with_dtype(case if args.seed is None else with_seed(case, args.seed), args.dtype) for case in cases]
     return cases, len(chosen) - len(cases)
 
 
-def matrix_code(outcomes: Sequence[Outcome]) -> int:
+def exit_code_of_matrix(outcomes: Sequence[Outcome]) -> int:
     """Return the exit code. Cases that were skipped count for nothing; if no other is left, nothing was judged."""
-    return worst(code_of(outcome.verdict) for outcome in outcomes if not outcome.skipped)
+    return worst_code(exit_code_of_verdict(outcome.verdict) for outcome in outcomes if not outcome.skipped)
 
 
-def pairs_code(pairs: Sequence[coverage.Pair]) -> int:
+def print_pairs(pairs: Sequence[coverage.Pair]) -> int:
     """Print every pair of options with its case or its reason; return the exit code. A pair with neither is a gap."""
-    say(coverage.pairs_text(pairs))
-    return NOT_JUDGED if any(pair.missing for pair in pairs) else PASSED
+    print_lines(coverage.pairs_text(pairs))
+    return NOT_JUDGED if any(pair.is_missing for pair in pairs) else PASSED
 
 
-def listing(cases: Sequence[Case]) -> str:
+def case_list_text(cases: Sequence[Case]) -> str:
     width = max(len(case.name) for case in cases)
     lines = []
     for file in dict.fromkeys(case.file for case in cases):
-        lines += [case_files.shown(file)] if file else []
+        lines += [case_files.shown_path(file)] if file else []
         lines += [
             f"  {case.name:<{width}}  {case.dims.world_size:>2} ranks  {case.why}"
             for case in cases

@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.core import rings, trainers
 from harness.core.case import releases
-from harness.core.case.usual_trainer import Usual, configured, usual_trainer
+from harness.core.case.usual_trainer import DefaultTrainer, configured, default_trainer
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.typed import typed_options
 from harness.core.launch import resident_client
@@ -22,28 +22,31 @@ from harness.core.run.options import Options
 
 def trainer_under_test(args: argparse.Namespace) -> str:
     """Return the trainer under test, as it is typed or as the repository has it. Raises BadInput."""
-    return args.trainer or usual().name
+    return args.trainer or usual_or_bad_input().name
 
 
-def usual() -> Usual:
+def usual_or_bad_input() -> DefaultTrainer:
     """Return the trainer for who types none. Raises BadInput."""
     try:
-        return usual_trainer()
+        return default_trainer()
     except ValueError as error:
         raise BadInput(f"--trainer: {error}") from error
 
 
-def which_trainer(args: argparse.Namespace) -> list[str]:
+def trainer_lines(args: argparse.Namespace) -> list[str]:
     """Return a line on the trainer that was judged, if configuration or folder chose it, and one on a torch that is not among
     those tried."""
-    trainer = Usual(args.trainer) if args.trainer else usual()
-    chosen_text = f"judged was {shown(trainer.name)}, {trainer.because}" if trainer.because else ""
-    return [line for line in (chosen_text, releases.untested(importlib.metadata.version("torch"))) if line]
+    trainer = DefaultTrainer(args.trainer) if args.trainer else usual_or_bad_input()
+    chosen_text = f"judged was {trainer_text(trainer.name)}, {trainer.reason}" if trainer.reason else ""
+    return [line for line in (chosen_text, releases.untested_text(importlib.metadata.version("torch"))) if line]
 
 
-def other_trainers(judged_trainers: Iterable[str]) -> list[str]:
-    """Return a line on each trainer of stored evidence that is another than the configuration names. Raises BadInput for a
-    configuration that names none: then whose verdict is wanted is not known."""
+def other_trainer_lines(judged_trainers: Iterable[str]) -> list[str]:
+    """Return a line on each trainer of stored evidence that is another than the configuration names.
+
+    Empty if no trainer is configured. Raises BadInput if the configuration cannot be used: then whose verdict is wanted is
+    not known.
+    """
     try:
         configured_trainer = configured(Path.cwd())
     except ValueError as error:
@@ -55,13 +58,13 @@ def other_trainers(judged_trainers: Iterable[str]) -> list[str]:
     )
     names = dict.fromkeys(trainer_label(trainer).partition("@")[0] for trainer in judged_trainers)
     return [
-        f"judged was {name}, not {shown(configured_trainer.name)} ({configured_trainer.because})"
+        f"judged was {name}, not {trainer_text(configured_trainer.name)} ({configured_trainer.reason})"
         for name in names
         if name != own_name
     ]
 
 
-def shown(trainer: str) -> str:
+def trainer_text(trainer: str) -> str:
     """Return it as a person reads it here."""
     path = Path(trainer)
     here = Path.cwd()
@@ -75,32 +78,32 @@ def refuse_others(args: argparse.Namespace, action: str, effective: Collection[s
             raise BadInput(f"{option} has no effect on {action}; leave it out")
 
 
-def no_document(args: argparse.Namespace, option: str) -> None:
+def refuse_json(args: argparse.Namespace, option: str) -> None:
     """Raises BadInput where a document is wanted of what has none."""
     if args.json:
         raise BadInput(f"--json: leave out {option}, which has no document")
 
 
-def needs_matplotlib() -> None:
+def require_matplotlib() -> None:
     """Raises BadInput where it is not installed: it is needed by pictures alone."""
     if importlib.util.find_spec("matplotlib") is None:
         raise BadInput("pictures need matplotlib: pip install matplotlib")
 
 
-def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Options:
-    """Raises BadInput and ToldError, before anything is started."""
+def run_options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Options:
+    """Raises BadInput before anything is started."""
     try:
-        trainer = trainers.spec(trainer_under_test(args), args.source, args.out)
-        trainers.load(trainer)
+        trainer = trainers.absolute_spec(trainer_under_test(args), args.source, args.out)
+        trainers.load_adapter(trainer)
     except ValueError as error:
         raise BadInput(f"--trainer: {error}") from error
     ring_options: dict[str, Any] = {}
     for options_of_ring in rings.functions_of("run_options"):
         ring_options |= options_of_ring(args, trainer)
-    resident_client.choose(args.server)
+    resident_client.choose_server_kind(args.server)
     torchrun_args = tuple(shlex.split(args.torchrun_args))
     if torchrun_args and args.launcher != "torchrun":
-        raise BadInput("--torchrun-args: they are for --launcher torchrun only")
+        raise BadInput("--torchrun-args needs --launcher torchrun")
     if torchrun_args and not several_nodes:
         raise BadInput("--torchrun-args: other nodes join one launch of one case; use `harness run`")
     _check_sharing(args)
@@ -121,6 +124,6 @@ def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Optio
 def _check_sharing(args: argparse.Namespace) -> None:
     """Raises BadInput."""
     if args.device == "cpu" and (args.ranks_per_gpu > 1 or args.backend):
-        raise BadInput("--ranks-per-gpu and --backend are for --device cuda")
+        raise BadInput("--ranks-per-gpu and --backend need --device cuda")
     if args.torchrun_args and args.ranks_per_gpu > 1:
-        raise BadInput("--ranks-per-gpu: ranks share the GPUs of one machine; leave out it or --torchrun-args")
+        raise BadInput("--ranks-per-gpu cannot be combined with --torchrun-args: ranks share the GPUs of one machine")

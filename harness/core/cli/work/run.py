@@ -11,43 +11,47 @@ from typing import Any
 
 from harness.core.case.case import Case
 from harness.core.case.launching import requested_ranks
-from harness.core.case.variants import in_dtype, reseeded
+from harness.core.case.variants import with_dtype, with_seed
 from harness.core.cli.answer import answer
 from harness.core.cli.exit_codes import NOT_JUDGED, PASSED
 from harness.core.cli.parsing import BadInput
-from harness.core.cli.run import END_ALL, FIRST_NODE, OF_SERVERS, SHOW
+from harness.core.cli.run import END_ALL, FIRST_NODE_PATIENCE, SERVER_ACTIONS, SHOW
 from harness.core.cli.work.cases import case_of
-from harness.core.cli.work.options import no_document, options_of, refuse_others, which_trainer
+from harness.core.cli.work.options import refuse_json, refuse_others, run_options_of, trainer_lines
 from harness.core.cli.work.verdict_codes import exit_code
 from harness.core.judge.judgement import Judgement
 from harness.core.launch import resident_client
 from harness.core.launch.torchrun import join
-from harness.core.report.documents import case_here
-from harness.core.report.outcome import Outcome, judged
-from harness.core.report.output import complain, say
-from harness.core.report.progress import stages
+from harness.core.report.documents import case_document_here
+from harness.core.report.outcome import Outcome, judged_outcome
+from harness.core.report.output import print_error, print_lines
+from harness.core.report.progress import show_stages
 from harness.core.report.text import case_report
-from harness.core.run.again import Again
+from harness.core.run.again import Reruns
 from harness.core.run.folders import folder_of
-from harness.core.run.matrix import attempt
+from harness.core.run.matrix import attempt_case
 from harness.core.run.options import Options
 from harness.core.run.run_case import run_case
 
 # ---- The processes that stay after a command, with torch imported, and fork the ranks of the next commands
 
 
-def shown_or_ended(action: str) -> None:
+def show_or_end_servers(action: str) -> None:
     """Print a line for each of this user's servers. `end` leaves those of other environments, and says so."""
     ends_all = action == END_ALL
     is_ending = action != SHOW
     servers = resident_client.stop(every=ends_all) if is_ending else resident_client.status_of_all()
-    lines = [line(server, stop=is_ending and (ends_all or not server.get("stays"))) for server in servers]
+    lines = [server_line(server, stop=is_ending and (ends_all or not server.get("stays"))) for server in servers]
     if is_ending and not ends_all and any(server.get("stays") for server in servers):
         lines.append("what is left is of other environments; `harness run --server end-all` ends it too")
-    say(*(lines or ["no rank server is here"]))
+    print_lines(*(lines or ["no rank server is here"]))
 
 
-def line(server: dict[str, Any], *, stop: bool) -> str:
+def server_line(server: dict[str, Any], *, stop: bool) -> str:
+    """Return a line on one server: its process, whether it serves, ends or does not answer, its torch and its harness.
+
+    server: what it answered; without "commands" it did not answer. stop: whether it is being ended.
+    """
     if "commands" not in server:
         ends = ": killed" if stop else "; `harness run --server end` of its environment kills it"
         return f"pid {server['pid']} does not answer{ends}"
@@ -66,7 +70,7 @@ def line(server: dict[str, Any], *, stop: bool) -> str:
 
 
 def command(args: argparse.Namespace) -> int:
-    other_action = "--join" if args.join else f"--server {args.server}" if args.server in OF_SERVERS else ""
+    other_action = "--join" if args.join else f"--server {args.server}" if args.server in SERVER_ACTIONS else ""
     if bool(other_action) == bool(args.case):
         raise BadInput(
             f"{other_action}: leave out CASE"
@@ -74,29 +78,29 @@ def command(args: argparse.Namespace) -> int:
             else "run: name a CASE; `harness matrix --list` lists them"
         )
     if other_action:
-        no_document(args, other_action)
+        refuse_json(args, other_action)
     if args.join:
         refuse_others(args, "this node's part of a launch", {"--join", "--timeout"})
         return _join(args)
     if other_action:
         refuse_others(args, "rank servers that are there", {"--server"})
-        shown_or_ended(args.server)
+        show_or_end_servers(args.server)
         return PASSED
     return _run(args)
 
 
 def _join(args: argparse.Namespace) -> int:
     """Do this node's part. The first node judges."""
-    status = join(args.join / "run", seconds=args.timeout or FIRST_NODE)
+    status = join(args.join / "run", seconds=args.timeout or FIRST_NODE_PATIENCE)
     if status:
-        complain(f"torchrun ended with code {status} here; the first node judges")
+        print_error(f"torchrun ended with code {status} here; the first node judges")
     return NOT_JUDGED if status else PASSED
 
 
 def _run(args: argparse.Namespace) -> int:
     case = case_of(args)
-    options = options_of(args)
-    case = in_dtype(case if args.seed is None else reseeded(case, args.seed), args.dtype)
+    options = run_options_of(args)
+    case = with_dtype(case if args.seed is None else with_seed(case, args.seed), args.dtype)
     ranks = requested_ranks(["torchrun", *options.torchrun_args])
     degrees = case.dims
     if ranks not in (None, degrees.world_size):
@@ -104,21 +108,25 @@ def _run(args: argparse.Namespace) -> int:
             f"--torchrun-args: they start {ranks} ranks, but {case.name} is {degrees} = {degrees.world_size} ranks"
         )
     if options.torchrun_args:
-        say(f"on every other node: harness run --join {shlex.quote(str(folder_of(case, options)))}", to=sys.stderr)
-    with stages(case.name, sys.stderr) as stage:
+        print_lines(
+            f"on every other node: harness run --join {shlex.quote(str(folder_of(case, options)))}", to=sys.stderr
+        )
+    with show_stages(case.name, sys.stderr) as stage:
         judgement = run_case(case, options, stage)
-        make_again = functools.partial(attempt, run_one=functools.partial(run_case, stage=stage))
-        outcome = with_repeats(judgement, options, args.again, make_again)
-    data = case_here(judgement)
+        make_again = functools.partial(attempt_case, run_one=functools.partial(run_case, stage=stage))
+        outcome = outcome_with_reruns(judgement, options, args.again, make_again)
+    data = case_document_here(judgement)
     text = outcome.report or case_report(judgement)
     if outcome.repeats:
         data |= {"repeats": outcome.repeats, "cause": outcome.cause, "diagnosis": outcome.diagnosis or None}
-    answer(args, "case", data, text, *which_trainer(args))
+    answer(args, "case", data, text, *trainer_lines(args))
     return exit_code(judgement)
 
 
-def with_repeats(first: Judgement, options: Options, times: int, make: Callable[[Case, Options], Outcome]) -> Outcome:
+def outcome_with_reruns(
+    first: Judgement, options: Options, times: int, make: Callable[[Case, Options], Outcome]
+) -> Outcome:
     """Return what became of a case that was made, and of a failing one when it was made again so many times."""
-    return Again(times).outcome(
-        first.case, options, lambda case, each: judged(first) if each is options else make(case, each)
+    return Reruns(times).outcome_with_reruns(
+        first.case, options, lambda case, each: judged_outcome(first) if each is options else make(case, each)
     )

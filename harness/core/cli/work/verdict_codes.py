@@ -8,9 +8,9 @@ from harness.core.judge.result import Firing, Verdict
 
 
 def exit_code(judgement: Judgement) -> int:
-    return NOT_JUDGED if judgement.firing is Firing.NOT_FIRED else code_of(judgement.verdict)
+    return NOT_JUDGED if judgement.firing is Firing.NOT_FIRED else exit_code_of_verdict(judgement.verdict)
 
 
-def code_of(verdict: str) -> int:
+def exit_code_of_verdict(verdict: str) -> int:
     codes: dict[str, int] = {Verdict.PASS: PASSED, Verdict.XFAIL: PASSED, Verdict.FAIL: BROKEN}
     return codes.get(verdict, NOT_JUDGED)

@@ -21,25 +21,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from harness.core.case.case import Case
-from harness.core.case.traits import USUAL, TrainerTraits
+from harness.core.case.traits import USUAL_TRAITS, TrainerTraits
 from harness.core.plan.slices import BYTES
 from harness.core.plan.stages import actions_of_rank, layers_of_stage, recomputed_layers, stages_of_rank
 
 
-def activation_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> int:
+def kept_activation_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL_TRAITS) -> int:
     """Return the most bytes that a rank keeps at any moment of a step: of all microbatches that wait for their backward."""
     recomputed = set(recomputed_layers(case, rank))
 
     def of_stage(stage: int) -> int:
         layers = layers_of_stage(case, stage)
         again = sum(layer in recomputed for layer in layers)
-        blocks = (len(layers) - again) * block_bytes(case) + again * recomputed_block_bytes(case, traits)
-        return blocks + (_loss_inputs(case) if stage == case.n_stages - 1 else 0)
+        blocks = (len(layers) - again) * block_activation_bytes(case) + again * recomputed_block_bytes(case, traits)
+        return blocks + (_loss_input_bytes(case) if stage == case.n_stages - 1 else 0)
 
-    return most_waiting(case, rank, of_stage)
+    return most_waiting_bytes(case, rank, of_stage)
 
 
-def most_waiting(case: Case, rank: int, of_stage: Callable[[int], int]) -> int:
+def most_waiting_bytes(case: Case, rank: int, of_stage: Callable[[int], int]) -> int:
     """Return the most bytes that forward passes leave until their backward, at one time in the schedule's order.
 
     of_stage: the bytes that one forward pass of a stage leaves.
@@ -55,16 +55,16 @@ def most_waiting(case: Case, rank: int, of_stage: Callable[[int], int]) -> int:
     return most_bytes
 
 
-def block_bytes(case: Case) -> int:
+def block_activation_bytes(case: Case) -> int:
     """Return the bytes that one block keeps of one microbatch."""
     model = case.model
     tp = case.dims.tp
     kv = model.n_kv_heads * model.head_dim
     width = 2 * model.dim // _residual_degree(case) + 2 * model.dim + (2 * model.dim + 2 * kv + 4 * model.ffn_dim) // tp
-    return tokens(case) * width * size(case)
+    return microbatch_tokens(case) * width * compute_dtype_bytes(case)
 
 
-def recomputed_block_bytes(case: Case, traits: TrainerTraits = USUAL) -> int:
+def recomputed_block_bytes(case: Case, traits: TrainerTraits = USUAL_TRAITS) -> int:
     """Return the bytes of one microbatch that a block keeps that is computed again in backward."""
     model = case.model
     tp = case.dims.tp
@@ -75,19 +75,23 @@ def recomputed_block_bytes(case: Case, traits: TrainerTraits = USUAL) -> int:
         results |= {"w1": model.ffn_dim // tp, "w3": model.ffn_dim // tp, "wo": model.dim, "w2": model.dim}
         width += sum(results[name] for name in traits.op_keeps)
         width += 2 * model.dim // _residual_degree(case) if tp > 1 else 0
-    return tokens(case) * width * size(case)
+    return microbatch_tokens(case) * width * compute_dtype_bytes(case)
 
 
-def backward_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> int:
+def block_backward_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL_TRAITS) -> int:
     """Return the bytes of a block's backward beside those kept by forward: its recomputed values and its gradients."""
     model = case.model
     tp = case.dims.tp
-    again = max(block_bytes(case) - recomputed_block_bytes(case, traits), 0) if recomputed_layers(case, rank) else 0
+    again = (
+        max(block_activation_bytes(case) - recomputed_block_bytes(case, traits), 0)
+        if recomputed_layers(case, rank)
+        else 0
+    )
     gradients = 2 * model.dim // _residual_degree(case) + model.dim + 3 * model.ffn_dim // tp
-    return again + tokens(case) * gradients * size(case)
+    return again + microbatch_tokens(case) * gradients * compute_dtype_bytes(case)
 
 
-def loss_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> int:
+def logits_and_gradient_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL_TRAITS) -> int:
     """Return the most bytes of a microbatch's logits, their copies and gradients. 0 on a rank without the last stage."""
     if case.n_stages - 1 not in stages_of_rank(case, rank):
         return 0
@@ -96,12 +100,22 @@ def loss_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> int:
     parallel = case.features.loss_parallel and tp > 1
     columns = -(-model.vocab_size // tp) if parallel else model.vocab_size
     numbers = 4 if parallel else 3
-    return tokens(case) * columns * numbers * max(size(case), BYTES["float32"]) // traits.loss_chunks
+    return (
+        microbatch_tokens(case)
+        * columns
+        * numbers
+        * max(compute_dtype_bytes(case), BYTES["float32"])
+        // traits.loss_chunks
+    )
 
 
-def _loss_inputs(case: Case) -> int:
+def _loss_input_bytes(case: Case) -> int:
     """Return the bytes that final norm and output keep of one microbatch: their inputs."""
-    return tokens(case) * (case.model.dim // _residual_degree(case) + case.model.dim) * size(case)
+    return (
+        microbatch_tokens(case)
+        * (case.model.dim // _residual_degree(case) + case.model.dim)
+        * compute_dtype_bytes(case)
+    )
 
 
 def _residual_degree(case: Case) -> int:
@@ -109,11 +123,11 @@ def _residual_degree(case: Case) -> int:
     return case.dims.tp if case.features.sequence_parallel else 1
 
 
-def tokens(case: Case) -> int:
+def microbatch_tokens(case: Case) -> int:
     """Return the tokens of a microbatch on a rank."""
     return case.local_batch * (case.training.seq_len // case.dims.cp)
 
 
-def size(case: Case) -> int:
+def compute_dtype_bytes(case: Case) -> int:
     """Return the bytes of a number as it is computed."""
     return BYTES[case.training.compute_dtype or case.training.dtype]

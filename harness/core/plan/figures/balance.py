@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from harness.core.case.case import Case
 from harness.core.plan.figures.pipeline_time import matmul_operations
-from harness.core.plan.grid import shard_place
+from harness.core.plan.grid import shard_degree_and_index
 from harness.core.plan.plan import Plan
 from harness.core.plan.slices import numel, slice_of
 from harness.core.plan.stages import layers_of_stage, positions, stages_of_rank
@@ -52,7 +52,7 @@ def unbalanced_attention_over_cp(case: Case) -> Balance:
 
 def rows_over_shards(case: Case, plan: Plan, fqn: str) -> Balance:
     """Return the elements of a parameter on each rank of a shard group, as tp's first rank has them."""
-    degree, _ = shard_place(case.data_dims, 0)
+    degree, _ = shard_degree_and_index(case.data_dims, 0)
     shape = plan.shapes[fqn]
     cut_dim = plan.traits.measured.cut_dims.get(fqn, 0)
     elements = []

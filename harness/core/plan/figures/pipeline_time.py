@@ -15,53 +15,53 @@ from harness.core.case.case import Case
 from harness.core.case.features import FEATURE_CHOICES
 from harness.core.plan.stages import layers_of_stage
 
-TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
+ACTION_TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 @dataclass(frozen=True)
 class PipelineTime:
     """Time of one pass of a pipeline's schedule. The unit is the cost of a forward pass."""
 
-    length: float
+    duration: float
     """Time of the whole pass."""
     busy: tuple[float, ...]
     """Time that each rank of the pipeline computes."""
 
     @property
-    def bubble(self) -> float:
+    def bubble_ratio(self) -> float:
         """Return idle time as a part of the time that the busiest rank computes.
 
         For even stages under 1F1B and its interleaved form it is (pp - 1) / (stages a rank x microbatches).
         """
-        return self.length / max(self.busy) - 1
+        return self.duration / max(self.busy) - 1
 
     @property
-    def idle(self) -> float:
+    def idle_ratio(self) -> float:
         """Return the part of all ranks' time in which they wait."""
-        return 1 - sum(self.busy) / len(self.busy) / self.length
+        return 1 - sum(self.busy) / len(self.busy) / self.duration
 
 
 def pipeline_time(case: Case, cost: Callable[[int], float] = lambda stage: 1.0) -> PipelineTime:
     """Return the time of one pass of the pipeline's schedule. cost: the time of a forward pass of a stage."""
     numbers = (case.features.schedule, case.dims.pp, case.stages_per_rank, case.microbatches)
-    waiting = [deque(schedule.actions(*numbers, index)) for index in range(case.dims.pp)]
+    waiting = [deque(schedule.schedule_actions(*numbers, index)) for index in range(case.dims.pp)]
     free = [0.0] * case.dims.pp
     busy = [0.0] * case.dims.pp
     done: dict[tuple[int, str, int], float] = {}
     while any(waiting):
         before = len(done)
         for index, actions in enumerate(waiting):
-            while actions and (begin := _ready(case, actions[0], done)) is not None:
+            while actions and (begin := _ready_time(case, actions[0], done)) is not None:
                 action = actions.popleft()
-                duration = TIMES[action.kind] * cost(action.stage)
+                duration = ACTION_TIMES[action.kind] * cost(action.stage)
                 free[index] = max(free[index], begin) + duration
                 busy[index] += duration
-                done[_result(action)] = free[index]
+                done[_result_key(action)] = free[index]
         assert len(done) > before, "a schedule in which no rank can go on"
     return PipelineTime(max(free), tuple(busy))
 
 
-def _result(action: schedule.Action) -> tuple[int, str, int]:
+def _result_key(action: schedule.Action) -> tuple[int, str, int]:
     """Return (stage, kind, microbatch) of what an action leaves for others.
 
     Whether backward is whole or its first half, the stage before has what it waits for.
@@ -69,7 +69,7 @@ def _result(action: schedule.Action) -> tuple[int, str, int]:
     return action.stage, "B" if action.kind == "I" else action.kind, action.microbatch
 
 
-def _ready(case: Case, action: schedule.Action, done: dict[tuple[int, str, int], float]) -> float | None:
+def _ready_time(case: Case, action: schedule.Action, done: dict[tuple[int, str, int], float]) -> float | None:
     """Return the time at which all that an action needs is there. None if something is not."""
     stage, kind, number = action
     needs = []
@@ -101,7 +101,7 @@ def linear_operations(case: Case, stage: int) -> float:
     return len(layers_of_stage(case, stage)) * 2 * model.dim * (2 * model.dim + 2 * kv + 3 * model.ffn_dim)
 
 
-def other_schedules(case: Case) -> Iterator[tuple[str, PipelineTime]]:
+def times_of_schedules(case: Case) -> Iterator[tuple[str, PipelineTime]]:
     """Yield each schedule that takes these microbatches, and its time with even stages, two of them a rank where it needs
     several."""
     for name in FEATURE_CHOICES["schedule"]:

@@ -11,21 +11,21 @@ from dataclasses import dataclass
 
 from harness.core.case.case import Case
 from harness.core.case.features import ZERO
-from harness.core.plan.figures.activations import activation_bytes, backward_bytes, loss_bytes
-from harness.core.plan.frozen import trained
-from harness.core.plan.grid import coordinate
+from harness.core.plan.figures.activations import block_backward_bytes, kept_activation_bytes, logits_and_gradient_bytes
+from harness.core.plan.frozen import trained_values
+from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.memory import muon_bytes
 from harness.core.plan.plan import Plan
 from harness.core.plan.slices import BYTES, padded_numel
-from harness.core.plan.zero import kept_dtype
-from harness.reference.config import trains
+from harness.core.plan.zero import kept_parameter_dtype
+from harness.reference.config import is_trainable
 
-STATES = {"adamw": 2, "sgd": 0, "muon": 2}
-FREED = (None, "fsdp2", "fsdp1")
+STATE_NUMBERS = {"adamw": 2, "sgd": 0, "muon": 2}
+WRAPPERS_WITHOUT_BUFFERS = (None, "fsdp2", "fsdp1")
 """Wrappers that keep no buffers of gradients, so that these are gone when a step begins."""
 
 
-ALLOCATOR = 1.2
+ALLOCATOR_FACTOR = 1.2
 """What an allocator reserves, of what is in use at the most: fixed on two published runs (docs/results/preflight.md)."""
 
 
@@ -57,12 +57,12 @@ class RankBytes:
     """Logits, their copies and gradients, an estimate; 0 without the last stage."""
 
     @property
-    def stays(self) -> int:
+    def between_steps(self) -> int:
         """Return the bytes that stay between steps."""
         return self.parameters + self.gradients + self.optimizer + self.padding
 
     @property
-    def loss(self) -> int:
+    def loss_peak(self) -> int:
         """Return the bytes that are in use while the loss is differentiated. A step begins without gradients."""
         if not self.in_loss:
             return 0
@@ -71,82 +71,82 @@ class RankBytes:
         return before_activations + self.activations + self.in_loss
 
     @property
-    def backward(self) -> int:
+    def backward_peak(self) -> int:
         """Return the bytes that are in use while the last block is differentiated."""
-        return self.stays + self.gathered + self.unreduced + self.activations + self.in_block
+        return self.between_steps + self.gathered + self.unreduced + self.activations + self.in_block
 
     @property
-    def most(self) -> int:
+    def peak(self) -> int:
         """Return the most bytes that are in use at one time."""
-        return max(self.loss, self.backward)
+        return max(self.loss_peak, self.backward_peak)
 
     @property
-    def phase(self) -> str:
+    def peak_phase(self) -> str:
         """Return the phase in which there is most."""
-        return "loss" if self.loss > self.backward else "backward"
+        return "loss" if self.loss_peak > self.backward_peak else "backward"
 
     @property
     def reserved(self) -> int:
         """Return the bytes that an allocator takes for it, an estimate."""
-        return int(ALLOCATOR * self.most)
+        return int(ALLOCATOR_FACTOR * self.peak)
 
 
 def rank_bytes(case: Case, plan: Plan, rank: int) -> RankBytes:
     """Return the bytes of a rank's memory, by what they are."""
     parameters, padded = plan.parameter_bytes[rank]
-    gradients = _gradients(case, plan, rank)
+    gradients = _gradient_bytes(case, plan, rank)
     state = plan.state_bytes[rank][0] if plan.state_bytes else parameters
-    copied = plan.traits.master_weights or kept_dtype(case) != case.training.dtype
-    numbers = STATES[case.training.optimizer] + (copied and case.wrapper in ZERO)
+    copied = plan.traits.master_weights or kept_parameter_dtype(case) != case.training.dtype
+    numbers = STATE_NUMBERS[case.training.optimizer] + (copied and case.wrapper in ZERO)
     return RankBytes(
         parameters=parameters,
         gradients=gradients,
         optimizer=numbers * state - muon_bytes(case, plan.slices[rank]),
         padding=2 * (padded - parameters),
-        gathered=_gathered(case, plan, rank),
-        gathered_after_forward=_after_forward(case, plan, rank),
-        unreduced=_unreduced(case, plan, rank),
-        waiting=case.passes > 1 or case.wrapper not in FREED,
-        activations=activation_bytes(case, rank, plan.traits),
-        in_block=backward_bytes(case, rank, plan.traits),
-        in_loss=loss_bytes(case, rank, plan.traits),
+        gathered=_gathered_bytes(case, plan, rank),
+        gathered_after_forward=_gathered_after_forward_bytes(case, plan, rank),
+        unreduced=_unreduced_bytes(case, plan, rank),
+        waiting=case.passes > 1 or case.wrapper not in WRAPPERS_WITHOUT_BUFFERS,
+        activations=kept_activation_bytes(case, rank, plan.traits),
+        in_block=block_backward_bytes(case, rank, plan.traits),
+        in_loss=logits_and_gradient_bytes(case, rank, plan.traits),
     )
 
 
-def _gradients(case: Case, plan: Plan, rank: int) -> int:
+def _gradient_bytes(case: Case, plan: Plan, rank: int) -> int:
     """Return the bytes of its slices as they are reduced; ZeRO-1 keeps them whole, in the dtype of their sum."""
     if case.wrapper not in ZERO:
         return plan.gradient_bytes.get(rank, plan.parameter_bytes[rank])[0]
-    kept = kept_dtype(case)
+    kept = kept_parameter_dtype(case)
     if plan.gradient_bytes:
         return plan.gradient_bytes[rank][0] * BYTES[kept] // BYTES[case.training.dtype]
     return plan.parameter_bytes[rank][0] * BYTES[case.features.reduce_dtype or kept] // BYTES[kept]
 
 
-def _after_forward(case: Case, plan: Plan, rank: int) -> int:
+def _gathered_after_forward_bytes(case: Case, plan: Plan, rank: int) -> int:
     """Return the bytes of gathered parameters that are there while the loss is computed."""
-    if case.dims.pp > 1 or plan.shards == 1:
-        return _gathered(case, plan, rank)
-    return sum(kept.bytes for kept in plan.after_forward[rank].values() if kept.degree < plan.shards)
+    if case.dims.pp > 1 or plan.shard_degree == 1:
+        return _gathered_bytes(case, plan, rank)
+    return sum(kept.bytes for kept in plan.after_forward[rank].values() if kept.degree < plan.shard_degree)
 
 
-def _gathered(case: Case, plan: Plan, rank: int) -> int:
+def _gathered_bytes(case: Case, plan: Plan, rank: int) -> int:
     """Return the bytes of other ranks' parameters that a rank has at its most.
 
     These are what is kept whole after forward, and the two largest units that are freed: one in use, one prefetched. A
     pipeline's stages keep what backward gathered until the pass is over.
     """
-    if plan.shards == 1:
+    if plan.shard_degree == 1:
         return 0
     size = BYTES[case.training.compute_dtype or case.training.dtype]
     if case.dims.pp > 1:
-        return _elements(case, plan, rank, plan.slices[rank]) * size
+        return _padded_elements(case, plan, rank, plan.slices[rank]) * size
     after = plan.after_forward[rank]
-    kept_bytes = sum(kept.bytes for kept in after.values() if kept.degree < plan.shards)
-    return kept_bytes + _two_largest(case, plan, rank, freed=True) * size
+    kept_bytes = sum(kept.bytes for kept in after.values() if kept.degree < plan.shard_degree)
+    return kept_bytes + _elements_of_two_largest(case, plan, rank, freed=True) * size
 
 
-def _unreduced(case: Case, plan: Plan, rank: int) -> int:
+def _unreduced_bytes(case: Case, plan: Plan, rank: int) -> int:
     """Return the bytes of gradients that wait to be reduced.
 
     If several backwards add up before a reduction, whole gradients are kept, in the dtype of the reduction. If not, those of
@@ -154,31 +154,34 @@ def _unreduced(case: Case, plan: Plan, rank: int) -> int:
     """
     if case.wrapper in ("ddp", "replicate"):
         return plan.gradient_bytes.get(rank, plan.parameter_bytes[rank])[1]
-    if case.wrapper == "zero1" or (plan.shards == 1 and case.wrapper is None):
+    if case.wrapper == "zero1" or (plan.shard_degree == 1 and case.wrapper is None):
         return 0
     computed = case.training.compute_dtype or case.training.dtype
     features = case.features
     if case.dims.pp > 1 or (features.accumulation > 1 and features.defer_sync is True):
-        return _elements(case, plan, rank, trained(case, plan.slices[rank])) * BYTES[features.reduce_dtype or computed]
-    return _two_largest(case, plan, rank, freed=False) * BYTES[computed]
+        return (
+            _padded_elements(case, plan, rank, trained_values(case, plan.slices[rank]))
+            * BYTES[features.reduce_dtype or computed]
+        )
+    return _elements_of_two_largest(case, plan, rank, freed=False) * BYTES[computed]
 
 
-def _two_largest(case: Case, plan: Plan, rank: int, *, freed: bool) -> int:
+def _elements_of_two_largest(case: Case, plan: Plan, rank: int, *, freed: bool) -> int:
     """Return the elements of the two largest of FSDP's units: of what is freed after forward, or of what is trained."""
     after = plan.after_forward[rank]
 
     def is_counted(fqn: str) -> bool:
         if freed:
-            return fqn not in after or after[fqn].degree == plan.shards
-        return trains(case.training, fqn)
+            return fqn not in after or after[fqn].degree == plan.shard_degree
+        return is_trainable(case.training, fqn)
 
     sizes = []
     for unit in plan.units[rank]:
-        sizes.append(_elements(case, plan, rank, filter(is_counted, unit)))
+        sizes.append(_padded_elements(case, plan, rank, filter(is_counted, unit)))
     return sum(sorted(sizes)[-2:])
 
 
-def _elements(case: Case, plan: Plan, rank: int, names: Iterable[str]) -> int:
+def _padded_elements(case: Case, plan: Plan, rank: int, names: Iterable[str]) -> int:
     """Return the elements of these parameters as tp leaves them, padded as FSDP gathers them."""
-    tp_index = coordinate(case.dims, rank)["tp"]
+    tp_index = coordinate_of_rank(case.dims, rank)["tp"]
     return sum(padded_numel(case, plan.traits, fqn, tp_index) for fqn in names)

@@ -17,13 +17,13 @@ from harness.core.plan.figures.rank_bytes import RankBytes
 from harness.core.plan.plan import Plan
 from harness.core.plan.stages import stages_of_rank
 
-COMPUTES = 0.6
+COMPUTE_EFFICIENCY = 0.6
 """Part of the peak that is attained: chosen, not measured."""
-SENDS = 0.7
+LINK_EFFICIENCY = 0.7
 """Part of the links' speed that is attained: chosen, not measured."""
-AGAIN = {"none": 0.0, "op": 0.5, "layer": 0.5, "full": 1.0}
+RECOMPUTED_FORWARDS = {"none": 0.0, "op": 0.5, "layer": 0.5, "full": 1.0}
 """Forward passes that checkpointing computes again."""
-WAITED = ("tp", "cp", "pp")
+WAITED_AXES = ("tp", "cp", "pp")
 
 
 @dataclass(frozen=True)
@@ -66,24 +66,24 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Fit:
+class FittingLayout:
     """A layout that fits."""
 
     case: Case
     """The layout as a case."""
-    most: RankBytes
+    peak_rank: RankBytes
     """Bytes of the kind of ranks that needs most."""
     time: StepTime
     """Estimated time of the kind of ranks that takes longest."""
 
 
 @dataclass(frozen=True)
-class Fitting:
+class FittingLayouts:
     """The layouts of one request."""
 
-    found: tuple[Fit, ...]
+    layouts: tuple[FittingLayout, ...]
     """Those that fit, best first."""
-    looked: int
+    examined_count: int
     """How many were looked at."""
     published: Mapping[int, str]
     """Place among those that fit -> the name of a layout that was published."""
@@ -93,30 +93,30 @@ class Fitting:
     """Name of a published layout of this request -> the best place of its degrees, whatever else differs."""
 
 
-def bubble_of(case: Case) -> float:
+def bubble_ratio_of(case: Case) -> float:
     """Return how long the busiest rank of a pipeline is idle, as a part of what it computes."""
-    return pipeline_time(case).bubble if case.dims.pp > 1 else 0.0
+    return pipeline_time(case).bubble_ratio if case.dims.pp > 1 else 0.0
 
 
 def step_time(case: Case, plan: Plan, rank: int, machine: Machine, gpus_per_node: int, bubble: float) -> StepTime:
     """Return the time of a step of one rank, an estimate.
 
-    rank: one of the kind that is asked about. bubble: of the case (`bubble_of`).
+    rank: one of the kind that is asked about. bubble: of the case (`bubble_ratio_of`).
     """
     tokens = case.training.global_batch // case.dims.dp * case.training.seq_len
     stages = stages_of_rank(case, rank)
-    seconds_per_operation = tokens / (case.dims.tp * case.dims.cp) / machine.peak
+    seconds_per_operation = tokens / (case.dims.tp * case.dims.cp) / machine.operations_per_second
     once = sum(matmul_operations(case, stage) for stage in stages) * seconds_per_operation
-    passes = (3 + AGAIN[case.features.activation_checkpointing]) / COMPUTES
+    passes = (3 + RECOMPUTED_FORWARDS[case.features.activation_checkpointing]) / COMPUTE_EFFICIENCY
     linear = sum(linear_operations(case, stage) for stage in stages)
-    spared = linear * seconds_per_operation * passes * (1 - 1 / machine.float8)
+    spared = linear * seconds_per_operation * passes * (1 - 1 / machine.float8_speedup)
     computing = once * passes
     waited = 0.0
     hidden = 0.0
     for axis in traffic_by_axis(plan, rank, gpus_per_node=gpus_per_node):
-        speed = machine.within if axis.nodes == 1 else machine.across
-        seconds = axis.sent / (speed * SENDS)
-        if axis.axis in WAITED:
+        speed = machine.bytes_per_second_in_node if axis.nodes == 1 else machine.bytes_per_second_across_nodes
+        seconds = axis.sent / (speed * LINK_EFFICIENCY)
+        if axis.axis in WAITED_AXES:
             waited += seconds
         else:
             hidden += seconds

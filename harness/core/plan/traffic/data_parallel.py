@@ -11,14 +11,21 @@ from harness.core.case.case import Case
 from harness.core.case.features import LOOPED, ZERO
 from harness.core.case.measured import Unit
 from harness.core.case.traits import TrainerTraits
-from harness.core.plan.frozen import gathered_in_backward
-from harness.core.plan.grid import coordinate, gathered_over, shard_axis
+from harness.core.plan.frozen import units_gathered_in_backward
+from harness.core.plan.grid import coordinate_of_rank, gather_axis, shard_axis
 from harness.core.plan.slices import BYTES, flat_units, padded_numel, parameter_shapes
 from harness.core.plan.stages import actions_of_rank, parameters_of_rank, parameters_of_stage, stages_of_rank
 from harness.core.plan.traffic.flow import OUTSIDE, Flow
-from harness.core.plan.units import output_alone, output_weight, unit_called_in_chunks
-from harness.core.plan.zero import kept_dtype, numel_of_rank, padded_elements, units_held, zero_degree, zero_units
-from harness.reference.config import trains
+from harness.core.plan.units import output_weight, unit_called_in_chunks, unit_of_output_alone
+from harness.core.plan.zero import (
+    kept_parameter_dtype,
+    numel_of_rank,
+    padded_elements,
+    vectors_with_any,
+    zero_degree,
+    zero_units,
+)
+from harness.reference.config import is_trainable
 
 # ---- Traffic of ZeRO: gradients to the rank whose optimizer has them, parameters from it
 
@@ -32,9 +39,9 @@ def zero_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
     """
     axis = shard_axis(case.dims)
     passes = case.features.accumulation
-    size = BYTES[kept_dtype(case)]
+    size = BYTES[kept_parameter_dtype(case)]
     fqns = parameters_of_rank(case, rank)
-    padded = padded_elements(units_held(zero_units(case, traits), fqns), zero_degree(case))
+    padded = padded_elements(vectors_with_any(zero_units(case, traits), fqns), zero_degree(case))
     unpadded = sum(numel_of_rank(case, fqn) for fqn in fqns)  # an all_reduce takes them as they are
     gathered_bytes = padded * size
     reduced = padded if traits.zero_reduces_by == "reduce_scatter" else unpadded
@@ -64,7 +71,7 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
         return
     dims = case.data_dims
     features = case.features
-    tp_index = coordinate(case.dims, rank)["tp"]
+    tp_index = coordinate_of_rank(case.dims, rank)["tp"]
     stored = case.training.dtype
     gathered = BYTES[case.training.compute_dtype or stored]
     reduced = BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
@@ -75,34 +82,34 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     fqns = [*parameter_shapes(case.model)]
     if shards > 1:
         fqns = [*itertools.chain.from_iterable(unit.parameters for unit in units)]
-    everything = _padded(case, traits, fqns, tp_index)
-    differentiated = _padded(case, traits, [fqn for fqn in fqns if trains(case.training, fqn)], tp_index)
-    alone = output_alone(units) if traits.loss_chunks > 1 else None
+    everything = _padded_elements(case, traits, fqns, tp_index)
+    differentiated = _padded_elements(case, traits, [fqn for fqn in fqns if is_trainable(case.training, fqn)], tp_index)
+    alone = unit_of_output_alone(units) if traits.loss_chunks > 1 else None
     called_twice = unit_called_in_chunks(case, traits, units)
     in_chunks = alone or called_twice
     waited = 0
     if in_chunks and case.features.accumulation > 1 and case.features.defer_sync is True:
         # Gradients of earlier microbatches wait in the unit; the first backward that comes to it, a chunk's, reduces them.
-        waited = _padded(case, traits, in_chunks.parameters, tp_index)
+        waited = _padded_elements(case, traits, in_chunks.parameters, tp_index)
         if alone and traits.holds_output:  # the output waits for its last chunk, all others are reduced at its first
             waited = everything - waited
     if shards > 1:
         times = features.accumulation * gathered
-        freed = _gathered_again(case, units, alone if traits.holds_output else None)
+        freed = _units_gathered_again(case, units, alone if traits.holds_output else None)
         first = gathered if traits.keeps_over_accumulation and case.wrapper == "fsdp2" else times
         yield Flow(axis, "parameters", "all_gather", "forward", first * everything)
         fqns_by_degree: dict[int, list[str]] = defaultdict(list)
         for unit in freed:
             fqns_by_degree[unit.degree] += unit.parameters
         for degree in sorted(fqns_by_degree):
-            again_bytes = times * _padded(case, traits, fqns_by_degree[degree], tp_index)
-            yield Flow(gathered_over(case, degree), "parameters", "all_gather", "backward", again_bytes)
+            again_bytes = times * _padded_elements(case, traits, fqns_by_degree[degree], tp_index)
+            yield Flow(gather_axis(case, degree), "parameters", "all_gather", "backward", again_bytes)
         yield Flow(axis, "gradients", "reduce_scatter", "backward", differentiated * scattered + waited * reduced)
         if in_chunks and not (alone and traits.holds_output):
             later_calls = traits.loss_chunks - 1 if alone else 1
-            yield from _gathered_again_in_a_pass(case, traits, axis, in_chunks, tp_index, times=later_calls)
+            yield from _chunk_flows(case, traits, axis, in_chunks, tp_index, times=later_calls)
         elif traits.chunks_behind_forward and not alone:
-            yield from _gathered_for_the_loss(case, traits, axis, units[-1], tp_index)
+            yield from _loss_unit_flows(case, traits, axis, units[-1], tp_index)
     if dims.replicas > 1:
         replicated = differentiated * over_replicas + waited * reduced
         yield Flow(case.replicate_axis, "gradients", "all_reduce", "backward", replicated // shards)
@@ -111,30 +118,30 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
         yield Flow(case.replicate_axis, "weights", "broadcast", "forward", weights, first=True)
 
 
-def _gathered_again(case: Case, units: list[Unit], held_whole: Unit | None) -> list[Unit]:
+def _units_gathered_again(case: Case, units: list[Unit], held_whole: Unit | None) -> list[Unit]:
     """Return the units that backward gathers."""
-    reached = gathered_in_backward(case, units)
+    reached = units_gathered_in_backward(case, units)
     return [unit for unit in reached if unit.degree > 1 and unit.backward_gathers and unit is not held_whole]
 
 
-def _padded(case: Case, traits: TrainerTraits, fqns: Iterable[str], tp_index: int) -> int:
+def _padded_elements(case: Case, traits: TrainerTraits, fqns: Iterable[str], tp_index: int) -> int:
     """Return the elements that FSDP2 moves for these parameters."""
     return sum(padded_numel(case, traits, fqn, tp_index) for fqn in fqns)
 
 
-def _gathered_for_the_loss(case: Case, traits: TrainerTraits, axis: str, last: Unit, tp_index: int) -> Iterable[Flow]:
+def _loss_unit_flows(case: Case, traits: TrainerTraits, axis: str, last: Unit, tp_index: int) -> Iterable[Flow]:
     """Yield what the unit of final norm and output gathers for a loss in chunks, when the model's forward is over.
 
     A unit that its policy frees is free by then, and is gathered once more for the loss. The loss leaves the unit with that
     policy, so a unit that its policy keeps is kept in the first pass only.
     """
     size = BYTES[case.training.compute_dtype or case.training.dtype]
-    once = _padded(case, traits, last.parameters, tp_index) * size
+    once = _padded_elements(case, traits, last.parameters, tp_index) * size
     yield Flow(axis, "parameters", "all_gather", "forward", (case.features.accumulation - 1) * once)
     yield Flow(axis, "parameters", "all_gather", "forward", once, later=case.features.reshard_after_forward != "always")
 
 
-def _gathered_again_in_a_pass(
+def _chunk_flows(
     case: Case, traits: TrainerTraits, axis: str, output: Unit, tp_index: int, *, times: int
 ) -> Iterable[Flow]:
     """Yield what the output's unit gathers for chunks after the first. FSDP2 frees a unit behind each backward of its
@@ -143,26 +150,26 @@ def _gathered_again_in_a_pass(
     times: how often a pass does so; an output that is its own unit does it for every chunk after the first.
     """
     size = BYTES[case.training.compute_dtype or case.training.dtype]
-    once = _padded(case, traits, output.parameters, tp_index) * size
+    once = _padded_elements(case, traits, output.parameters, tp_index) * size
     others = times * case.features.accumulation * once
     if output.degree > 1:
-        yield Flow(gathered_over(case, output.degree), "parameters", "all_gather", "forward", others)
+        yield Flow(gather_axis(case, output.degree), "parameters", "all_gather", "forward", others)
     yield Flow(axis, "parameters", "all_gather", "backward", others)
 
 
-def _gathered_for_chunks_of_a_stage(case: Case, traits: TrainerTraits, rank: int, units: list[Unit]) -> Iterable[Flow]:
+def _stage_chunk_flows(case: Case, traits: TrainerTraits, rank: int, units: list[Unit]) -> Iterable[Flow]:
     """Yield what each chunk after a microbatch's first one gathers.
 
     A pipeline's backward frees nothing before the pass is over.
     """
-    output = output_alone(units)
+    output = unit_of_output_alone(units)
     last = case.n_stages - 1
     if output is None or output.degree == 1 or last not in stages_of_rank(case, rank):
         return
     size = BYTES[case.training.compute_dtype or case.training.dtype] * case.features.accumulation
-    once = padded_numel(case, traits, output_weight(case), coordinate(case.data_dims, rank)["tp"]) * size
+    once = padded_numel(case, traits, output_weight(case), coordinate_of_rank(case.data_dims, rank)["tp"]) * size
     others = (traits.loss_chunks - 1) * case.microbatches * once
-    yield Flow(gathered_over(case, output.degree), "parameters", "all_gather", "forward", others)
+    yield Flow(gather_axis(case, output.degree), "parameters", "all_gather", "forward", others)
 
 
 def reductions_per_step(case: Case) -> int:
@@ -182,7 +189,7 @@ def _fsdp1_flows(case: Case, traits: TrainerTraits) -> Iterable[Flow]:
     size = BYTES[computed or case.training.dtype]
     reduced_size = BYTES[case.features.reduce_dtype or computed or case.training.dtype]
     kept = case.features.reshard_after_forward == "never"
-    moved = [unit.part(degree) * degree * size for unit in flat_units(case, traits.vector_order)]
+    moved = [unit.elements_per_rank(degree) * degree * size for unit in flat_units(case, traits.vector_order)]
     reduced = reductions_per_step(case) * sum(moved) // size * reduced_size
     if degree > 1:
         times = reductions_per_step(case) if kept else passes
@@ -205,31 +212,29 @@ def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, 
     dims = case.data_dims
     features = case.features
     stored = case.training.dtype
-    tp_index = coordinate(dims, rank)["tp"]
-    trained_fqns = [fqn for fqn in parameters_of_rank(case, rank) if trains(case.training, fqn)]
-    differentiated = _padded(case, traits, trained_fqns, tp_index)
+    tp_index = coordinate_of_rank(dims, rank)["tp"]
+    trained_fqns = [fqn for fqn in parameters_of_rank(case, rank) if is_trainable(case.training, fqn)]
+    differentiated = _padded_elements(case, traits, trained_fqns, tp_index)
     gathered = features.accumulation * BYTES[case.training.compute_dtype or stored]
     reduced = features.accumulation * BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
     shards = dims.shards
     axis = shard_axis(dims)
     if shards > 1:
-        yield from _stage_gathers(case, traits, rank, units, gathered)
-        yield from _gathered_for_chunks_of_a_stage(case, traits, rank, units)
+        yield from _stage_flows(case, traits, rank, units, gathered)
+        yield from _stage_chunk_flows(case, traits, rank, units)
         yield Flow(axis, "gradients", "reduce_scatter", "pipeline", differentiated * reduced)
     if dims.replicas > 1:
         phase = "backward" if case.wrapper == "ddp" else "pipeline"
         yield Flow(case.replicate_axis, "gradients", "all_reduce", phase, differentiated // shards * reduced)
 
 
-def _stage_gathers(
-    case: Case, traits: TrainerTraits, rank: int, units: list[Unit], element_bytes: int
-) -> Iterable[Flow]:
+def _stage_flows(case: Case, traits: TrainerTraits, rank: int, units: list[Unit], element_bytes: int) -> Iterable[Flow]:
     """Yield what a pipeline's schedule gathers of a rank's stages: parameters of units that are kept, then of freed ones.
 
     element_bytes: bytes of an element, times the accumulation.
     """
     dims = case.data_dims
-    tp_index = coordinate(dims, rank)["tp"]
+    tp_index = coordinate_of_rank(dims, rank)["tp"]
     order = actions_of_rank(case, rank)
     looped = case.features.schedule in LOOPED
     freed_fqns = set[str]()
@@ -237,7 +242,7 @@ def _stage_gathers(
         if unit.degree == dims.shards:
             freed_fqns.update(unit.parameters)
     for freed in (False, True):
-        for (stage, phase), count in schedule.gathers(order, looped=looped, freed=freed).items():
+        for (stage, phase), count in schedule.count_gathers(order, looped=looped, freed=freed).items():
             fqns = [fqn for fqn in parameters_of_stage(case, stage) if (fqn in freed_fqns) == freed]
-            elements = _padded(case, traits, fqns, tp_index)
+            elements = _padded_elements(case, traits, fqns, tp_index)
             yield Flow(shard_axis(dims), "parameters", "all_gather", phase, count * elements * element_bytes)

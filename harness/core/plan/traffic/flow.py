@@ -7,7 +7,7 @@ from dataclasses import dataclass
 OUTSIDE = "outside"
 """Of forward and backward: where small collectives of every kind are, so that a flow there is what is moved at least."""
 
-TIED = "gradients of a tied weight"
+TIED_ROLE = "gradients of a tied weight"
 """Role of what first and last stage add up: each has the gradient of its own use of the weight."""
 
 

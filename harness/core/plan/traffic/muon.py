@@ -6,35 +6,35 @@ from collections.abc import Iterable
 
 from harness.core.case.case import Case
 from harness.core.case.traits import TrainerTraits
-from harness.core.plan.grid import coordinate, shard_axis
+from harness.core.plan.grid import coordinate_of_rank, shard_axis
 from harness.core.plan.slices import BYTES, padded_numel, parameter_shapes, tp_dim
 from harness.core.plan.stages import parameters_of_rank
 from harness.core.plan.traffic.flow import OUTSIDE, Flow
 from harness.reference.config import rule_of
 
-MATRICES = "matrices"
+MATRICES_ROLE = "matrices"
 """Role of what Muon gathers: updates whose slices lie on several ranks."""
 
 
 def muon_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
     """Yield what every rank gathers of all matrices, unless each has an owner that does it for the others (`muon_owner`)."""
     if not traits.muon_owner:
-        for axis, size in _whole(case, traits, rank):
-            yield Flow(axis, MATRICES, "all_gather", OUTSIDE, size)
+        for axis, size in _gathered_bytes_by_axis(case, traits, rank):
+            yield Flow(axis, MATRICES_ROLE, "all_gather", OUTSIDE, size)
 
 
 def owners_bytes(case: Case, traits: TrainerTraits, rank: int) -> int:
     """Return the most bytes that ranks move to the owners of matrices and back, by collectives of their own choice."""
     if not traits.muon_owner:
         return 0
-    return 2 * sum(size for _, size in _whole(case, traits, rank))
+    return 2 * sum(size for _, size in _gathered_bytes_by_axis(case, traits, rank))
 
 
-def _whole(case: Case, traits: TrainerTraits, rank: int) -> Iterable[tuple[str, int]]:
+def _gathered_bytes_by_axis(case: Case, traits: TrainerTraits, rank: int) -> Iterable[tuple[str, int]]:
     """Yield axes and bytes: FSDP's cuts are undone first, of what tp left of a matrix; then those of tp."""
     fqns = [fqn for fqn in parameters_of_rank(case, rank) if rule_of(case.training, fqn) == "muon"]
     size = BYTES[case.training.dtype]
-    tp_index = coordinate(case.dims, rank)["tp"]
+    tp_index = coordinate_of_rank(case.dims, rank)["tp"]
     if case.shards > 1:
         yield shard_axis(case.data_dims), sum(padded_numel(case, traits, fqn, tp_index) for fqn in fqns) * size
     if case.dims.tp > 1:

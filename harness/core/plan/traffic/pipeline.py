@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from harness.core.case.case import Case
 from harness.core.case.traits import TrainerTraits
-from harness.core.plan.grid import shard_place, tied_axis, tp_place
+from harness.core.plan.grid import shard_degree_and_index, tied_axis, tp_degree_and_index
 from harness.core.plan.slices import BYTES, numel, parameter_shapes, slice_of
 from harness.core.plan.stages import stages_of_rank
-from harness.core.plan.traffic.flow import OUTSIDE, TIED, Flow
+from harness.core.plan.traffic.flow import OUTSIDE, TIED_ROLE, Flow
 
 
 def pipeline_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
@@ -40,9 +40,9 @@ def tied_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
     fqn = "tok_embeddings.weight"
     if not axis or not {0, case.n_stages - 1} & {*stages_of_rank(case, rank)}:
         return
-    shard = shard_place(case.data_dims, rank) if case.shards > 1 else (1, 0)
-    held_slice = slice_of(fqn, parameter_shapes(case.model)[fqn], tp_place(case.dims, rank), shard)
+    shard = shard_degree_and_index(case.data_dims, rank) if case.shards > 1 else (1, 0)
+    held_slice = slice_of(fqn, parameter_shapes(case.model)[fqn], tp_degree_and_index(case.dims, rank), shard)
     size = numel(held_slice) * BYTES[case.training.dtype]
     ops = ("send", "recv") if traits.tied_reduces_by == "send" else ("all_reduce",)
     for op in ops:
-        yield Flow(axis, TIED, op, OUTSIDE, size)
+        yield Flow(axis, TIED_ROLE, op, OUTSIDE, size)

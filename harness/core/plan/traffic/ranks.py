@@ -16,7 +16,7 @@ from harness.core.plan.traffic.flow import Flow
 from harness.core.plan.traffic.muon import muon_flows, owners_bytes
 from harness.core.plan.traffic.pipeline import pipeline_flows, tied_flows
 from harness.core.plan.traffic.recomputation import recomputed_flows
-from harness.core.plan.traffic.tensor_parallel import loss_bytes, scale_flows, tensor_parallel_flows
+from harness.core.plan.traffic.tensor_parallel import loss_parallel_bytes, scale_flows, tensor_parallel_flows
 
 
 def flows_of_rank(case: Case, traits: TrainerTraits, rank: int, length: int, units: list[Unit]) -> tuple[Flow, ...]:
@@ -50,7 +50,7 @@ def outside_bytes(case: Case, traits: TrainerTraits, rank: int, flows: Iterable[
     losses = 0
     if dims.tp > 1 and case.features.loss_parallel and has_last_stage and not traits.loss_in_forward:
         batches = 1 + bool(case.features.validate_every)
-        losses = loss_bytes(case, case.training.seq_len) * batches
+        losses = loss_parallel_bytes(case, case.training.seq_len) * batches
     optional = sum(flow.bytes for flow in flows if flow.optional)
     return numbers * BYTES["float64"] + losses + optional + owners_bytes(case, traits, rank)
 
@@ -68,11 +68,11 @@ def integer_bytes(case: Case) -> int:
     return (4 * len(parameter_shapes(case.model)) + 2 * case.dims.world_size + 8) * 8  # int64
 
 
-def used_bytes(case: Case) -> int:
-    """Return the most bytes of integers that a rank moves in a later step.
+def unused_parameter_bytes(case: Case) -> int:
+    """Return the most bytes of integers that a rank of any DDP case moves in a later step; 0 for other wrappers.
 
     With find_unused_parameters DDP's ranks tell each other which parameters they used, whenever they reduce: an int32 each,
-    and one number. In a static graph they do so in the first step only.
+    and one number. In a static graph they do so in the first step only. The bound is the same without that option.
     """
     if case.wrapper not in ("ddp", "replicate"):
         return 0

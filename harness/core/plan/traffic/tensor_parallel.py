@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from harness.core.case import releases
 from harness.core.case.case import Case
 from harness.core.case.traits import TrainerTraits
-from harness.core.plan.frozen import gradients_of_activations, trained
+from harness.core.plan.frozen import gradients_of_activations, trained_values
 from harness.core.plan.slices import BYTES, parameter_shapes, tp_dim
 from harness.core.plan.stages import layers_of_stage, layers_of_stages, stages_of_rank
 from harness.core.plan.traffic.data_parallel import reductions_per_step
 from harness.core.plan.traffic.flow import Flow
-from harness.reference.config import trains
+from harness.reference.config import is_trainable
 
 
 def tensor_parallel_flows(case: Case, traits: TrainerTraits, stages: tuple[int, ...], length: int) -> Iterable[Flow]:
@@ -27,7 +27,7 @@ def tensor_parallel_flows(case: Case, traits: TrainerTraits, stages: tuple[int, 
     model = case.model
     if dims.tp == 1:
         return
-    activation = activation_bytes(case, length)
+    activation = residual_stream_bytes(case, length)
     layers = layers_of_stages(case, stages)
     count = len(layers)
     first = 0 in stages
@@ -52,12 +52,12 @@ def tensor_parallel_flows(case: Case, traits: TrainerTraits, stages: tuple[int, 
         yield Flow("tp", "activations", "all_reduce", "forward", (2 * count + first) * activation)
         yield Flow("tp", "activations", "all_reduce", "backward", back_in * activation)
     if model.lora is not None:
-        sums = _whole_in_adapters(case, layers)
+        sums = _whole_adapter_elements(case, layers)
         yield Flow("tp", "adapter gradients", "all_reduce", phase, sums * size_of_sums, optional=True)
     if not case.features.loss_parallel and last:
         yield Flow("tp", "logits", "all_gather", "forward", logits_bytes(case, length))
     elif traits.loss_in_forward and last:
-        yield Flow("tp", "loss", "all_reduce", "forward", loss_bytes(case, length))
+        yield Flow("tp", "loss", "all_reduce", "forward", loss_parallel_bytes(case, length))
 
 
 def _crossings_in_backward(case: Case, layers: list[int], *, first: bool, last: bool) -> tuple[int, int]:
@@ -78,20 +78,20 @@ def _trained_norms(case: Case, layers: list[int], *, last: bool) -> int:
         fqns += [f"layers.{layer}.attention_norm.weight", f"layers.{layer}.ffn_norm.weight"]
     if last:
         fqns.append("norm.weight")
-    return sum(trains(case.training, fqn) for fqn in fqns)
+    return sum(is_trainable(case.training, fqn) for fqn in fqns)
 
 
-def _whole_in_adapters(case: Case, layers: list[int]) -> int:
+def _whole_adapter_elements(case: Case, layers: list[int]) -> int:
     """Return the elements of adapters that are trained and whole on every rank: A of a matrix cut by rows, B of one that
     is cut by columns. Each rank has the gradient of its part alone."""
     elements = 0
-    for fqn, shape in trained(case, parameter_shapes(case.model)).items():
+    for fqn, shape in trained_values(case, parameter_shapes(case.model)).items():
         if ".lora_" in fqn and tp_dim(fqn) is None and int(fqn.split(".")[1]) in layers:
             elements += math.prod(shape)
     return elements
 
 
-def activation_bytes(case: Case, length: int) -> int:
+def residual_stream_bytes(case: Case, length: int) -> int:
     """Return the bytes of the residual stream of all of a rank's microbatches."""
     size = BYTES[case.training.compute_dtype or case.training.dtype]
     return case.local_batch * (length // case.dims.cp) * case.model.dim * size * case.passes
@@ -100,10 +100,10 @@ def activation_bytes(case: Case, length: int) -> int:
 def logits_bytes(case: Case, length: int) -> int:
     """Return the bytes of the logits of all of a rank's microbatches, gathered over tp in equal parts."""
     vocabulary = -(-case.model.vocab_size // case.dims.tp) * case.dims.tp
-    return activation_bytes(case, length) // case.model.dim * vocabulary
+    return residual_stream_bytes(case, length) // case.model.dim * vocabulary
 
 
-def loss_bytes(case: Case, length: int) -> int:
+def loss_parallel_bytes(case: Case, length: int) -> int:
     """Return the bytes that go over tp with loss parallel, of all of a rank's microbatches.
 
     They are three numbers a token: the largest logit, the sum of the exponentials, and the logit of the label.
@@ -120,7 +120,7 @@ def _bytes_of_norm_gradients(case: Case, torch: str) -> int:
     computed = case.training.compute_dtype or case.training.dtype
     features = case.features
     kept = case.dims.pp > 1 or (features.accumulation > 1 and features.defer_sync is True)
-    kept = kept or (case.wrapper == "fsdp2" and releases.holds(releases.SUMS_IN_REDUCE_DTYPE, torch))
+    kept = kept or (case.wrapper == "fsdp2" and releases.condition_holds(releases.SUMS_IN_REDUCE_DTYPE, torch))
     times = features.accumulation if case.dims.pp > 1 else reductions_per_step(case)
     return times * BYTES[features.reduce_dtype or computed if kept else computed]
 

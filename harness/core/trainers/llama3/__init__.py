@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING
 from harness.core.case.case import Case
 from harness.core.case.features import ZERO
 from harness.core.case.measured import Unit
-from harness.core.case.schedule import MOST_ACTIVE, V_SHAPED, ZERO_BUBBLE
+from harness.core.case.schedule import MOST_ACTIVE_STAGES, V_SHAPED, ZERO_BUBBLE
 from harness.core.case.traits import TrainerTraits
-from harness.core.plan.frozen import differentiated_layers, gathered_in_backward, has_frozen
+from harness.core.plan.frozen import count_differentiated_layers, has_frozen, units_gathered_in_backward
 from harness.core.plan.units import fsdp2_units
 from harness.core.trainers import Adapter
 from harness.core.trainers.support.alone import needs_memory
@@ -58,7 +58,7 @@ class Llama3(Adapter):
         return TrainerTraits(fsdp_units="apart", attention="fused", cp_gathers=gathers)
 
     def unsupported(self, case: Case) -> str | None:
-        return next(_obstacles(case), None)
+        return next(_why_unsupported(case), None)
 
     def start(self, case: Case, weights: Path | None, device: str) -> Trainer:
         from harness.core.trainers.llama3 import trainer
@@ -68,7 +68,7 @@ class Llama3(Adapter):
         return trainer.Trainer(case, weights=weights, device=trainer.join(case, device))
 
     def unsupported_alone(self, case: Case) -> str | None:
-        return self.unsupported(case) or next(_held_out(case), None) or next(needs_memory(case), None)
+        return self.unsupported(case) or next(_unsupported_alone(case), None) or next(needs_memory(case), None)
 
     def dry(self, case: Case) -> Trainer:
         import torch
@@ -81,7 +81,7 @@ class Llama3(Adapter):
         return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")  # DDP's, checkpointing's
 
 
-def _obstacles(case: Case) -> Iterator[str]:
+def _why_unsupported(case: Case) -> Iterator[str]:
     """Yield why this trainer cannot run the case, one sentence each."""
     dims = case.dims
     features = case.features
@@ -119,7 +119,7 @@ def _obstacles(case: Case) -> Iterator[str]:
         yield "async_tp is a pass of the compiler's over its graphs: it needs compile"
     if features.async_tp and not Path("/proc/driver/nvidia").exists():
         yield "async_tp: its fused operators (symmetric memory) have no CPU kernel; no NVIDIA driver is here"
-    yield from (f"{request}: not implemented yet" for request, requested in _unfinished(case).items() if requested)
+    yield from (f"{request}: not implemented yet" for request, requested in _not_implemented(case).items() if requested)
 
 
 def _limits_of_validation(case: Case) -> Iterator[str]:
@@ -150,7 +150,7 @@ def _limits_of_freezing(case: Case) -> Iterator[str]:
     limits |= {f"quantize {training.quantize}": training.quantize is not None}
     limits |= {"cp and document_mask": dims.cp > 1 and training.document_mask}
     limits |= {f"schedule {features.schedule}": dims.pp > 1 and features.schedule in ZERO_BUBBLE}
-    idle = differentiated_layers(case, range(case.model.n_layers)) < case.model.n_layers
+    idle = count_differentiated_layers(case, range(case.model.n_layers)) < case.model.n_layers
     by_name = {"activation_checkpointing": features.activation_checkpointing != "none"}
     by_name |= {"cp": dims.cp > 1, "pp": dims.pp > 1}
     limits |= {
@@ -159,7 +159,7 @@ def _limits_of_freezing(case: Case) -> Iterator[str]:
     }
     yield from (f"{frozen_by} with {other}: not implemented yet" for other, requested in limits.items() if requested)
     units = [Unit(unit, 1) for unit in fsdp2_units(case)]
-    if isinstance(features.reshard_after_forward, int) and len(gathered_in_backward(case, units)) < len(units):
+    if isinstance(features.reshard_after_forward, int) and len(units_gathered_in_backward(case, units)) < len(units):
         number = features.reshard_after_forward
         reason = (
             "what forward left of units that backward never gathers; see upstream_bugs/fsdp2_frozen_post_forward.py"
@@ -167,7 +167,7 @@ def _limits_of_freezing(case: Case) -> Iterator[str]:
         yield f"{frozen_by} with reshard_after_forward {number}: FSDP2 keeps {reason}"
 
 
-def _held_out(case: Case) -> Iterator[str]:
+def _unsupported_alone(case: Case) -> Iterator[str]:
     if case.features.validate_every:
         yield f"validate_every {case.features.validate_every}: a rank alone reads no samples"
     if case.features.export:
@@ -204,9 +204,9 @@ def _limits_of_pipelines(case: Case) -> Iterator[str]:
     features = case.features
     if dims.pp == 1:
         return
-    if dims.dp_shard * dims.cp > 1 and case.stages_per_rank > MOST_ACTIVE:
+    if dims.dp_shard * dims.cp > 1 and case.stages_per_rank > MOST_ACTIVE_STAGES:
         yield (
-            f"stages_per_rank {case.stages_per_rank} with FSDP2: torch's schedules keep {MOST_ACTIVE} stages gathered"
+            f"stages_per_rank {case.stages_per_rank} with FSDP2: torch's schedules keep {MOST_ACTIVE_STAGES} stages gathered"
             " at a time, and how often they gather more than that is not planned"
         )
     if features.compile and features.schedule in ZERO_BUBBLE:
@@ -271,7 +271,7 @@ def torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _unfinished(case: Case) -> dict[str, bool]:
+def _not_implemented(case: Case) -> dict[str, bool]:
     features = case.features
     training = case.training
     return {

@@ -55,6 +55,10 @@ def read_case(file_and_name: str) -> Case:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options of a command line, which is that of the process if `arguments` is None.
+
+    Raises ValueError for --resume or --checkpoint-every without --checkpoint-dir.
+    """
     parser = argparse.ArgumentParser(
         allow_abbrev=False, prog="python -m harness.core.trainers.llama3", description="Train one case."
     )

@@ -13,8 +13,8 @@ from harness.core.case.case import Case
 from harness.core.trainers.llama3 import lora
 
 State = dict[str, Tensor]
-OF_MODEL = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
-OF_LAYER = {
+MODEL_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+LAYER_NAMES = {
     **{f"attention.w{letter}": f"self_attn.{letter}_proj" for letter in "qkvo"},
     **{"feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj", "feed_forward.w3": "mlp.up_proj"},
     **{"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
@@ -40,21 +40,21 @@ def converted(state: State, case: Case) -> State:
     The rows of q and k are in the order that their rotary embedding needs.
     """
     state = lora.merged(state, case.model.lora) if case.model.lora and state else state
-    exported = {renamed(fqn): value for fqn, value in state.items()}
+    exported = {huggingface_name(fqn): value for fqn, value in state.items()}
     if case.features.export != "hf_interleaved":
         rotated_names = [name for name in exported if name.endswith(("q_proj.weight", "k_proj.weight"))]
         exported |= {name: halves(exported[name], case.model.head_dim) for name in rotated_names}
     if case.model.tied_embeddings and exported:
         exported["lm_head.weight"] = exported["model.embed_tokens.weight"]
-    return fused(exported) if case.features.export == "hf_fused" else exported
+    return fuse_matrices(exported) if case.features.export == "hf_fused" else exported
 
 
-def renamed(fqn: str) -> str:
+def huggingface_name(fqn: str) -> str:
     name = fqn.removesuffix(".weight")
-    if name in OF_MODEL:
-        return f"{OF_MODEL[name]}.weight"
+    if name in MODEL_NAMES:
+        return f"{MODEL_NAMES[name]}.weight"
     _, layer, name = name.split(".", 2)
-    return f"model.layers.{layer}.{OF_LAYER[name]}.weight"
+    return f"model.layers.{layer}.{LAYER_NAMES[name]}.weight"
 
 
 def halves(weight: Tensor, head_dim: int) -> Tensor:
@@ -65,7 +65,7 @@ def halves(weight: Tensor, head_dim: int) -> Tensor:
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(weight.shape)
 
 
-def fused(state: State) -> State:
+def fuse_matrices(state: State) -> State:
     """Replace q, k and v by one matrix, and gate and up by another one, in place. Return the state."""
     for name in [name for name in state if name.endswith("self_attn.q_proj.weight")]:
         layer = name.removesuffix("self_attn.q_proj.weight")

@@ -18,25 +18,25 @@ from harness.reference.model import Adapted
 PARTS = ("lora_a", "lora_b")
 
 
-def adapted(model: nn.Module) -> dict[str, Adapted]:
+def modules_with_adapters(model: nn.Module) -> dict[str, Adapted]:
     """Return the matrices with adapters, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
 
 
-def taken_out(model: nn.Module) -> dict[str, dict[str, Any]]:
+def take_out_adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Take all adapters out of the model; return their parts by the name of the matrix.
 
     Trap: torch's styles cut every parameter inside a module as they cut its weight.
     """
     adapters: dict[str, dict[str, Any]] = {}
-    for name, module in adapted(model).items():
+    for name, module in modules_with_adapters(model).items():
         adapters[name] = {part: module._modules.pop(part) for part in PARTS}
     return adapters
 
 
 def put_back(model: nn.Module, adapters: dict[str, dict[str, Any]], mesh: DeviceMesh) -> None:
     """Put adapters back beside their matrices, cut as these are."""
-    for name, module in adapted(model).items():
+    for name, module in modules_with_adapters(model).items():
         for part, linear in adapters[name].items():
             placed = distribute_tensor(linear.weight, mesh, [placement(module.weight, part)])
             linear.weight = nn.Parameter(placed, requires_grad=linear.weight.requires_grad)

@@ -70,7 +70,7 @@ class MuonWithAdamW(Optimizer):
         assert gradient is not None
         average.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
-        update = own_slice(orthogonalised(gathered(update)), parameter)
+        update = own_slice(orthogonalise(gathered(update)), parameter)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"] * scale_of(parameter, group["adjust_lr"]))
 
@@ -91,7 +91,7 @@ def gathered(update: Tensor) -> Tensor:
     return update.to_local()
 
 
-def orthogonalised(matrix: Tensor) -> Tensor:
+def orthogonalise(matrix: Tensor) -> Tensor:
     """Move the singular values of a whole matrix towards 1, by five steps of Newton-Schulz. [m, n] -> [m, n]"""
     a, b, c = POLYNOMIAL
     tall = matrix.shape[0] > matrix.shape[1]

@@ -180,7 +180,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, features: Features) ->
 
     With sequence parallel, what lies between (norms, residual stream) is split over the sequence, dim 1.
     """
-    adapters = lora.taken_out(model)
+    adapters = lora.take_out_adapters(model)
     parallelize_module(model, mesh, outer_plan(features, tied=model.config.tied_embeddings))
     for layer in model.layers.values():
         parallelize_module(layer, mesh, layer_plan(features))

@@ -9,7 +9,7 @@ from torch import nn
 
 from harness.core.case.case import Case
 from harness.reference.config import quantized_modules
-from harness.reference.precision import in_hardware
+from harness.reference.precision import runs_in_hardware
 
 
 def convert(model: nn.Module, case: Case, device: torch.device) -> None:
@@ -26,7 +26,9 @@ def convert(model: nn.Module, case: Case, device: torch.device) -> None:
 def _to_float8(model: nn.Module, recipe: str, modules: tuple[str, ...], device: torch.device) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not in_hardware(recipe, device))
+    config = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(recipe), emulate=not runs_in_hardware(recipe, device)
+    )
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, fqn: fqn in modules)
 
 
@@ -36,7 +38,7 @@ def _to_mxfp8(model: nn.Module, fqn: str, device: torch.device) -> None:
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
     linear = model.get_submodule(fqn)
-    preference = KernelPreference.AUTO if in_hardware("mxfp8", device) else KernelPreference.EMULATED
+    preference = KernelPreference.AUTO if runs_in_hardware("mxfp8", device) else KernelPreference.EMULATED
     shape = {"in_features": linear.in_features, "out_features": linear.out_features}
     exchanged = MXFP8Linear(**shape, bias=False, kernel_preference=preference, device="meta")
     exchanged.weight = linear.weight

@@ -18,7 +18,7 @@ from harness.core.case.case import Case
 from harness.reference.model import Llama
 
 WRAPPER = "_checkpoint_wrapped_module."
-KEPT = (
+KEPT_OPERATORS = (
     "aten.mm.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "aten._scaled_dot_product_flash_attention.default",
@@ -34,7 +34,7 @@ def apply_checkpointing(model: Llama, case: Case) -> None:
     """Make blocks forget their activations after forward and compute them again in backward."""
     for name, block in list(model.layers.items()):
         if is_checkpointed(int(name), case):
-            model.layers[name] = checkpointed(block, case)
+            model.layers[name] = with_checkpointing(block, case)
 
 
 def is_checkpointed(layer: int, case: Case) -> bool:
@@ -46,7 +46,7 @@ def is_checkpointed(layer: int, case: Case) -> bool:
     return kind in ("full", "op") or (kind == "layer" and layer % 2 == 1)
 
 
-def checkpointed(block: nn.Module, case: Case) -> nn.Module:
+def with_checkpointing(block: nn.Module, case: Case) -> nn.Module:
     """Return the block in a wrapper that recomputes it.
 
     Trap: without preserve_rng_state a recomputed dropout would draw another mask.
@@ -69,7 +69,7 @@ def kept_operators() -> Any:
             matmuls[context.is_recompute] += 1
             if matmuls[context.is_recompute] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE if str(operator) in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if str(operator) in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 

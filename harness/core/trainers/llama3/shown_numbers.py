@@ -27,12 +27,12 @@ MEANINGS: dict[str, dict[str, Any]] = {
 
 
 def with_meanings(shown: Mapping[str, float], handed_over: Mapping[str, dict[str, Any]]) -> dict[str, Number]:
-    """Return each number that is shown with its meaning. more: what is handed over beside it, by name."""
+    """Return each number that is shown with its meaning. handed_over: what is handed over beside it, by name."""
     return {name: Number(value, **MEANINGS[name], **handed_over.get(name, {})) for name, value in shown.items()}
 
 
 def mean_over_ranks(sum_and_count: torch.Tensor, mesh: DeviceMesh | None) -> float:
-    """Return the mean over all data ranks. own: this rank's sum, and how many it is of. [2]"""
+    """Return the mean over all data ranks. sum_and_count: this rank's sum, and how many it is of. [2]"""
     total, count = parallelize.sum_over_data_ranks(sum_and_count, mesh).tolist()
     return float(total / count)
 

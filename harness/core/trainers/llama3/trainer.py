@@ -160,7 +160,7 @@ def forward_backward(
         with parallelize.gradient_sync(model, case.features, last=last), parallelize.loss_context(mesh, case.features):
             loss = loss_of(model, part)
             scaled(loss, ranks=case.dims.dp * case.dims.cp, valid_tokens=valid_tokens).backward()
-        total += whole(loss.detach())
+        total += plain_loss(loss.detach())
     parallelize.settle_gradients(list(model.parameters()))
     return total
 
@@ -179,7 +179,7 @@ class PipelineLoss:
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         loss = token_loss(logits, labels)
-        self.total += whole(loss.detach())
+        self.total += plain_loss(loss.detach())
         return scaled(loss, ranks=self.ranks, valid_tokens=self.valid_tokens)
 
 
@@ -216,7 +216,7 @@ def reported_loss(loss_sum: Tensor, mesh: DeviceMesh | None, valid_tokens: int) 
     return float(parallelize.sum_over_data_ranks(loss_sum, mesh)) / valid_tokens
 
 
-def whole(value: Tensor) -> Tensor:
+def plain_loss(value: Tensor) -> Tensor:
     """Return the loss as a plain tensor. Under loss parallel it is a replicated DTensor."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -234,7 +234,7 @@ def evaluated(model: nn.Module, parts: list[Microbatch], mesh: DeviceMesh | None
     """Return the global mean loss, computed without gradients."""
     model.eval()
     with torch.no_grad(), parallelize.loss_context(mesh, case.features):
-        losses = [whole(loss_of(model, part)) for part in parts]
+        losses = [plain_loss(loss_of(model, part)) for part in parts]
     model.train()
     return mean_over_ranks(torch.stack(losses).sum(), count_valid(parts, mesh, losses[0].device), mesh)
 

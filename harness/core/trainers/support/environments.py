@@ -24,12 +24,12 @@ class EnvironmentFailed(ValueError):
     """pip, or the making of an environment, failed. The message is its complaint."""
 
 
-BEGUN = "begun_by_harness"
+BEGUN_MARK = "begun_by_harness"
 """The file in an environment that is first written."""
 MOST_SECONDS = 3600.0  # for making an environment
 
 
-def run(python: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run_python(python: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run an interpreter with this harness, whatever is installed there and whatever lies in the current folder."""
     environment = {**os.environ, "PYTHONPATH": python_path()}
     return subprocess.run(
@@ -46,19 +46,21 @@ def environment(requirement: str, folder: Path, tell: Callable[[str], None]) -> 
     finished_mark = folder / "whole"
     if not finished_mark.exists():
         tell(f"making an environment with {requirement} in {folder}")
-        begin(folder)
-        do(module_command("venv", str(folder)))
+        begin_environment(folder)
+        run_command(module_command("venv", str(folder)))
         beneath = {str(ROOT), *map(sysconfig.get_path, ("purelib", "platlib"))}
         own_packages = next(folder.glob("lib/python*/site-packages"))
         write_text(own_packages / "beneath.pth", "\n".join(sorted(beneath)))
-        do(module_command("pip", "install", "--quiet", "--disable-pip-version-check", requirement, python=str(python)))
+        run_command(
+            module_command("pip", "install", "--quiet", "--disable-pip-version-check", requirement, python=str(python))
+        )
         finished_mark.touch()
     return python
 
 
-def begin(folder: Path) -> None:
+def begin_environment(folder: Path) -> None:
     """Make the folder of an environment, in place of one that was begun and not finished. Raises EnvironmentFailed."""
-    mark = folder / BEGUN
+    mark = folder / BEGUN_MARK
     if folder.is_symlink() or (folder.exists() and any(folder.iterdir()) and not mark.is_file()):
         raise EnvironmentFailed(
             f"{folder}: not an environment that this harness began; remove it or choose another --out"
@@ -69,7 +71,7 @@ def begin(folder: Path) -> None:
     mark.touch()
 
 
-def release(package: str, number: str, folder: Path) -> Path:
+def install_release(package: str, number: str, folder: Path) -> Path:
     """Return the folder of that version of a package, without what it needs. Raises ValueError with pip's complaint."""
     release_folder = folder.absolute() / f"{package}-{number}"
     if not release_folder.exists():
@@ -78,7 +80,7 @@ def release(package: str, number: str, folder: Path) -> Path:
             laid = Path(partial, "laid")
             pip = module_command("pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
             try:
-                do([*pip, "--target", str(laid), f"{package}=={number}"])
+                run_command([*pip, "--target", str(laid), f"{package}=={number}"])
             except EnvironmentFailed as error:
                 raise ValueError(f"no {package} {number}: {error}; or give --source a checkout of it") from None
             with contextlib.suppress(OSError):  # another process was first
@@ -86,7 +88,7 @@ def release(package: str, number: str, folder: Path) -> Path:
     return release_folder
 
 
-def do(command: Sequence[str]) -> None:
+def run_command(command: Sequence[str]) -> None:
     """Run a command. Raises EnvironmentFailed with its last error if it fails or takes too long."""
     try:
         process = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=MOST_SECONDS)

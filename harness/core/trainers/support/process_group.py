@@ -16,7 +16,7 @@ def backend_for(device: str) -> str:
 
 def join(backend: str) -> None:
     """Enter the process group that RANK, WORLD_SIZE and INIT_METHOD describe."""
-    dist.init_process_group(backend, init_method=os.environ.get("INIT_METHOD", "env://"), **_place())
+    dist.init_process_group(backend, init_method=os.environ.get("INIT_METHOD", "env://"), **_rank_and_world_size())
 
 
 def redirect() -> None:
@@ -24,7 +24,7 @@ def redirect() -> None:
     if "INIT_METHOD" not in os.environ:
         return
     original = dist.init_process_group
-    rendezvous = {"init_method": os.environ["INIT_METHOD"], **_place()}
+    rendezvous = {"init_method": os.environ["INIT_METHOD"], **_rank_and_world_size()}
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         original(*args, **{**kwargs, **rendezvous})
@@ -33,5 +33,5 @@ def redirect() -> None:
         module.init_process_group = init_process_group
 
 
-def _place() -> dict[str, Any]:
+def _rank_and_world_size() -> dict[str, Any]:
     return {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from harness.core.case.case import Case
-from harness.core.evidence.fused import Block, blocks, held_blocks
+from harness.core.evidence.fused import Block, blocks, local_blocks_of
 from harness.core.plan.slices import TP_DIM
-from harness.core.probe.structure import local
+from harness.core.probe.structure import local_tensor_of
 from harness.core.probe.without_memory import is_without_memory
 from harness.core.trainers.support.names import with_tied_output
 from harness.reference.model import initial_weights
@@ -75,7 +75,7 @@ def load_weights(
     parameters: dict[str, nn.Parameter] = {}
     for part in parts:
         parameters |= {plain(name): parameter for name, parameter in part.named_parameters()}
-    alone = any(is_without_memory(local(parameter)) for parameter in parameters.values())
+    alone = any(is_without_memory(local_tensor_of(parameter)) for parameter in parameters.values())
     full = _shapes_alone(case) if alone else read_weights(weights, case)
     for name, parameter in parameters.items():
         fqns = fused.get(fqn(name), (fqn(name),))
@@ -86,7 +86,7 @@ def load_weights(
             continue
         local_parts = {key: cut(key, torch.as_tensor(full[key][rows.get(key, slice(None))])) for key in fqns}
         rows_of_parts = {key: full[key].shape[0] for key in local_parts}
-        full_tensor = _fused(local_parts, blocks(fqns, rows_of_parts))
+        full_tensor = _fuse_parts(local_parts, blocks(fqns, rows_of_parts))
         if full_tensor.shape != parameter.shape:
             problems.append(
                 f"weights of {name} have shape {tuple(full_tensor.shape)}, the model {tuple(parameter.shape)}"
@@ -98,14 +98,17 @@ def load_weights(
         raise DoNotFit(problems, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
 
 
-def _fused(local_parts: Mapping[str, Tensor], fused_blocks: Sequence[Block]) -> Tensor:
-    """Return this rank's slice of a fused tensor. held: its slice of each part. whole: the blocks of the fused tensor."""
+def _fuse_parts(local_parts: Mapping[str, Tensor], fused_blocks: Sequence[Block]) -> Tensor:
+    """Return this rank's slice of a fused tensor.
+
+    local_parts: its slice of each part. fused_blocks: the blocks of the fused tensor.
+    """
     if len(local_parts) == 1:
         return next(iter(local_parts.values()))
     length = sum(len(part) for part in local_parts.values())
     used = Counter[str]()
     pieces: list[Tensor] = []
-    for part, size in held_blocks(fused_blocks, length):
+    for part, size in local_blocks_of(fused_blocks, length):
         pieces.append(local_parts[part][used[part] : used[part] + size])
         used[part] += size
     if not pieces:

@@ -12,24 +12,24 @@ from harness.core import trainers
 from harness.core.case import case_files
 from harness.core.case.case import Case
 from harness.core.case.loading import load_all
-from harness.core.case.usual_trainer import OURS
-from harness.core.case.variants import in_dtype
+from harness.core.case.usual_trainer import BUILTIN_TRAINER
+from harness.core.case.variants import with_dtype
 from harness.core.cli.answer import answer
-from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
+from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst_code
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.work.abandoning import abandon
 from harness.core.cli.work.cases import cases_of
-from harness.core.cli.work.options import no_document, options_of, refuse_others, trainer_under_test
+from harness.core.cli.work.options import refuse_json, refuse_others, run_options_of, trainer_under_test
 from harness.core.evidence.own_folders import refuse_foreign_file
 from harness.core.evidence.store import write_text
-from harness.core.launch import machine, pool_of
-from harness.core.report.output import say
+from harness.core.launch import machine, slot_pool
+from harness.core.report.output import print_lines
 from harness.core.report.progress import Progress
-from harness.core.run.selection import weight
+from harness.core.run.selection import count_processes
 from harness.faults import Fault, all_faults, faults_of_file
 from harness.faults import catalogue_text as shown
 from harness.faults import run_catalogue as catalogue
-from harness.faults.attempt import Attempt, Outcome, accepted, is_attempts, to_json
+from harness.faults.attempt import Attempt, Outcome, accepted_attempts, is_attempts, to_json
 
 
 def command(args: argparse.Namespace) -> int:
@@ -38,29 +38,29 @@ def command(args: argparse.Namespace) -> int:
     0: every fault is caught as expected. 1: some fault is not.
     2: some fault never fired or was not tried, or the control fails.
     """
-    args.trainer = args.trainer or (trainer_under_test(args) if args.file else OURS)
+    args.trainer = args.trainer or (trainer_under_test(args) if args.file else BUILTIN_TRAINER)
     own_file = Path(faults.__file__).parent / f"{args.trainer}.py"
     file = args.file or (own_file if own_file.is_file() else None)
-    control, every_fault = catalogue.with_control(faults_of_file(file) if file else all_faults())
+    control, every_fault = catalogue.split_control(faults_of_file(file) if file else all_faults())
     chosen = catalogue.matching(every_fault, args.expression)
     if args.list:
-        no_document(args, "--list")
+        refuse_json(args, "--list")
         refuse_others(args, "a list of faults", {"--list", "-k", "--file", "--trainer"})
-        say(shown.listing(chosen, accepted()))
+        print_lines(shown.faults_text(chosen, accepted_attempts()))
         return PASSED
-    if args.file and not args.cases and (trainer := _with_cases(args.file)):
+    if args.file and not args.cases and (trainer := _trainer_with_cases(args.file)):
         raise BadInput(
             f"--file {args.file}: mistakes in {trainer}, on cases of its own; `harness faults --trainer {trainer}` takes both"
         )
     refuse_foreign_file(args.out / "faults.json", is_attempts)
-    done, control_done, seconds = tried(chosen, control, args)
+    done, control_done, seconds = try_faults(chosen, control, args)
     write_text(args.out / "faults.json", to_json(done))
     data = {"seconds": seconds, "control": control_done, "attempts": done}
-    answer(args, "faults", data, shown.report(done, control_done, seconds))
-    return faults_code(done, control_done)
+    answer(args, "faults", data, shown.report_text(done, control_done, seconds))
+    return exit_code_of(done, control_done)
 
 
-def _with_cases(file: Path) -> str:
+def _trainer_with_cases(file: Path) -> str:
     """Return the trainer whose catalogue in the harness this is, if that trainer has its own cases. Empty if it is not so."""
     is_own_catalogue = file.resolve().parent == Path(faults.__file__).parent
     return file.stem if is_own_catalogue and file.stem in trainers.trainer_modules() else ""
@@ -71,35 +71,37 @@ def cases_to_break(args: argparse.Namespace) -> list[Case]:
 
     They are in a dtype that the trainer computes in. Raises CaseError.
     """
-    cases = cases_of(args, case_files.USUAL if args.file else case_files.OURS)
+    cases = cases_of(args, case_files.CASES_FOLDER if args.file else case_files.BUILTIN_WORD)
     folder = trainers.folder_of_cases(args.trainer)
     if not (args.file or args.cases) and folder is not None:
         cases += load_all(folder)
-    dtypes = trainers.load(args.trainer).dtypes
-    return [case if case.training.dtype in dtypes else in_dtype(case, dtypes[0]) for case in cases]
+    dtypes = trainers.load_adapter(args.trainer).dtypes
+    return [case if case.training.dtype in dtypes else with_dtype(case, dtypes[0]) for case in cases]
 
 
-def tried(chosen: Sequence[Fault], control: Fault, args: argparse.Namespace) -> tuple[list[Attempt], Attempt, float]:
+def try_faults(
+    chosen: Sequence[Fault], control: Fault, args: argparse.Namespace
+) -> tuple[list[Attempt], Attempt, float]:
     """Try each fault and the control. Return (attempts, the control's attempt, seconds for all)."""
-    options = options_of(args, several_nodes=False)
-    jobs = jobs_of(args.jobs, args.device)
+    options = run_options_of(args, several_nodes=False)
+    jobs = count_jobs(args.jobs, args.device)
     faults_and_control = [control, *chosen]
-    needed = catalogue.needed(faults_and_control, cases_to_break(args))
-    weights = {case.name: weight(case) for case in needed}
+    needed = catalogue.cases_of_faults(faults_and_control, cases_to_break(args))
+    weights = {case.name: count_processes(case) for case in needed}
     progress = Progress(weights | {fault.name: weights[fault.case] for fault in faults_and_control}, sys.stderr)
     try:
-        baselines_by_case = catalogue.baselines(
+        baselines_by_case = catalogue.run_baselines(
             needed, options, jobs=jobs, curves=not args.checks_only, progress=progress
         )
-        control_done, *done = catalogue.attempts(
+        control_done, *done = catalogue.try_all(
             faults_and_control, baselines_by_case, options, jobs=jobs, progress=progress
         )
     except KeyboardInterrupt:
         abandon(progress, "cases and faults")
-    return done, control_done, progress.elapsed()
+    return done, control_done, progress.elapsed_seconds()
 
 
-def jobs_of(requested: int | None, device: str) -> int:
+def count_jobs(requested: int | None, device: str) -> int:
     """Return how many faults are tried at a time: as requested, else by the number of devices or cores.
 
     A cause is looked for on a core that ranks of other faults need, so there are no more faults at a time than cores.
@@ -107,14 +109,14 @@ def jobs_of(requested: int | None, device: str) -> int:
     if requested:
         return requested
     if device == "cuda":
-        return len(pool_of(device).slots) + 1
-    return max(2, len(machine.cores()))
+        return len(slot_pool(device).slots) + 1
+    return max(2, len(machine.usable_cores()))
 
 
-def faults_code(done: Sequence[Attempt], control: Attempt) -> int:
+def exit_code_of(done: Sequence[Attempt], control: Attempt) -> int:
     """Return the exit code of these attempts."""
     unproven_outcomes = {Outcome.UNFIRED, Outcome.NOT_TRIED}
     if control.outcome is not Outcome.MISSED:
         return NOT_JUDGED
     code_of_outcome = {Outcome.CAUGHT: PASSED} | dict.fromkeys(unproven_outcomes, NOT_JUDGED)
-    return worst(code_of_outcome.get(attempt.outcome, BROKEN) for attempt in done)
+    return worst_code(code_of_outcome.get(attempt.outcome, BROKEN) for attempt in done)

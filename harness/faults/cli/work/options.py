@@ -9,11 +9,11 @@ from typing import Any
 from harness.core.cli.exit_codes import NOT_JUDGED, PASSED
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.work.cases import cases_of
-from harness.core.cli.work.options import needs_matplotlib, no_document
-from harness.core.evidence.errors import error_in
-from harness.core.report.output import say
+from harness.core.cli.work.options import refuse_json, require_matplotlib
+from harness.core.evidence.errors import error_text
+from harness.core.report.output import print_lines
 from harness.core.run.options import Options
-from harness.core.run.selection import matching
+from harness.core.run.selection import select_matching
 from harness.faults import FaultError, load_fault
 
 
@@ -30,7 +30,7 @@ def checked_fault(spec: str) -> str:
     except FaultError:
         raise
     except (Exception, SystemExit) as error:
-        raise FaultError(f"--fault {spec}: cannot be loaded: {error_in(Path(file), error)}") from error
+        raise FaultError(f"--fault {spec}: cannot be loaded: {error_text(Path(file), error)}") from error
     return f"{Path(file).resolve()}:{name}" if file else name
 
 
@@ -41,19 +41,19 @@ def plotted(args: argparse.Namespace) -> int | None:
     """
     if not args.plot:
         return None
-    no_document(args, "--plot")
+    refuse_json(args, "--plot")
     if args.accept:
-        raise BadInput("--plot: leave out --accept, which draws nothing")
-    chosen = matching(cases_of(args), args.expression)
+        raise BadInput("--plot cannot be combined with --accept")
+    chosen = select_matching(cases_of(args), args.expression)
     options = Options(out=args.out)
-    needs_matplotlib()
+    require_matplotlib()
     from harness.faults import margins  # matplotlib takes half a second
 
     margins_drawn = []
-    for users in margins.recipes(chosen):
-        margin = margins.margin(users, options)
-        say(margins.table(margin), margins.draw(margin, options.out))
+    for users in margins.group_by_recipe(chosen):
+        margin = margins.make_margin(users, options)
+        print_lines(margins.margin_table(margin), margins.draw(margin, options.out))
         margins_drawn.append(margin)
     if len(margins_drawn) > 1:
-        say(margins.draw_all(margins_drawn, options.out))
+        print_lines(margins.draw_all(margins_drawn, options.out))
     return PASSED if margins_drawn else NOT_JUDGED

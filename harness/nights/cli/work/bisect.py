@@ -11,9 +11,9 @@ from harness.core.cli.answer import answer
 from harness.core.cli.exit_codes import NOT_JUDGED, PASSED
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.work.cases import folder_of
-from harness.core.cli.work.options import options_of
-from harness.core.report.output import say
-from harness.core.run.selection import matching
+from harness.core.cli.work.options import run_options_of
+from harness.core.report.output import print_lines
+from harness.core.run.selection import select_matching
 from harness.nights.bisect import commits, versions
 from harness.nights.bisect.side_by_side import bisect_data, bisect_report
 
@@ -23,19 +23,19 @@ def command(args: argparse.Namespace) -> int:
 
     Return 2 where skipped ones hide it.
     """
-    tell = functools.partial(say, to=sys.stderr)
+    tell = functools.partial(print_lines, to=sys.stderr)
     folder = folder_of(args)
-    cases = matching(load_all(folder), args.expression)
+    cases = select_matching(load_all(folder), args.expression)
     range_of_commits = (args.repo, args.good, args.bad)
     if args.over is None and None in range_of_commits:
-        raise BadInput("bisect: --repo, --good and --bad are needed, or --over PACKAGE==GOOD,..,BAD")
+        raise BadInput("bisect needs --repo, --good and --bad, or --over PACKAGE==GOOD,..,BAD")
     if args.over is not None and any(range_of_commits):
-        raise BadInput("bisect --over: leave out --repo, --good and --bad, which are for commits")
+        raise BadInput("--over cannot be combined with --repo, --good and --bad, which search commits")
     if args.over is None and args.source:
-        raise BadInput("--source: leave it out; each commit of --repo has its own sources")
-    options = options_of(args, several_nodes=False)
+        raise BadInput("--source cannot be combined with --repo: each commit has its own sources")
+    options = run_options_of(args, several_nodes=False)
     if args.over is not None:
-        search_result = versions.search(versions.versions(args.over), cases, folder, options, tell)
+        search_result = versions.search_versions(versions.parse_versions(args.over), cases, folder, options, tell)
     else:
         search_result = commits.bisect(args.repo, args.good, args.bad, cases, options, tell)
     answer(args, "bisect", lambda: bisect_data(search_result), bisect_report(search_result))

@@ -12,20 +12,23 @@ from harness.core import trainers
 from harness.core.case.case import Case
 from harness.core.case.trainer_repository import clean_commit, repository_of
 from harness.core.cli.parsing import BadInput
-from harness.core.cli.work.options import options_of
+from harness.core.cli.work.options import run_options_of
 from harness.core.run.options import Options
-from harness.core.run.supported import unsupported
-from harness.nights.affected.selecting import Affected, affected
-from harness.nights.ray_cluster import Cluster
+from harness.core.run.supported import reason_unsupported
+from harness.nights.affected.selecting import AffectedCases, select_affected
+from harness.nights.ray_cluster import RayCluster
 
 
-def map_of(args: argparse.Namespace, trainer: str) -> dict[str, Any]:
+def map_option(args: argparse.Namespace, trainer: str) -> dict[str, Any]:
     """Return where to record what cases run. Raises BadInput, and CaseError without a clean repository."""
-    return {"map": recorded_map(args, trainer)}
+    return {"map": map_folder(args, trainer)}
 
 
-def recorded_map(args: argparse.Namespace, trainer: str) -> Path | None:
-    """Return where to record what cases run, None for nowhere. Raises BadInput, and CaseError without a clean repository."""
+def map_folder(args: argparse.Namespace, trainer: str) -> Path | None:
+    """Return the folder in which to record what cases run, absolute. None without --map, and with --changed.
+
+    Raises BadInput on GPUs with a Python before 3.12, and CaseError without a clean repository of the trainer.
+    """
     if getattr(args, "map", None) is None or getattr(args, "changed", None):
         return None
     if args.device == "cuda" and sys.version_info < (3, 12):
@@ -34,17 +37,21 @@ def recorded_map(args: argparse.Namespace, trainer: str) -> Path | None:
     return args.map.resolve()
 
 
-def changed(cases: Sequence[Case], args: argparse.Namespace) -> Affected | None:
+def select_changed(cases: Sequence[Case], args: argparse.Namespace) -> AffectedCases | None:
     """Return which of the cases run what changed since --changed; none that would be skipped. Raises CaseError."""
     if not args.changed:
         return None
-    options = options_of(args)
-    runnable = [case for case in cases if not unsupported(case, options)]
-    return affected(
-        runnable, args.changed, options.trainer, trainers.load(options.trainer).name, args.map or args.out / "map"
+    options = run_options_of(args)
+    runnable = [case for case in cases if not reason_unsupported(case, options)]
+    return select_affected(
+        runnable,
+        args.changed,
+        options.trainer,
+        trainers.load_adapter(options.trainer).name,
+        args.map or args.out / "map",
     )
 
 
-def ray_cluster(args: argparse.Namespace, options: Options) -> Cluster | None:
+def cluster_of_options(args: argparse.Namespace, options: Options) -> RayCluster | None:
     """Return the cluster on whose nodes cases run. Raises LaunchError where there is none."""
-    return Cluster(args.on, options.device) if args.on else None
+    return RayCluster(args.on, options.device) if args.on else None

@@ -9,24 +9,24 @@ from pathlib import Path
 from harness.core.cli.answer import answer
 from harness.core.cli.exit_codes import PASSED
 from harness.core.cli.parsing import BadInput
-from harness.core.cli.work.options import needs_matplotlib
-from harness.core.report.documents import case_here
-from harness.core.report.output import say
-from harness.core.run.folders import case_folders
+from harness.core.cli.work.options import require_matplotlib
+from harness.core.report.documents import case_document_here
+from harness.core.report.output import print_lines
+from harness.core.run.folders import find_case_folders
 from harness.core.run.judging import judge_folder
 from harness.nights.cli.work import history_report, run_report
-from harness.nights.stored_kind import Kind, kind_of
+from harness.nights.stored_kind import StoredKind, stored_kind_of
 from harness.recording.cli.forms import CHROME
 from harness.recording.cli.work import recording_report, trace_report
 
-FOR: Mapping[str, tuple[Kind, ...]] = {
-    "as": (Kind.RUN, Kind.RECORDING),
-    "html": (Kind.CASES, Kind.RUN, Kind.RECORDING, Kind.TRACES),
-    "all": (Kind.RECORDING,),
-    "layout": (Kind.RECORDING, Kind.TRACES),
-    "gpu": (Kind.TRACES,),
-    "nodes_of": (Kind.TRACES,),
-    "quarantine": (Kind.HISTORY,),
+KINDS_BY_OPTION: Mapping[str, tuple[StoredKind, ...]] = {
+    "as": (StoredKind.RUN, StoredKind.RECORDING),
+    "html": (StoredKind.CASES, StoredKind.RUN, StoredKind.RECORDING, StoredKind.TRACES),
+    "all": (StoredKind.RECORDING,),
+    "layout": (StoredKind.RECORDING, StoredKind.TRACES),
+    "gpu": (StoredKind.TRACES,),
+    "nodes_of": (StoredKind.TRACES,),
+    "quarantine": (StoredKind.HISTORY,),
 }
 """Option -> the kinds of stored things that it is for."""
 
@@ -37,34 +37,34 @@ def command(args: argparse.Namespace) -> int:
     Raises BadInput for places and options that do not belong together.
     """
     shows_changes = bool(args.history) and not args.html
-    kinds = {path: kind_of(path) for path in args.places}
+    kinds = {path: stored_kind_of(path) for path in args.places}
     if shows_changes:
-        kinds = {path: Kind.HISTORY if kind is Kind.RUN else kind for path, kind in kinds.items()}
-        kinds |= dict.fromkeys(args.history, Kind.HISTORY)
+        kinds = {path: StoredKind.HISTORY if kind is StoredKind.RUN else kind for path, kind in kinds.items()}
+        kinds |= dict.fromkeys(args.history, StoredKind.HISTORY)
     if not kinds:
         raise BadInput("report: name what to show: a folder of a case, of a run, of a recording or of nights")
     _check_options(args, kinds)
     stored_kinds = set(kinds.values())
-    if vars(args)["as"] == CHROME and stored_kinds == {Kind.RECORDING} and len(kinds) == 1:
-        return recording_report.exported(args, args.places[0])
-    if stored_kinds == {Kind.HISTORY}:
-        return history_report.shown(args, list(kinds), args.quarantine)
-    if stored_kinds == {Kind.RECORDING} and len(kinds) == 1:
-        return recording_report.shown(args, args.places[0], args.layout, whole=args.all, file=args.html)
-    if stored_kinds == {Kind.TRACES}:
-        return trace_report.shown(args, args.places, args.layout)
-    if stored_kinds == {Kind.DUMPS}:
-        return trace_report.shown_dumps(args, args.places)
-    if stored_kinds <= {Kind.CASES, Kind.RUN}:
-        cases = [path for path, kind in kinds.items() if kind is Kind.CASES]
-        return _of_runs_and_cases(args, [path for path in kinds if path not in cases], cases)
+    if vars(args)["as"] == CHROME and stored_kinds == {StoredKind.RECORDING} and len(kinds) == 1:
+        return recording_report.export_recording(args, args.places[0])
+    if stored_kinds == {StoredKind.HISTORY}:
+        return history_report.show_history(args, list(kinds), args.quarantine)
+    if stored_kinds == {StoredKind.RECORDING} and len(kinds) == 1:
+        return recording_report.show_recording(args, args.places[0], args.layout, whole=args.all, file=args.html)
+    if stored_kinds == {StoredKind.TRACES}:
+        return trace_report.show_traces(args, args.places, args.layout)
+    if stored_kinds == {StoredKind.DUMPS}:
+        return trace_report.show_dumps(args, args.places)
+    if stored_kinds <= {StoredKind.CASES, StoredKind.RUN}:
+        cases = [path for path, kind in kinds.items() if kind is StoredKind.CASES]
+        return _show_runs_and_cases(args, [path for path in kinds if path not in cases], cases)
     places_text = ", ".join(f"{path} ({kind})" for path, kind in kinds.items())
     raise BadInput(f"report: these are not shown together: {places_text}")
 
 
-def _check_options(args: argparse.Namespace, kinds: Mapping[Path, Kind]) -> None:
+def _check_options(args: argparse.Namespace, kinds: Mapping[Path, StoredKind]) -> None:
     """Raise BadInput for an option that is for another kind of place."""
-    for option, allowed_kinds in FOR.items():
+    for option, allowed_kinds in KINDS_BY_OPTION.items():
         wrong_path = next((path for path, kind in kinds.items() if kind not in allowed_kinds), None)
         if wrong_path and vars(args)[option]:
             raise BadInput(
@@ -72,10 +72,10 @@ def _check_options(args: argparse.Namespace, kinds: Mapping[Path, Kind]) -> None
                 f"and {wrong_path} holds {kinds[wrong_path]}"
             )
     if args.nodes_of and not args.gpu:
-        raise BadInput("--nodes-of: it is of --gpu, whose links are compared")
+        raise BadInput("--nodes-of needs --gpu, whose links are compared")
     if args.all and args.json:
-        raise BadInput("--all: leave it out; the document of --json has every line")
-    kinds_of_a_page = {Kind.CASES, Kind.RUN}
+        raise BadInput("--all cannot be combined with --json, which has every line")
+    kinds_of_a_page = {StoredKind.CASES, StoredKind.RUN}
     if args.history and args.html:
         wrong_path = next((path for path, kind in kinds.items() if kind not in kinds_of_a_page), None)
         if wrong_path:
@@ -84,35 +84,35 @@ def _check_options(args: argparse.Namespace, kinds: Mapping[Path, Kind]) -> None
                 f"and {wrong_path} holds {kinds[wrong_path]}"
             )
     form = vars(args)["as"]
-    recorded = Kind.RECORDING in kinds.values()
+    recorded = StoredKind.RECORDING in kinds.values()
     if form and recorded != (form == CHROME):
-        raise BadInput(f"--as {form}: it is for {Kind.RUN if recorded else Kind.RECORDING}")
+        raise BadInput(f"--as {form}: it is for {StoredKind.RUN if recorded else StoredKind.RECORDING}")
 
 
-def _of_runs_and_cases(args: argparse.Namespace, runs: Sequence[Path], cases: Sequence[Path]) -> int:
+def _show_runs_and_cases(args: argparse.Namespace, runs: Sequence[Path], cases: Sequence[Path]) -> int:
     """Show runs and folders of cases, as the options say. Return the exit code."""
-    form = run_report.MADE.get(vars(args)["as"])
+    form = run_report.FORM_BUILDERS.get(vars(args)["as"])
     if args.html and form:
-        raise BadInput("--as: leave it out, or --html")
+        raise BadInput("--as and --html cannot be combined")
     if args.json and (args.html or form or (runs and cases)):
-        raise BadInput("--json: it is of recorded runs or of folders of cases, and without --as or --html")
+        raise BadInput("--json works on runs or case folders, and cannot be combined with --as or --html")
     if args.html:
         return run_report.write_page(runs, cases, args.history, args.html)
     if form:
-        return run_report.show_as(runs, form)
+        return run_report.show_runs_as(runs, form)
     if cases:
-        draw(args, cases)
-    return run_report.show(args, runs) if runs else PASSED
+        draw_cases(args, cases)
+    return run_report.show_runs(args, runs) if runs else PASSED
 
 
-def draw(args: argparse.Namespace, folders: Sequence[Path]) -> None:
+def draw_cases(args: argparse.Namespace, folders: Sequence[Path]) -> None:
     """Draw a picture beside each folder's evidence. It needs the evidence of all ranks."""
-    needs_matplotlib()
+    require_matplotlib()
     from harness.nights.pages.pictures import draw_judged  # matplotlib takes half a second
 
     cases = []
-    for folder in case_folders(folders):
+    for folder in find_case_folders(folders):
         judgement = judge_folder(folder)
-        cases.append(case_here(judgement) | {"picture": draw_judged(judgement)})
-        say(cases[-1]["picture"])
+        cases.append(case_document_here(judgement) | {"picture": draw_judged(judgement)})
+        print_lines(cases[-1]["picture"])
     answer(args, "cases", {"cases": cases})

@@ -7,115 +7,131 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from harness.core.cli.answer import answer
-from harness.core.cli.exit_codes import NOT_JUDGED, worst
+from harness.core.cli.exit_codes import NOT_JUDGED, worst_code
 from harness.core.cli.parsing import BadInput
-from harness.core.cli.work.options import other_trainers
-from harness.core.cli.work.verdict_codes import code_of
+from harness.core.cli.work.options import other_trainer_lines
+from harness.core.cli.work.verdict_codes import exit_code_of_verdict
 from harness.core.evidence.own_folders import refuse_foreign_file, replace_own
 from harness.core.report.grid import matrix_report
-from harness.core.report.outcome import Outcome, as_document
-from harness.core.report.output import complain, say
+from harness.core.report.outcome import Outcome, outcome_document
+from harness.core.report.output import print_error, print_lines
 from harness.core.run import verdicts
 from harness.core.run.verdicts import RecordedRun
 from harness.nights.cli.report import ANNOTATIONS, FOLDERS, JUNIT, MARKDOWN
-from harness.nights.history import runs_in
-from harness.nights.merged import merged, problems, provenance
-from harness.nights.page import page_of, places_of
-from harness.nights.pages.junit import junit
-from harness.nights.pages.markdown import annotated, markdown
+from harness.nights.history import read_runs
+from harness.nights.merged import find_problems, merge_outcomes, provenance_lines
+from harness.nights.page import build_page, evidence_folder_by_case
+from harness.nights.pages.junit import junit_xml
+from harness.nights.pages.markdown import github_annotations, markdown_summary
 
-Form = Callable[[Sequence[RecordedRun], Sequence[Outcome]], str]
+BuildForm = Callable[[Sequence[RecordedRun], Sequence[Outcome]], str]
 
 
 def write_page(recorded: Sequence[Path], folders: Sequence[Path], history: Sequence[Path], file: Path) -> int:
-    """Write the page. Return the exit code of the cases on it."""
-    from harness.core.report.page import html, is_page  # jinja2 takes a twentieth of a second
+    """Write the page, print its path, and return the worst exit code of the cases on it.
+
+    recorded: folders, of which the last run counts. folders: of single cases. history: of earlier runs, if any. Skipped
+    cases do not count; a case without a verdict counts as not judged. Raises BadInput if no page can be made of them.
+    Raises EvidenceError if something else than a page lies there.
+    """
+    from harness.core.report.page import is_page, page_html  # jinja2 takes a twentieth of a second
 
     refuse_foreign_file(file, is_page)
-    runs = last_runs(recorded)
-    earlier, unread = runs_in(history) if history else ([], [])
+    runs = read_last_runs(recorded)
+    earlier, unread = read_runs(history) if history else ([], [])
     for line in unread:
-        complain(line)
+        print_error(line)
     try:
-        page = page_of(runs, folders, earlier, file)
+        page = build_page(runs, folders, earlier, file)
     except ValueError as error:
         raise BadInput(str(error)) from error
-    replace_own(file, html(page), is_page)
-    say(file)
-    return code_of_all(page.outcomes, lacking=bool(runs and problems(runs)[0]))
+    replace_own(file, page_html(page), is_page)
+    print_lines(file)
+    return worst_exit_code(page.outcomes, lacking=bool(runs and find_problems(runs)[0]))
 
 
-def show(args: argparse.Namespace, folders: Sequence[Path]) -> int:
+def show_runs(args: argparse.Namespace, folders: Sequence[Path]) -> int:
     """Print the last run of each folder as one run.
 
     A case without a verdict is listed, and so is a case that several runs have. The first is never green.
     """
-    runs, outcomes = _merged(folders)
-    lacking, notes = problems(runs)
-    notes = [*notes, *other_trainers(run.begins.get("trainer", "") for run in runs)]
+    runs, outcomes = _read_and_merge(folders)
+    lacking, notes = find_problems(runs)
+    notes = [*notes, *other_trainer_lines(run.begins.get("trainer", "") for run in runs)]
     grid = matrix_report(outcomes, None) if outcomes else "no case came to its end"
-    data = {"outcomes": list(map(as_document, outcomes)), "lacking": lacking, "notes": [*provenance(runs), *notes]}
-    answer(args, "matrix", data, grid, "", *provenance(runs), *lacking, *notes)
-    return code_of_all(outcomes, lacking=bool(lacking))
+    data = {
+        "outcomes": list(map(outcome_document, outcomes)),
+        "lacking": lacking,
+        "notes": [*provenance_lines(runs), *notes],
+    }
+    answer(args, "matrix", data, grid, "", *provenance_lines(runs), *lacking, *notes)
+    return worst_exit_code(outcomes, lacking=bool(lacking))
 
 
-def show_as(folders: Sequence[Path], form: Form) -> int:
+def show_runs_as(folders: Sequence[Path], form: BuildForm) -> int:
     """Print the last run of each folder as one run, in a form for CI. Return the exit code."""
-    runs, outcomes = _merged(folders)
+    runs, outcomes = _read_and_merge(folders)
     if text := form(runs, outcomes):
-        say(text)
-    return code_of_all(outcomes, lacking=bool(problems(runs)[0]))
+        print_lines(text)
+    return worst_exit_code(outcomes, lacking=bool(find_problems(runs)[0]))
 
 
-def _merged(folders: Sequence[Path]) -> tuple[list[RecordedRun], list[Outcome]]:
+def _read_and_merge(folders: Sequence[Path]) -> tuple[list[RecordedRun], list[Outcome]]:
     """Return the runs and their cases' outcomes. Raises BadInput for runs that cannot be one."""
-    runs = last_runs(folders)
+    runs = read_last_runs(folders)
     try:
-        return runs, merged(runs)
+        return runs, merge_outcomes(runs)
     except ValueError as error:
         raise BadInput(str(error)) from error
 
 
-def _markdown(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome], since: Mapping[str, str] | None = None) -> str:
-    lacking, notes = problems(runs)
-    return markdown(outcomes, provenance(runs), [*lacking, *notes], since)
+def _markdown_form(
+    runs: Sequence[RecordedRun], outcomes: Sequence[Outcome], since: Mapping[str, str] | None = None
+) -> str:
+    lacking, notes = find_problems(runs)
+    return markdown_summary(outcomes, provenance_lines(runs), [*lacking, *notes], since)
 
 
-def shown_as_markdown(runs: Sequence[RecordedRun], since: Mapping[str, str]) -> str:
+def markdown_of_runs(runs: Sequence[RecordedRun], since: Mapping[str, str]) -> str:
     """Return the summary. since: by case, the commit that broke it."""
-    return _markdown(runs, merged(runs), since)
+    return _markdown_form(runs, merge_outcomes(runs), since)
 
 
-def _annotations(_: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
-    return "\n".join(annotated(outcomes))
+def _annotations_form(_: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
+    return "\n".join(github_annotations(outcomes))
 
 
-def _folders(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
+def _failed_folders_form(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
     """Return the evidence folders of the cases that are not green, one a line."""
-    places = places_of(runs)
+    places = evidence_folder_by_case(runs)
     failed = [str(places[outcome.case]) for outcome in outcomes if outcome.failed and outcome.case in places]
     return "\n".join(folder.replace("\n", "\\n") for folder in failed)  # a line a folder, whatever letters it has
 
 
-def _junit(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
-    return junit(outcomes, problems(runs)[0])
+def _junit_form(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
+    return junit_xml(outcomes, find_problems(runs)[0])
 
 
-MADE: dict[str, Form] = {MARKDOWN: _markdown, ANNOTATIONS: _annotations, FOLDERS: _folders, JUNIT: _junit}
+FORM_BUILDERS: dict[str, BuildForm] = {
+    MARKDOWN: _markdown_form,
+    ANNOTATIONS: _annotations_form,
+    FOLDERS: _failed_folders_form,
+    JUNIT: _junit_form,
+}
 
 
-def last_runs(folders: Sequence[Path]) -> list[RecordedRun]:
+def read_last_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     """Return the last run of each folder."""
     runs: list[RecordedRun] = []
     for folder in folders:
-        run, unread = verdicts.last(folder)
+        run, unread = verdicts.last_run(folder)
         runs.append(run)
         for line in unread:
-            complain(line)
+            print_error(line)
     return runs
 
 
-def code_of_all(outcomes: Sequence[Outcome], *, lacking: bool) -> int:
+def worst_exit_code(outcomes: Sequence[Outcome], *, lacking: bool) -> int:
     """Return the worst exit code of all cases, but those that were skipped. lacking: a case has no verdict."""
-    codes = [code_of(outcome.verdict) for outcome in outcomes if not outcome.skipped]
-    return worst([*codes, *([NOT_JUDGED] if lacking else [])])
+    codes = [exit_code_of_verdict(outcome.verdict) for outcome in outcomes if not outcome.skipped]
+    return worst_code([*codes, *([NOT_JUDGED] if lacking else [])])
