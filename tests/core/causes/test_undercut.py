@@ -87,6 +87,8 @@ def test_a_proof_that_leaves_gradients_wrong_and_explains_only_what_follows_of_t
         ((WEIGHTS,), {"traffic": 1}, ("gradients", "grad_norm"), True),
         ((CLIPPED, WEIGHTS), {"traffic": 1}, ("gradients", "grad_norm"), True),
         ((WEIGHTS,), {"placements": None}, ("gradients",), True),
+        # one of the checks fails from the start, whatever else fails later
+        ((WEIGHTS,), {"placements": None, "traffic": 3}, ("grad_norm",), True),
         ((CLIPPED,), {"traffic": 1}, ("gradients", "grad_norm"), False),
         ((WEIGHTS,), {"samples": 1}, ("gradients", "grad_norm"), False),
         ((WEIGHTS,), {"traffic": 2}, ("gradients", "grad_norm"), False),

@@ -16,7 +16,7 @@ from harness.recording.judged.judge_same_training import CHECKS, compare_numbers
 from harness.recording.judged.judge_sketched import Key, Numbers, Whole, sum_sketches
 from harness.recording.judged.same_training import count_resumed_steps
 from harness.recording.judged.sketched import diagnose
-from harness.recording.sketches import GRADIENT, RankSketches
+from harness.recording.sketches import GRADIENT, WEIGHTS, RankSketches
 
 AVERAGE, SQUARE = "exp_avg", "exp_avg_sq"
 
@@ -155,6 +155,15 @@ def test_a_state_that_is_lost_is_proven_where_the_settings_say_how_much_of_it_re
     for seen in (resumed("a schedule of betas"), resumed("betas (0.9, 0.95)", lost=0.5)):
         stated = diagnosis_of(*seen)
         assert (stated.kinds, labels(stated)) == (("optimizer state lost",), [])
+
+
+def test_a_fact_about_another_check_than_the_first_wrong_one_is_no_cause() -> None:
+    """Settings differ, and so do weights that the job went on from: the settings are first, and they are what is named."""
+    of_loaded = {(1, WEIGHTS, fqn): RIGHT.whole[0, WEIGHTS, fqn].sums for fqn in FQNS}
+    other_betas = replace(sum_sketches([late()]), optimizers=("AdamW(betas (0.9, 0.999))",))
+    baseline, candidate = count_resumed_steps(RIGHT, other_betas, 1)
+    found = diagnosis_of(baseline, with_sketches(candidate, of_loaded))
+    assert (found.kinds, found.causes[0].explains) == (("beta2",), ("recipe",))
 
 
 def test_causes_may_name_each_check_of_two_recordings() -> None:
