@@ -68,7 +68,7 @@ def _bounded_passes(evidence: object) -> contextlib.AbstractContextManager[None]
 
 
 def _explain(search: Search, trial: Any, results: Sequence[Result], facts: Sequence[FactsOf[Any]]) -> Explanation:
-    proofs = [proof for proof in search.find_proofs(trial, results) if not is_undercut(proof, results)]
+    proofs = [proof for proof in search.find_proofs(trial, results) if search.stands(proof, results)]
     unexplained = proofs[0].unexplained if proofs else _failing_names(results)
     broken = {result.check: result for result in results if result.check in unexplained and result.findings}
     stated = list(search.ask(facts, trial, broken))
@@ -129,6 +129,14 @@ class Search:
                 return pairs
             candidates += pairs
         return _best(candidates)
+
+    def stands(self, proof: Proof, results: Sequence[Result]) -> bool:
+        """Return whether no rule undercuts the proof. False if judging that raises: what is not known is not named."""
+        try:
+            return not is_undercut(proof, results)
+        except Exception as error:
+            self._record_error("is_undercut", error)
+            return False
 
     def _single_proofs(self, trial: Any, results: Sequence[Result]) -> tuple[list[Proof], list[Proof]]:
         """Return the equally simple proofs that explain everything, or else the others, those that explain most first."""

@@ -154,3 +154,17 @@ def test_evidence_that_is_no_trial_is_judged_again_by_itself() -> None:
     found = explain(Numbers(0.5, 1), results, [halved, all_doubled], [])
     assert [proof.hypotheses[0].cause.kind for proof in found.proofs] == ["halved"]
     assert explain(Numbers(0.5, 1), results, [all_doubled], []).unexplained == ("gradients",)
+
+
+def test_a_proof_that_a_rule_cannot_judge_is_not_named_and_the_reason_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def halved(numbers: Numbers, broken: Broken) -> Iterator[Hypothesis[Numbers]]:
+        yield Hypothesis(Cause("halved", ""), lambda assumed: replace(assumed, gradients=2 * assumed.gradients))
+
+    def raising(*_: object) -> bool:
+        raise KeyError("step 4")
+
+    monkeypatch.setattr(engine, "is_undercut", raising)
+    wrong = Result("gradients", Verdict.FAIL, 1, (Finding(check="gradients"),))
+    found = explain(Numbers(0.5, 1), [wrong], [halved], [])
+    assert (found.proofs, found.unexplained) == ((), ("gradients",))
+    assert [error.partition(" at ")[0] for error in found.errors] == ["is_undercut raised KeyError: 'step 4'"]
