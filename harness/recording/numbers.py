@@ -199,7 +199,7 @@ class NumbersRecorder:
     def _watch_autocast(self, timed: TimedCall) -> None:
         """Note the dtype of an autocast as it is entered, for a forward pass may enter one itself.
 
-        That one is seen after the first weights were altered.
+        Its own autocast is seen after the first weights were altered.
         """
         enter = torch.autocast.__enter__
 

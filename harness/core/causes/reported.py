@@ -429,7 +429,7 @@ def _combined_means_along(trial: Trial, axes: tuple[str, ...], summed: bool, ran
 def _losses_of_ranks(trial: Trial, ranks: Sequence[int], rank: int, step: int) -> list[list[tuple[float, int]]]:
     """Return (loss, tokens) of these ranks' microbatches, rank by rank.
 
-    Of tp peers, who compute the same, only those with the tp index of the rank count.
+    Tp peers compute the same, so only ranks with the tp index of `rank` count.
     """
     tp_index = {other: coordinate_of_rank(trial.case.dims, other)["tp"] for other in trial.ranks}
     return [losses_of_rank(trial, other, step) for other in ranks if tp_index.get(other) == tp_index[rank]]

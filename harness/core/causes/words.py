@@ -155,7 +155,7 @@ def finding_line(result: Result) -> Line:
 def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
     """Yield the first rank's planned flows that did not happen as planned, in the first step.
 
-    Of a recorded job, yield those that moved less.
+    In a recorded job, flows that moved less are yielded.
     """
     declared = "declared" in trial.run.provided
     rank = min(trial.ranks)
@@ -177,8 +177,10 @@ def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
 
 
 def _flows_by_collective(flows: Iterable[Flow]) -> dict[tuple[str, str, str], list[Flow]]:
-    """Return flows by (axis, op, phase). Those of one key cannot be distinguished: over cp both parameters and keys are
-    gathered."""
+    """Return flows by (axis, op, phase).
+
+    Flows of one key cannot be distinguished: over cp both parameters and keys are gathered.
+    """
     flows_by_collective: dict[tuple[str, str, str], list[Flow]] = {}
     for flow in flows:
         flows_by_collective.setdefault((flow.axis, flow.op, flow.phase), []).append(flow)

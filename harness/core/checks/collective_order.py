@@ -59,7 +59,7 @@ def _truncate_at_failure(
 ) -> dict[int, list[Collective]]:
     """Return, by rank, as many collectives as the ranks that did not end well issued.
 
-    That those issued fewer is a finding of the check `completed`.
+    The check `completed` reports that these ranks issued fewer.
     """
     lengths = [len(by_rank.get(rank, ())) for rank in ranks if rank in trial.ranks and rank in _failed_ranks(trial)]
     least = min(lengths, default=None)

@@ -277,7 +277,7 @@ def _compare_ignored(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[
     for summary in summaries:
         ignored.update(summary.contents.ignored)
     for fqn in sorted(ignored):
-        # As if the parameter were all that these ranks have, so that only its bytes decide.
+        # The summaries keep this parameter alone, so that only its bytes decide.
         of_parameter = [
             _with_only(summary, summary.contents.ignored[fqn])
             for summary in summaries
@@ -304,8 +304,8 @@ def _compare_ignored(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[
 def _ranks_with_other_parameters(trial: Trial) -> tuple[int, ...]:
     """Return the whole first line of ranks along dp_replicate that has other names or shapes of parameters on some ranks.
 
-    Only ranks that claim nothing are compared. That is a mistake, or they have experts that are spread over them. Empty if
-    there is no such line.
+    Only ranks that claim nothing are compared. Such a line is a mistake, or its ranks hold different experts. Empty if there is
+    no such line.
     """
     lines = trial.axis_groups_by_rank("dp_replicate")
     models = {

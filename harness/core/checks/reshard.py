@@ -132,8 +132,8 @@ def _excess_findings(trial: Trial, step: int, rank: int, record: AfterForward) -
 def _excess_total_findings(trial: Trial, step: int, rank: int, record: AfterForward) -> list[Finding]:
     """Return a finding if the memory behind all parameters is more than wrappers claim.
 
-    That is not planned where some parameters are in no unit, nor in the first step, in which what they were made from may be
-    there yet.
+    No number is planned where some parameters are in no unit. Nor is one in the first step, in which what parameters were made
+    from may still be there.
     """
     wanted = trial.plan.after_forward[rank]
     if not record.bytes.keys() <= wanted.keys() or _excess_findings(trial, step, rank, record):

@@ -379,7 +379,7 @@ def _compare_moments(
 ) -> Finding | None:
     """Return a finding if the optimizer's state is not within the bound of what is expected. Only for steps that have one.
 
-    That is the last step, and where a checkpoint is written: these are averages over all steps until then.
+    State is recorded in the last step, and where a checkpoint is written: these are averages over all steps until then.
     """
     first = (state.first, state.first_magnitude)
     second = (state.second, state.second)

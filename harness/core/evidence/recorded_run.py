@@ -27,7 +27,7 @@ class RecordedRun(Run):
     def groups_on_all(self, chosen: Callable[[RankEvidence], Iterable[tuple[int, ...]]]) -> set[tuple[int, ...]]:
         """Return the groups that are chosen of each rank's evidence.
 
-        Of a rank whose record was not read, they are the groups at the same positions in its summary.
+        Where a rank's record was not read, these are the groups at the same positions in its summary.
         """
         chosen_by_rank = {rank: set(chosen(evidence)) for rank, evidence in self.ranks.items()}
         groups = set[tuple[int, ...]]().union(*chosen_by_rank.values())

@@ -133,7 +133,7 @@ class Reached:
 class Beside:
     """Collectives of other threads over one group while the thread that trains was in a pass or in an optimizer's step.
 
-    That thread did not wait for another thread meanwhile.
+    The thread that trains did not wait for another thread meanwhile.
     """
 
     group: str

@@ -18,7 +18,7 @@ PARAMETERS = "parameters"
 def ranks_by_distance(trial: Trial, rank: int) -> list[int]:
     """Return all ranks, those first whose mesh coordinates differ along the fewest axes: this rank sums its norm with them.
 
-    Of several stages the first comes first, so the first stage's copy of a tied weight counts.
+    The first of several stages comes first, so its copy of a tied weight counts.
     """
     coordinates = {other: coordinate_of_rank(trial.case.dims, other) for other in trial.ranks}
     own = coordinate_of_rank(trial.case.dims, rank)

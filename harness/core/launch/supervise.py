@@ -128,7 +128,8 @@ def rank_flooding_log(job: Job) -> int | None:
 def is_advancing(job: Job) -> bool:
     """Return whether any rank issues a collective with others within WATCH_INTERVAL seconds.
 
-    Those of threads in the background do not count."""
+    Collectives of threads in the background do not count.
+    """
 
     def issued_with_others(rank: int) -> list[Issued]:
         return [call for call in read_issued(job, rank) if call.phase != BACKGROUND and len(call.ranks) > 1]

@@ -77,7 +77,7 @@ class CopyRecorder:
     def peak_copies_of(self, step: int) -> dict[str, int] | None:
         """Return the most bytes of copies at once, by phase of the step. None if the probe was not attached.
 
-        By BEFORE_FORWARD: the bytes that were there before and were freed since.
+        The key BEFORE_FORWARD has the bytes that were there before and were freed since.
         """
         self._enter_step(0)
         return dict(self._peaks_by_step.get(step, {})) if self._parts else None

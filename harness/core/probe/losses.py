@@ -180,7 +180,7 @@ def _read_linear_arguments(
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has values. Those that a compiler traces with have none."""
+    """Return whether a tensor has values. A tensor that a compiler traces with has none."""
     traced = type(local_tensor_of(tensor)).__name__ in ("FakeTensor", "FunctionalTensor")
     return not traced and tensor.device.type != "meta" and not torch.compiler.is_compiling()
 

@@ -133,7 +133,7 @@ def dense_tensors_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Return a copy on the host, in numpy's own memory. Of a tensor without memory, only the shape is real.
+    """Return a copy on the host, in numpy's own memory. If the tensor has no memory, only the shape of the copy is real.
 
     bfloat16, which numpy lacks, becomes float32, which holds each of its values exactly. Trap: what numpy has looked into
     cannot be resized any more, and FSDP frees what it gathered by that."""

@@ -190,7 +190,7 @@ def _cause_of_unknown(judgement: Judgement) -> str:
 
 
 def label_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Return (label, text) rows as lines. Of consecutive rows with one label only the first shows it.
+    """Return (label, text) rows as lines. Consecutive rows with one label show it once.
 
     An observed value is below the expected one if both do not fit on a line.
     """

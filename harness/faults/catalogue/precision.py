@@ -41,16 +41,16 @@ norms_summed_over_tp_in_bfloat16 = fault(
 )
 
 
-def _logits_in_float32(original: Any, module: Any, **told: Any) -> Any:
+def _logits_in_float32(original: Any, module: Any, **keywords: Any) -> Any:
     """Return what `original` makes of the module, with an output dtype of float32 if it is the whole model.
 
-    That is the module with `tok_embeddings`. told: must have `mp_policy`.
+    The whole model is the module with `tok_embeddings`. keywords: must have `mp_policy`.
     """
     import torch
 
     whole = hasattr(module, "tok_embeddings")
-    policy = dataclasses.replace(told["mp_policy"], output_dtype=torch.float32) if whole else told["mp_policy"]
-    return original(module, **told | {"mp_policy": policy})
+    policy = dataclasses.replace(keywords["mp_policy"], output_dtype=torch.float32) if whole else keywords["mp_policy"]
+    return original(module, **keywords | {"mp_policy": policy})
 
 
 logits_cast_by_output_dtype = fault(

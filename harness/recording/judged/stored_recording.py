@@ -241,7 +241,7 @@ def load_command_info(directory: Path) -> dict[str, Any]:
 def _with_last_state(directory: Path, summary: Summary) -> Summary:
     """Return the summary with what a rank left later than its record.
 
-    That is the error with which os._exit was called, how far it came, and what other threads issued meanwhile.
+    This is the error with which os._exit was called, how far it came, and what other threads issued meanwhile.
     """
     if summary.progress.ended:
         return summary

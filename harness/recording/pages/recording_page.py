@@ -129,7 +129,7 @@ PHASES = ("forward", "pipeline", "backward")
 
 
 def recording_text(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", whole: bool = False) -> str:
-    """Return the page of a recording, in at most LINES lines unless it is asked for whole.
+    """Return the page of a recording, in at most MOST_LINES lines unless `whole` is set.
 
     judged: the report of checks on a layout that was declared. layout: as it was typed.
     """

@@ -156,7 +156,7 @@ def _has_numbers(path: Path) -> bool:
 def _compare_runs(args: argparse.Namespace, first: Path, second: Path) -> int:
     """Print in what two runs of a matrix differ. Return the exit code.
 
-    That is 2 where nothing was compared, or something of a case was not.
+    The exit code is 2 where nothing was compared, or something of a case was not.
     """
     first_run, second_run = read_last_runs([first, second])
     cases = compare_cases(first_run, second_run)
