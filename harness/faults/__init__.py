@@ -24,7 +24,6 @@ entries are separated by semicolons. A fault of a kind, modelled on no single en
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import importlib.util
 import pkgutil
@@ -37,6 +36,7 @@ from types import ModuleType
 from typing import Any
 
 from harness.core.evidence.errors import UserError, error_text
+from harness.core.evidence.near_names import did_you_mean
 from harness.core.rings import Ring
 
 RING = Ring(
@@ -144,10 +144,9 @@ def load_fault(spec: str) -> Fault:
     if not path:
         known = {fault.name: fault for fault in all_faults()}
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            suggestion = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise FaultError(
-                f"no fault is named {name!r}{suggestion}; `harness faults --list` lists them; your own: FILE.py:NAME"
+                f"no fault is named {name!r}{did_you_mean(name, known)};"
+                " `harness faults --list` lists them; your own: FILE.py:NAME"
             )
         return known[name]
     loaded = getattr(_import_file(Path(path)), name, None)

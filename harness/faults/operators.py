@@ -8,7 +8,6 @@ might have. `when` gets what the target was called with; where it does not hold,
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -19,6 +18,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
+from harness.core.evidence.near_names import did_you_mean
 from harness.faults import FaultError, Fired
 
 LLAMA3 = "harness.core.trainers.llama3"
@@ -227,13 +227,13 @@ def find_target(target: str) -> tuple[Any, str]:
         owner: Any = importlib.import_module(module, LLAMA3)
     except ModuleNotFoundError as error:
         raise FaultError(
-            f"target {target!r}: {error}{_suggestion_text(error.name or '', _neighbour_modules(error.name or ''))}"
+            f"target {target!r}: {error}{did_you_mean(error.name or '', _neighbour_modules(error.name or ''))}"
         ) from error
     *owners, name = path.split(".")
     for part in (*owners, name):
         if not hasattr(owner, part):
             raise FaultError(
-                f"target {target!r}: {getattr(owner, '__name__', owner)} has no {part!r}{_suggestion_text(part, dir(owner))}"
+                f"target {target!r}: {getattr(owner, '__name__', owner)} has no {part!r}{did_you_mean(part, dir(owner))}"
             )
         owner = getattr(owner, part) if part is not name else owner
     return owner, name
@@ -255,9 +255,7 @@ def _check_arguments(target: str, signature: inspect.Signature, names: Any) -> N
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     for name in names:
         if name not in signature.parameters and not takes_any:
-            raise FaultError(
-                f"target {target!r} has no argument {name!r}{_suggestion_text(name, signature.parameters)}"
-            )
+            raise FaultError(f"target {target!r} has no argument {name!r}{did_you_mean(name, signature.parameters)}")
 
 
 def _change_bound_argument(bound: inspect.BoundArguments, name: str, change: Callable[[Any], Any]) -> bool:
@@ -282,9 +280,3 @@ def _neighbour_modules(module: str) -> list[str]:
     spec = importlib.util.find_spec(parent) if parent else None
     folders = spec.submodule_search_locations if spec else ()
     return [f"{parent}.{neighbour.name}" for neighbour in pkgutil.iter_modules(folders)]
-
-
-def _suggestion_text(name: str, known: Any) -> str:
-    """Return a question for the nearest known name; empty if none is near."""
-    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""

@@ -33,12 +33,13 @@ def stored_kind_of(path: Path) -> StoredKind:
     kinds = _kinds_in_itself(path) or _kinds_below(path)
     if not kinds:
         raise EvidenceError(
-            f"{path}: it holds no case's evidence, no run's verdicts, no recording, no traces and no dumps"
+            f"{path}: holds nothing that can be shown; give a folder that `harness run`, `matrix`, `nightly` or `record`"
+            " wrote, or one with profiler traces or Flight Recorder dumps"
             f"{_nearby_recording_text(path)}"
         )
     if len(kinds) > 1:
         kinds_text = " and ".join(f"{kind} ({file})" for kind, file in kinds.items())
-        raise EvidenceError(f"{path}: it holds {kinds_text}; name one of them")
+        raise EvidenceError(f"{path}: holds {kinds_text}; give the path of one of them")
     return next(iter(kinds))
 
 

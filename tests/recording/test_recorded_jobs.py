@@ -216,7 +216,7 @@ def test_ctrl_c_before_anything_is_trained_is_the_cause_and_no_other_is_said(
 ) -> None:
     assert record(tmp_path / "one", sys.executable, "-c", INTERRUPTED.replace("END", end)) == 130
     printed = " ".join(capsys.readouterr().out.split())
-    assert "0 of ? ranks left evidence, ended by SIGINT" in printed
+    assert "0 of an unknown number of ranks left evidence, ended by SIGINT" in printed
     assert "it was ended by SIGINT before an optimizer's first step" in printed and "none had imported torch" in printed
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from harness.core.case.case import Case
 from harness.core.case.traits import TrainerTraits
+from harness.core.evidence.near_names import did_you_mean
 
 DECLARED_ELSEWHERE = {
     "wrapper": "features: wrapper",
@@ -44,8 +44,7 @@ def traits_for_case(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
         if name in DECLARED_ELSEWHERE:
             raise ValueError(f"{name} is declared by {DECLARED_ELSEWHERE[name]}, not here")
         if name not in TRAIT_NAMES:
-            nearest = difflib.get_close_matches(str(name), TRAIT_NAMES, n=1, cutoff=0.5)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            hint = did_you_mean(name, TRAIT_NAMES)
             raise ValueError(f"unknown trait {name!r}{hint}; known: {', '.join(TRAIT_NAMES)}")
         usual = getattr(TrainerTraits(), name)
         kinds = _KINDS.get(name, (type(usual),))

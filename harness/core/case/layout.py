@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import math
 import sys
@@ -16,6 +15,7 @@ import yaml
 from harness.core.case.case import CaseError
 from harness.core.case.dims import AXES, ParallelDims
 from harness.core.case.yaml_documents import document_of
+from harness.core.evidence.near_names import did_you_mean
 from harness.core.evidence.reading import read_text
 
 TITAN_DEGREES = {
@@ -68,8 +68,7 @@ def _degrees_of_words(text: str, _world_size: int | None) -> dict[str, int]:
     for part in filter(None, text.split(",")):
         axis, _, degree = part.strip().partition("=")
         if axis not in AXES or not degree.isdigit():
-            nearest_axes = difflib.get_close_matches(axis, AXES, 1)
-            hint = f"; did you mean {nearest_axes[0]}?" if nearest_axes and axis not in AXES else ""
+            hint = "" if axis in AXES else did_you_mean(axis, AXES)
             raise CaseError(f"{part!r}: write AXIS=DEGREE, such as dp_shard=8; the axes are {', '.join(AXES)}{hint}")
         degrees[axis] = int(degree)
     return degrees

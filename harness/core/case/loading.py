@@ -7,7 +7,6 @@ key is ignored.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +24,7 @@ from harness.core.case.features import Features
 from harness.core.case.options import merge, with_options
 from harness.core.case.validation import refuse_missing_script, validate, validate_resume
 from harness.core.case.yaml_documents import document_of
+from harness.core.evidence.near_names import did_you_mean
 from harness.core.evidence.reading import read_text
 from harness.reference.config import PRESETS, Lora, ModelConfig, RopeScaling, TrainingConfig
 
@@ -92,7 +92,7 @@ def find_case(name: str, cases: Iterable[Case]) -> Case:
     """Return the case of that name. Raises CaseError with the nearest names."""
     known = {case.name: case for case in cases}
     if name not in known:
-        raise CaseError(f"no case is named {name!r}{_did_you_mean(name, known)}; `harness matrix --list` lists them")
+        raise CaseError(f"no case is named {name!r}{did_you_mean(name, known)}; `harness matrix --list` lists them")
     return known[name]
 
 
@@ -149,9 +149,9 @@ def _cross_product(product: Any, location: str) -> Iterator[tuple[str, dict[str,
 def _check_labels(chosen: Any, axes: Mapping[str, Mapping[str, Any]], location: str) -> dict[str, Any]:
     for axis, label in as_mapping(chosen, location).items():
         if axis not in axes:
-            raise CaseError(f"{location}: unknown axis {axis!r}{_did_you_mean(axis, axes)}")
+            raise CaseError(f"{location}: unknown axis {axis!r}{did_you_mean(axis, axes)}")
         if label not in list(axes[axis]):  # a list, because a label that somebody wrote may be unhashable
-            raise CaseError(f"{location}: axis {axis!r} has no label {label!r}{_did_you_mean(label, axes[axis])}")
+            raise CaseError(f"{location}: axis {axis!r} has no label {label!r}{did_you_mean(label, axes[axis])}")
     return dict(chosen)
 
 
@@ -218,7 +218,7 @@ def _as_tuple(record: Mapping[str, Any], key: str, kind: str, location: str) -> 
 
 def _read_tier(value: Any, location: str) -> str:
     if value not in list(TIERS):
-        raise CaseError(f"{location}: unknown tier {value!r}{_did_you_mean(value, TIERS)}; known: {', '.join(TIERS)}")
+        raise CaseError(f"{location}: unknown tier {value!r}{did_you_mean(value, TIERS)}; known: {', '.join(TIERS)}")
     return str(value)
 
 
@@ -284,7 +284,7 @@ def _read_model(value: Any, location: str) -> ModelConfig:
     preset = value.pop("preset", "debug")
     if preset not in list(PRESETS):
         raise CaseError(
-            f"{location}: unknown preset {preset!r}{_did_you_mean(preset, PRESETS)}; known: {', '.join(PRESETS)}"
+            f"{location}: unknown preset {preset!r}{did_you_mean(preset, PRESETS)}; known: {', '.join(PRESETS)}"
         )
     if isinstance(value.get("rope_scaling"), Mapping):
         value["rope_scaling"] = _build_record(RopeScaling, value["rope_scaling"], f"{location}: rope_scaling")
@@ -356,9 +356,4 @@ def refuse_unknown(keys: Mapping[str, Any], known: Iterable[str], location: str,
     for key in keys:
         if key not in known:
             listed = [name for name in known if name not in unsaid]
-            raise CaseError(f"{location}: unknown key {key!r}{_did_you_mean(key, listed)}; known: {', '.join(listed)}")
-
-
-def _did_you_mean(word: Any, known: Iterable[Any]) -> str:
-    nearest = difflib.get_close_matches(str(word), [str(name) for name in known], n=1, cutoff=0.5)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise CaseError(f"{location}: unknown key {key!r}{did_you_mean(key, listed)}; known: {', '.join(listed)}")

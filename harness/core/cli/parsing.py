@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import math
 import sys
@@ -15,6 +14,7 @@ from harness.core import rings
 from harness.core.case import case_files
 from harness.core.case.launching import LONGEST_SECONDS, SERVERS
 from harness.core.cli.typed import remember_typed
+from harness.core.evidence.near_names import did_you_mean
 from harness.core.run.options import Options
 from harness.reference.config import DTYPES
 
@@ -47,10 +47,8 @@ class Parser(argparse.ArgumentParser):
         """Parse, and refuse what a command does not know with its own usage; argparse leaves that to the parser of all."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown and self._subparsers is None:
-            close_matches = [
-                difflib.get_close_matches(word.partition("=")[0], self._option_string_actions, 1) for word in unknown
-            ]
-            suggestion = next((f"; did you mean {matches[0]}?" for matches in close_matches if matches), "")
+            questions = [did_you_mean(word.partition("=")[0], self._option_string_actions) for word in unknown]
+            suggestion = next(filter(None, questions), "")
             self.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion}")
         return parsed, unknown
 

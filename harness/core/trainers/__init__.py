@@ -323,10 +323,12 @@ def adapter_of_file(path: Path) -> Adapter:
     adapter: Any = getattr(module, "adapter", None)
     if hasattr(adapter, "own") or hasattr(adapter, "allow"):
         raise CannotStart(
-            f"{path}: its `adapter` has `own` or `allow`: it says that in `traits`; see harness/core/case/traits.py"
+            f"{path}: its `adapter` has `own` or `allow`, which are no longer read; return them from `traits` as TrainerTraits"
         )
     required = ("name", "unsupported", "start", "stop", "fqn", "rows")
     if lacking := [name for name in required if not hasattr(adapter, name)]:
-        problem = f"its `adapter` has no {', '.join(lacking)}" if adapter is not None else "has no `adapter`"
-        raise CannotStart(f"{path}: {problem}; see harness/core/trainers/__init__.py")
+        problem = (
+            f"its `adapter` has no {', '.join(lacking)}" if adapter is not None else "no `adapter` is defined there"
+        )
+        raise CannotStart(f"{path}: {problem}; `harness init TRAINER.py` writes a file with all that an adapter needs")
     return adapter

@@ -158,7 +158,7 @@ def anomaly_rows(recording: Recording) -> Rows:
 
 def _title_text(recording: Recording) -> str:
     """Return the page's title: the recording, how many ranks left evidence, and the exit code."""
-    evidence_text = f"{len(recording.summaries)} of {recording.world or '?'} ranks left evidence"
+    evidence_text = f"{len(recording.summaries)} of {recording.world or 'an unknown number of'} ranks left evidence"
     job_text = f"job 1 of {1 + len(recording.others)}: " if recording.others else ""
     return f"{recording.directory}: {job_text}{evidence_text}{_exit_text(recording.code)}"
 

@@ -66,11 +66,11 @@ def test_a_mistake_in_a_case_is_one_message_with_file_case_and_key(
     [
         (
             ["run", "hsdp_2x9"],
-            "no case is named 'hsdp_2x9'; did you mean 'hsdp_2x8'?; `harness matrix --list` lists them",
+            "no case is named 'hsdp_2x9'; did you mean 'hsdp_2x2', 'hsdp_2x4' or 'hsdp_2x8'?; `harness matrix --list` lists them",
         ),
         (
             ["plan", "hsdp_2x9"],
-            "no case is named 'hsdp_2x9'; did you mean 'hsdp_2x8'?; `harness matrix --list` lists them",
+            "no case is named 'hsdp_2x9'; did you mean 'hsdp_2x2', 'hsdp_2x4' or 'hsdp_2x8'?; `harness matrix --list` lists them",
         ),
         (
             ["run", "single", "--trainer", "lama"],
@@ -102,7 +102,7 @@ def test_a_usage_error_can_not_be_taken_for_a_failing_check(capsys: Any) -> None
     assert main(["run", "--bisect"]) == 125
     assert main(["run", "no_such_case", "--bisect"]) == 125
     assert main(["run", "single", "--bis"]) == 2  # not read as --bisect by one and not by the other
-    assert "harness run: error: unrecognized arguments: --bis; did you mean --bisect?" in capsys.readouterr().err
+    assert "harness run: error: unrecognized arguments: --bis; did you mean '--bisect'?" in capsys.readouterr().err
     assert main(["--nothing", "run", "single"]) == 2
     assert "harness: error: unrecognized arguments: --nothing" in capsys.readouterr().err
 

@@ -118,14 +118,14 @@ def test_a_file_that_is_no_trainer_is_refused_with_the_reason(tmp_path: Path) ->
     empty.touch()
     three.write_text("adapter = 3")
     broken.write_text("import nonsense")
-    with pytest.raises(ValueError, match=r"empty.py: has no `adapter`; see harness/core/trainers/__init__.py"):
+    with pytest.raises(ValueError, match=r"empty.py: no `adapter` is defined there; `harness init TRAINER.py`"):
         trainers.load_adapter(str(empty))
     with pytest.raises(
-        ValueError, match=r"three.py: its `adapter` has no name, unsupported, start, stop, fqn, rows; see"
+        ValueError, match=r"three.py: its `adapter` has no name, unsupported, start, stop, fqn, rows; `harness init"
     ):
         trainers.load_adapter(str(three))
     own.write_text("from harness.core.trainers import Adapter\nclass Old(Adapter):\n    allow = ()\nadapter = Old()")
-    with pytest.raises(ValueError, match=r"own.py: its `adapter` has `own` or `allow`: it says that in `traits`; see"):
+    with pytest.raises(ValueError, match=r"own.py: its `adapter` has `own` or `allow`, which are no longer read"):
         trainers.load_adapter(str(own))
     with pytest.raises(ValueError) as unknown:
         trainers.load_adapter(str(broken))

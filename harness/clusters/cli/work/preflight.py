@@ -164,5 +164,5 @@ def _parse_ranks(text: str, world: int) -> ChosenRanks:
     except ValueError as error:
         raise CaseError(f"--ranks {text!r}: write auto, or ranks and spans of them: 0-7,512") from error
     if wrong := [rank for rank in ranks if rank >= world]:
-        raise CaseError(f"--ranks {text!r}: rank {wrong[0]} of {world} ranks")
+        raise CaseError(f"--ranks {text!r}: the layout has no rank {wrong[0]}; its ranks are 0 to {world - 1}")
     return ChosenRanks({"as requested": tuple(sorted(set(ranks)))}, 0)
