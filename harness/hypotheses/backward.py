@@ -1,7 +1,7 @@
-"""What was seen of gradients in the first step that is wrong, where no single reference shows what follows from it.
+"""Facts about gradients in the first step that is wrong, where no single reference shows what follows from them.
 
-Subjects are collectives of backward that did not run, shares of norm weights that were not added, and rounding. Where less was
-moved than planned, the place is given down to which gradients are right.
+Subjects are collectives of backward that did not run, shares of norm weights that were not added, and rounding. Where
+less was moved than planned, the place is given down to which gradients are right.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ from harness.hypotheses.whose import is_count
 
 
 def wrong_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """Yield the first of these facts that is seen, beside what another layout leads to.
+    """Yield facts that explain wrong gradients of the first wrong step: a reduction or a K/V exchange that did not run.
 
-    A missing exchange over cp is yielded also where gradients are not judged.
+    If neither is seen, or ranks hold other slices than planned, the first of unsummed norms, unreduced whole parameters
+    and gradients lost in backward follows. A missing exchange over cp is yielded also where gradients are not judged.
+    Nothing if nothing is seen.
     """
     step = ("gradients" in broken and first_wrong_step(trial)) or trial.first_step
     wrong = pairs_with_wrong_gradient(trial, step) if "gradients" in broken else []
@@ -89,7 +91,8 @@ KV_FLOWS = {  # in backward K/V may be exchanged again, by the same collective a
 def _missing_kv_exchange(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     """Return the first planned flow of attention over cp of which nothing was seen, as a fact. None if all were seen.
 
-    Other planned flows of the same collective over cp are subtracted first.
+    Only the lowest rank is looked at. Other planned flows of the same collective over cp are subtracted first. Half of
+    the planned bytes are a missing exchange of keys, or of values. wrong: empty where gradients are not judged.
     """
     rank = min(trial.ranks)
     seen = observed_traffic(trial, trial.ranks[rank], step)
@@ -169,7 +172,8 @@ def _unreduced_axes(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
 
 
 def _unreduced_axes_of_layout(trial: Trial, step: int) -> Fact | None:
-    """Return as a fact the axes between whose ranks nothing that runs in backward sums gradients.
+    """Return as a fact the axes between whose ranks nothing that runs in backward sums gradients, by the lowest rank's
+    groups.
 
     None if there are none, or if ranks hold the slices that are planned.
     """
@@ -208,7 +212,7 @@ def silent_axes_texts(trial: Trial, step: int, axes: Collection[str]) -> list[st
 
 
 def _silent_reductions(trial: Trial, step: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield axis, collective and group of each sum of gradients of which some rank moved nothing."""
+    """Yield (axis, collective, group) for each rank and planned sum of gradients of which that rank moved nothing."""
     for rank, evidence in sorted(trial.ranks.items()):
         observed = observed_traffic(trial, evidence, step)
         for flow in trial.plan.flows_of(rank, step):
@@ -218,7 +222,7 @@ def _silent_reductions(trial: Trial, step: int) -> Iterator[tuple[str, str, tupl
 
 
 def unplanned_groups(trial: Trial, op: str) -> set[tuple[int, ...]]:
-    """Return the groups over which a collective ran in backward and that the plan does not have."""
+    """Return the groups of several ranks over which a collective ran in backward and that the plan does not have."""
     planned_groups = set(itertools.chain.from_iterable(trial.plan.groups.values()))
     calls = itertools.chain.from_iterable(evidence.collectives for evidence in trial.ranks.values())
     backward_groups = {
@@ -228,9 +232,10 @@ def unplanned_groups(trial: Trial, op: str) -> set[tuple[int, ...]]:
 
 
 def _unsummed_norms(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
-    """Return a fact if the sum of the gradients that tp ranks have is the reference's. None if it is not.
+    """Return a fact that gradients are not summed over tp: the sum of those that tp ranks have is the reference's.
 
-    Each tp rank holds these weights whole, and has the gradient of its share of the tokens.
+    None if it is not, without tp, or if tp cuts a wrong parameter. Each tp rank holds these weights whole, and has the
+    gradient of its share of the tokens. The kind is "norms not summed" if all are norm weights.
     """
     fqns = sort_fqns(trial, (fqn for _, fqn in wrong))
     if trial.case.dims.tp == 1 or any(tp_dim(fqn) is not None for fqn in fqns):
@@ -279,6 +284,10 @@ def _unreduced_whole_parameters(trial: Trial, wrong: list[Pair], step: int) -> F
 
 
 def _has_mean(values: Sequence[np.ndarray | None], right: np.ndarray) -> bool:
+    """Return whether the mean of these values is the right gradient within 1e-9.
+
+    False if one is None or has another shape.
+    """
     same_shape = [value for value in values if value is not None and value.shape == right.shape]
     return len(same_shape) == len(values) and relative_difference(np.mean(same_shape, axis=0), right) <= 1e-9
 
@@ -319,7 +328,10 @@ def forward_order(fqn: str) -> tuple[float, int]:
 
 
 def _missing_traffic_text(trial: Trial, step: int) -> str:
-    """Return the axes over which the first rank moved less in backward than planned, optional flows left out."""
+    """Return in words the axes over which the lowest rank moved less in backward than planned, optional flows left out.
+
+    Empty if it moved no less over any.
+    """
     rank = min(trial.ranks)
     observed = observed_traffic(trial, trial.ranks[rank], step)
     planned = planned_traffic(trial, rank, step)
@@ -337,7 +349,11 @@ ENTRIES = 100
 
 
 def coarse(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """Yield gradients that fail, or an optimizer's state, whose numbers are all of a coarser format than they should be."""
+    """Yield facts that wrong gradients, or an optimizer's state, are all numbers of a coarser format than their own
+    dtype.
+
+    Nothing for a case that computes in a lower precision or quantizes, or if neither gradients nor updates fail.
+    """
     if trial.case.training.compute_dtype or trial.case.training.quantize or not {"gradients", "update"} & {*broken}:
         return
     step = first_wrong_step(trial) if "gradients" in broken else None
@@ -363,9 +379,9 @@ def coarse(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 
 def _coarsest_format(values: Sequence[np.ndarray]) -> str:
-    """Return the coarsest format that all numbers are of, though their own is finer; empty if there is none.
+    """Return the coarsest of FORMATS that all numbers are of, though their own dtype is finer; empty if there is none.
 
-    Counters and constants are numbers of every format, so they are left out.
+    At least ENTRIES numbers must not be zero. Counters and constants are numbers of every format, so they are left out.
     """
     values = [value for value in values if not is_count(value)]
     if not values or not all(value.dtype.kind == "f" for value in values):
@@ -381,7 +397,10 @@ def _coarsest_format(values: Sequence[np.ndarray]) -> str:
 
 
 def random_state_not_restored(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """Yield the fact that a recomputation starts from another state of the generator than forward, and draws from it."""
+    """Yield the fact that a recomputation starts from another state of the generator than forward, and draws from it.
+
+    Nothing if gradients do not fail, or nothing is drawn in backward.
+    """
     activities = [step.activity for _, step, _ in trial.steps()]
     other_states = {*itertools.chain.from_iterable(activity.other_states for activity in activities)}
     has_drawn = any(activity.random.get("backward") for activity in activities)
@@ -403,7 +422,10 @@ FLOAT32 = 1e-6  # relative to the largest
 
 
 def rounding(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """Yield the fact that in a float64 case all losses and the gradients of step 1 are off by less than float32 rounds."""
+    """Yield the fact that in a float64 case all losses and the gradients of step 1 are off by less than float32 rounds.
+
+    Nothing in other cases, if gradients do not fail, or if those of step 1 are right.
+    """
     if "gradients" not in broken or not trial.case.exact:
         return
     wrong = pairs_with_wrong_gradient(trial, 1)

@@ -1,4 +1,4 @@
-"""Dropout that is left out of training, or that draws the masks of another step."""
+"""Causes that are about dropout: it is left out of training, or draws the masks of another step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from harness.core.judge.trial import Trial
 
 
 def lacks_dropout(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Suppose that the model trains without dropout, from the first wrong step on or in it alone."""
+    """Yield hypotheses that the model trains without dropout: from the first wrong step on, and in it alone.
+
+    Nothing if the model has no dropout or the loss does not fail.
+    """
     step = first_wrong_step(trial) if "loss" in broken and trial.case.model.dropout else None
     if step is None:
         return
@@ -27,7 +30,11 @@ def lacks_dropout(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def other_masks(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Suppose that each step draws the dropout masks of one other step, or of one as many steps away."""
+    """Yield hypotheses that steps draw other dropout masks from the first wrong step on: all those of one step, or each
+    shifted.
+
+    Every step of the run is tried. Nothing if the model has no dropout or the loss does not fail.
+    """
     step = first_wrong_step(trial) if "loss" in broken and trial.case.model.dropout else None
     if step is None:
         return
@@ -46,7 +53,8 @@ def other_masks(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _assume_masks(trial: Trial, masks: Mapping[int, int]) -> Trial:
-    """Assume that each step draws the masks of another. masks: step -> the step whose masks it draws."""
+    """Return the trial under the assumption that steps draw the masks of others. masks: step -> the step whose masks
+    it draws."""
     from harness.reference.model import seed_masks
 
     def reseed(model: Any, step: int) -> None:
@@ -56,7 +64,8 @@ def _assume_masks(trial: Trial, masks: Mapping[int, int]) -> Trial:
 
 
 def _assume_eval_mode(trial: Trial, steps: Sequence[int]) -> Trial:
-    """Assume that the model is in eval mode in these steps, so that no dropout mask is drawn."""
+    """Return the trial under the assumption that the model is in eval mode in these steps, so that no dropout mask
+    is drawn."""
     from harness.reference.spellings import in_eval_mode
 
     return assume_reference(trial, altered=in_eval_mode(steps)).with_assumption(undrawn=frozenset(steps))

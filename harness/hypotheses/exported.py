@@ -1,4 +1,4 @@
-"""Which value on record a wrong tensor of an export has: of an earlier step, of another parameter, or in another order."""
+"""Causes of a wrong export, by values on record: of an earlier step, of another parameter, or in another order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ MOST_NAMES = 3
 
 
 def wrong_exports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Explain all wrong tensors, each by the first value on record that it has."""
+    """Yield one hypothesis that explains all wrong tensors of the export, each by the first value on record that it
+    has.
+
+    Nothing if the export does not fail or is not on record, or if some wrong tensor has no such value.
+    """
     exported_tensors = recorded_export(trial) if "export" in broken else None
     if not exported_tensors:
         return
@@ -78,13 +82,19 @@ def wrong_exports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def odd_exports(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """State that an export is wrong. It is asked where no value on record explains it."""
+    """Yield the fact that an export is wrong, with its first finding.
+
+    It is asked where no value on record explains it.
+    """
     if "export" in broken:
         yield fact_of_first_finding(broken, "export", WRONG_EXPORT, "the export is wrong")
 
 
 def _known_exports(trial: Trial) -> Iterator[tuple[Details, dict[str, np.ndarray]]]:
-    """Yield (details, tensors by name) of exports that a mistake may make instead, likely ones first."""
+    """Yield (details, tensors by name) of exports that a mistake may make instead, likely ones first.
+
+    Empty details are the right export: a wrong tensor may be another one's.
+    """
     case = trial.case
     last = trial.case.steps[-1]
     weights = export_weights_after(trial, last)
@@ -111,9 +121,9 @@ def _fitted_exports(
 ) -> Iterator[tuple[Details, dict[str, np.ndarray]]]:
     """Yield (details, tensors by name) of exports that are fitted to the exported tensors.
 
-    Adapters are multiplied by a factor, rows are turned as those of heads of another size, or rows have another order. The
-    first is yielded only if a factor is found, with all tensors. The others have only tensors that they apply to, which may
-    be none.
+    Adapters are multiplied by a factor, rows are turned as those of heads of another size, or rows have another order.
+    The first is yielded only if a factor is found, with all tensors. The others have only tensors that they apply to,
+    which may be none.
     """
     case = trial.case
     weights = export_weights_after(trial, trial.case.steps[-1])
@@ -143,7 +153,11 @@ def _fitted_exports(
 def _adapter_factor(
     exported_tensors: Mapping[str, ExportedTensor], wrong_names: list[str], expected: Arrays, plain: Arrays
 ) -> float:
-    """Return by what adapters are multiplied in the first wrong tensor, fitted. 0 if it has no adapters."""
+    """Return the factor by which adapters are multiplied in the first wrong tensor, by best fit. 0 if it has no
+    adapters.
+
+    Precondition: there is a wrong name.
+    """
     name = wrong_names[0]
     if name not in plain or exported_tensors[name].value.shape != plain[name].shape:
         return 0.0
@@ -155,7 +169,10 @@ def _adapter_factor(
 
 
 def _have_same_rows(tensor: ExportedTensor, expected: np.ndarray) -> bool:
-    """Return whether both matrices have the same rows, each different from the others."""
+    """Return whether both matrices have the same rows, in any order, each different from the others.
+
+    False if they are no matrices.
+    """
     if tensor.value.shape != expected.shape or expected.ndim != 2:
         return False
     rows = {row.tobytes() for row in tensor.value}
@@ -169,7 +186,7 @@ def _without_adapters(weights: Arrays) -> dict[str, np.ndarray]:
 
 
 def _details_text(details: Details) -> str:
-    """Return details as text."""
+    """Return details as text, such as "with rows in another order"."""
     return ", ".join(f"{name} {' '.join(value) if isinstance(value, tuple) else value}" for name, value in details)
 
 

@@ -1,4 +1,7 @@
-"""Gradients that are summed over groups of no axis, in place of an axis' own: what ran shows them, weights confirm them."""
+"""Causes of gradients that are summed over groups of no axis, in place of an axis' own.
+
+Traffic shows them, weights confirm them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,11 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def summed_over_others(fit: FittedWeights) -> Iterator[Interpretation]:
-    """Read sums over groups of no axis: of what the ranks of a group received, as a mean over the group or over the axis."""
+    """Yield readings that gradients were summed over groups of no axis, in place of dp_replicate's or dp_shard's own.
+
+    Each piece counts where a rank of the group received it, as a mean over the group or over the axis. Nothing unless
+    traffic shows such groups, and the fitted weights agree.
+    """
     trial = fit.trial
     pieces = fit.pieces
     zeros = np.zeros(len(fit.pieces.all))
@@ -58,7 +65,8 @@ def _groups_within_axis(trial: Trial, axis: str, groups: Groups) -> Groups:
 
 
 def _assume_groups(assume_weights: Callable[..., Trial], axis: str, groups: Groups) -> AssumeInSteps:
-    """Return how to assume in addition that these were the groups of the axis: of the plan, and of what is to move."""
+    """Return a function of steps that gives the assumption: these weights, and these groups as those of the axis in
+    the plan."""
 
     def assume_both(trial: Trial, steps: Sequence[int]) -> Trial:
         assumed = assume_weights(trial, steps=steps)

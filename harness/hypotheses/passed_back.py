@@ -1,6 +1,7 @@
-"""Backward passes a multiple of the right gradient on to some modules: it is wrong in them, and in all that come before.
+"""Causes in which backward passes a multiple of the right gradient on to some modules.
 
-The place is that of the last parameters that are wrong, whose gradients are multiples; the checks judge all others.
+It is then wrong in them, and in all that come before. The place is that of the last parameters that are wrong, whose
+gradients are multiples; the checks judge all others.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ MULTIPLE_BOUND = 1e-9
 
 
 def multiples_passed_back(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Suppose that multiples are passed back to the modules of one layer, or to those with the same names in all layers."""
+    """Yield hypotheses that multiples are passed back to the modules of one layer, or to those with the same names in
+    all layers.
+
+    Nothing for inexact cases, if gradients are multiples throughout, or if the last wrong parameters have no common
+    factor. A factor other than 0 needs two steps: the second one tests it.
+    """
     step = first_wrong_step(trial) if "gradients" in broken and trial.case.exact else None
     if step is None:
         return
@@ -76,6 +82,8 @@ def _common_factor(trial: Trial, step: int, fqns: Collection[str]) -> float | No
 
 
 def _passed_back_cause(trial: Trial, modules: Sequence[str], factor: float, when: str, steps: Sequence[int]) -> Cause:
+    """Return the cause: nothing comes back to the outputs of these modules if the factor is 0, else a multiple.
+    when: words."""
     outputs_text = f"the outputs of {shorten_names(modules, 4)}{when}"
     details = (("modules", tuple(modules)), ("factor", factor), ("steps", tuple(steps)))
     if abs(factor) < MULTIPLE_BOUND:
@@ -88,6 +96,7 @@ def _passed_back_cause(trial: Trial, modules: Sequence[str], factor: float, when
 
 
 def _assume_passed_back(trial: Trial, modules: Sequence[str], factor: float, steps: Sequence[int]) -> Trial:
+    """Return the trial under the assumption that in these steps the gradients of these modules' outputs are times a factor."""
     from harness.reference.spellings import scale_output_gradients
 
     return assume_reference(trial, altered=scale_output_gradients(modules, factor, steps))

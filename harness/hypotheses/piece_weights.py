@@ -1,4 +1,4 @@
-"""What the weights of pieces in a gradient mean: each row of a table reads a rule for every step from them.
+"""Readings of the weights with which pieces of the batch count in a gradient, as rules for every step.
 
 A rule is read off the first wrong step, where parameters are still right; the checks judge all steps under it.
 """
@@ -41,7 +41,11 @@ if TYPE_CHECKING:
 
 
 def sums_of_pieces(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Suppose that gradients are sums of what ranks received with other weights than 1, by all rules that fit."""
+    """Yield hypotheses that gradients are sums of what ranks received with other weights than 1, by all rules that fit.
+
+    Costly, for it computes the gradient of each piece. Nothing if gradients do not fail, are one multiple, or if
+    samples were not each received once. If no weights fit, exchanged gradients are tried.
+    """
     step = first_wrong_step(trial) if "gradients" in broken and not trial.assumption.references else None
     if step is None or gradients_are_scaled(trial, step) or not (pieces := Pieces(trial)).all_received_once:
         return
@@ -74,7 +78,11 @@ def _make_reading(
     *,
     free: bool = False,
 ) -> Interpretation:
-    """Return the reading of these weights. free: whether some weight may be any number."""
+    """Return the reading of these weights: a cause, and how to assume it in some steps.
+
+    weights: (step, rank) -> weight of each piece. number: what ranks may report as loss. free: whether some weight may
+    be any number, so that two steps are needed.
+    """
     assume_weights = partial(assuming, pieces=fit.pieces, fqns=fit.fqns, weights=weights)
     return Interpretation(
         cause, fit.fqns, lambda steps: partial(assume_weights, steps=steps), fitted, number, least_steps=1 + free
@@ -85,9 +93,10 @@ def _make_reading(
 
 
 def _microbatch_readings(fit: FittedWeights) -> Iterator[Interpretation]:
-    """Read one weight a microbatch: all pieces of the n-th microbatches of all ranks count alike.
+    """Yield readings with one weight a microbatch: all pieces of the n-th microbatches of all ranks count alike.
 
-    A microbatch that is not in the first step's gradient may come with the next step's.
+    A second reading is that lost microbatches come with the next step's gradient. Nothing without accumulation, or if
+    weights are not so.
     """
     fitted_weights = fit.common_weights
     numbers = fit.pieces.microbatch
@@ -125,7 +134,7 @@ def _microbatches_with_verb(fit: FittedWeights, numbers: Sequence[int]) -> str:
 
 
 def _readings_without_rule(fit: FittedWeights) -> Iterator[Interpretation]:
-    """Read any weights, in exact cases only, where no noise can have made them."""
+    """Yield one reading: pieces count with any weights. Nothing in inexact cases, where noise can have made them."""
     if fit.trial.case.exact:
         fitted_weights = np.stack([*fit.weights.values()]).round(9)[:, fit.has_tokens] + 0.0
         smallest = float(fitted_weights.min())
@@ -175,15 +184,16 @@ def _data_axes(trial: Trial) -> tuple[str, ...]:
 
 
 def _unit_of_each_piece(pieces: Pieces, unit: Unit) -> np.ndarray:
-    """Return the number of each piece's unit."""
+    """Return the number of each piece's unit, from 0. int [pieces]"""
     rows = np.column_stack([pieces.mesh_coordinates(unit.axes), pieces.row // unit.samples, pieces.chunk * unit.chunk])
     return np.unique(rows, axis=0, return_inverse=True)[1].ravel()
 
 
 def _local_mean_readings(fit: FittedWeights) -> Iterator[Interpretation]:
-    """Read means per unit: each unit divides by its own number of valid tokens, and these means are averaged, or summed.
+    """Yield readings of local means: each unit divides by its own number of valid tokens.
 
-    The mean is over all units, or over those of a microbatch, which then counts by its tokens.
+    These means are averaged, or summed, over all units, or over those of a microbatch, which then counts by its tokens.
+    Units that give the same weights are one reading. Those whose weights are all 1 are left out.
     """
     trial = fit.trial
     pieces = fit.pieces
@@ -232,9 +242,10 @@ def _local_mean_readings(fit: FittedWeights) -> Iterator[Interpretation]:
 def _weights_if_averaged(
     pieces: Pieces, units: np.ndarray, groups: np.ndarray, factor: float, step: int, rank: int
 ) -> np.ndarray:
-    """Return how often each piece counts if each unit is averaged by itself. float64 [pieces]
+    """Return the weight of each piece if each unit is averaged by itself. float64 [pieces]
 
     units, groups: by piece, the number of its unit, and the number of the group over whose units means are averaged.
+    factor: of all weights. rank: has no effect.
     """
     tokens = pieces.valid_tokens(step)
     unit_tokens = np.bincount(units, tokens)
@@ -245,7 +256,11 @@ def _weights_if_averaged(
 
 
 def _loss_divided_by_own(trial: Trial, axes: Sequence[str], units: int, rank: int, step: int, right: float) -> float:
-    """Return the sum of all losses divided by `units` times the valid tokens of ranks with this rank's coordinates."""
+    """Return the loss that a rank may report: the sum of all losses divided by `units` times the valid tokens of its
+    own peers.
+
+    Peers have this rank's coordinates along the axes. right: has no effect.
+    """
     peers = [peer for peer in trial.ranks if coordinate_of_rank(trial.case.dims, peer)["tp"] == 0]
     losses_by_rank = {peer: losses_of_rank(trial, peer, step) for peer in peers}
     coordinates = _coordinates_along(trial, rank, axes)
@@ -265,9 +280,10 @@ def _coordinates_along(trial: Trial, rank: int, axes: Sequence[str]) -> list[int
 
 
 def _unreduced_readings(fit: FittedWeights) -> Iterator[Interpretation]:
-    """Read shares that are not added: only those that ranks with the same coordinates along some axes received.
+    """Yield readings of gradients that are not reduced over some axes: a rank adds only what ranks with its coordinates
+    received.
 
-    This may be so in all microbatches, or in some.
+    This may be so in all microbatches, or in some. Nothing if all ranks have the same weights.
     """
     trial = fit.trial
     pieces = fit.pieces
@@ -292,7 +308,7 @@ def _unreduced_readings(fit: FittedWeights) -> Iterator[Interpretation]:
 def _weights_with_own(
     is_other: np.ndarray, own_pieces: Mapping[int, np.ndarray], factor: float, step: int, rank: int
 ) -> np.ndarray:
-    """Return how often each piece counts on a rank: others once, its own `factor` times. float64 [pieces]"""
+    """Return the weight of each piece on a rank: 1 for others, `factor` for its own, 0 for the rest. float64 [pieces]"""
     return np.asarray(is_other + factor * own_pieces[rank])
 
 
@@ -308,7 +324,11 @@ def _unreduced_cause(
     factor: float,
     usual_factors: Sequence[float],
 ) -> tuple[Cause, list[str]]:
-    """Return (the cause, the axes over which nothing ran)."""
+    """Return (the cause, the axes over which nothing ran).
+
+    microbatch_numbers: from 1, those that are not reduced. factor: how often a rank's own pieces count, noted if it is
+    not usual.
+    """
     trial = fit.trial
     microbatches = microbatch_numbers if len(microbatch_numbers) < fit.trial.case.passes else ()
     silent_ops = {axis: op for axis, op in silent_axes(trial, fit.step).items() if axis.removesuffix("_cp") in missing}
@@ -328,7 +348,8 @@ def _unreduced_cause(
 def _assume_nothing_moved(
     reading: Interpretation, axes: Sequence[str], steps: Sequence[int]
 ) -> Callable[[Trial], Trial]:
-    """Return how to assume in addition that nothing is to move over these axes."""
+    """Return the assumption of this reading in these steps, and in addition that nothing is to move over these axes
+    in them."""
     left_out = frozenset(itertools.product(axes, steps))
 
     def assume_both(trial: Trial) -> Trial:
@@ -342,7 +363,12 @@ def _assume_nothing_moved(
 
 
 def _repeated_clippings(fit: FittedWeights) -> Iterator[Hypothesis]:
-    """Suppose that the accumulated gradient is clipped after every microbatch: of all ranks, or on each rank its own."""
+    """Yield hypotheses that the accumulated gradient is clipped after every microbatch: of all ranks, or on each rank
+    its own.
+
+    Each is yielded also with a further clipping before the step. Nothing without accumulation or clipping, or if the
+    last microbatch does not count once.
+    """
     trial = fit.trial
     pieces = fit.pieces
     passes = fit.trial.case.passes
@@ -365,9 +391,11 @@ def _repeated_clippings(fit: FittedWeights) -> Iterator[Hypothesis]:
 
 
 def _assume_clipping(pieces: Pieces, chains: Sequence[Sequence[int]], twice: bool, trial: Trial) -> Trial:
-    """Assume that each chain adds up its own pieces, which are as much larger as they are averaged over chains.
+    """Return the trial under the assumption that each chain of pieces adds up its own, and clips the sum after every
+    microbatch.
 
-    twice: the sum is clipped, and the result is clipped again. The norm of the clipped sum is reported.
+    chains: numbers of pieces; their gradients are averaged over chains. twice: the result is clipped again, and the
+    norm of the clipped sum is reported.
     """
     passes = trial.case.passes
     limit = trial.case.training.max_norm
@@ -376,12 +404,14 @@ def _assume_clipping(pieces: Pieces, chains: Sequence[Sequence[int]], twice: boo
         pieces_of_shares.append([piece for piece in chain if pieces.microbatch[piece] == number])
 
     def shares(step: int, batch: Batch) -> list[np.ndarray]:
+        """Return the mask of the tokens of each share: one for each chain and microbatch."""
         masks = []
         for pieces_of_share in pieces_of_shares:
             masks.append(np.asarray(sum(pieces.token_mask(piece, step) for piece in pieces_of_share)))
         return masks
 
     def reduce(step: int, gradients: list[Arrays]) -> list[Arrays]:
+        """Return the sum over chains of gradients that are clipped as each microbatch is added. gradients: of each share."""
         sums = []
         for first in range(0, len(gradients), passes):
             accumulated = gradients[first]
@@ -416,7 +446,12 @@ def _assume_clipping(pieces: Pieces, chains: Sequence[Sequence[int]], twice: boo
 
 
 def _exchanged_gradients(trial: Trial, pieces: Pieces, gradients: list[Arrays], step: int) -> Iterator[Hypothesis]:
-    """Suppose that a rank of two replicas adds another parameter's gradient of its partner, in place of the right one."""
+    """Yield one hypothesis: a rank of two replicas adds another parameter's gradient of its partner, in place of the
+    right one.
+
+    Nothing for other numbers of replicas, in inexact cases, if gradients are wrong on all ranks, or if some wrong one
+    has no such sum.
+    """
     wrong = pairs_with_wrong_gradient(trial, step)
     if trial.case.dims.dp_replicate != 2 or not trial.case.exact or {rank for rank, _ in wrong} == {*trial.ranks}:
         return
@@ -478,7 +513,10 @@ def _own_and_partner_gradient(
 
 
 def _assume_added_gradients(added_gradients: Mapping[Pair, tuple[str, float]], since: int, trial: Trial) -> Trial:
-    """Assume that ranks add these gradients of their partner from step `since` on."""
+    """Return the trial under the assumption that ranks add these gradients of their partner from step `since` on.
+
+    added_gradients: (rank, fqn) -> (partner's fqn that is added, factor).
+    """
 
     def reduce(step: int, gradients: list[Arrays]) -> list[Arrays]:
         total = []

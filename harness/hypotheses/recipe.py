@@ -1,8 +1,9 @@
-"""Another recipe than the requested one that leads from these gradients to these weights.
+"""Causes in which another recipe than the requested one leads from these gradients to these weights.
 
-The fields of TrainingConfig span the space: one field is changed, then two. A field's values are its default, common ones,
-twice and half, the value that fits the first step, that of another field, another choice. Beside it stand what the optimizer
-shows, a table of algorithms, and a table of ways to clip. The optimizer is replayed by each; the checks judge everything.
+The fields of TrainingConfig span the space: one field is changed, then two. A field's values are its default, common
+ones, twice and half, the value that fits the first step, that of another field, another choice. Beside it stand what
+the optimizer shows, a table of algorithms, and a table of ways to clip. The optimizer is replayed by each; the checks
+judge everything.
 """
 
 from __future__ import annotations
@@ -90,9 +91,12 @@ class Agreement(Enum):
 
 
 def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Suppose recipes that evidence shows directly, else those that a replay of the optimizer agrees with.
+    """Yield hypotheses on the optimizer that evidence shows directly, then those that a replay of the optimizer agrees
+    with.
 
-    Two fields are changed together only where nothing simpler explains all.
+    Nothing if updates do not fail. No replay if a variant seen directly explains all, replicas disagree, or gradients
+    are unplanned. A variant that agrees in the first step alone is yielded as well. Two fields are changed together
+    only if nothing simpler explains all.
     """
     if "update" not in broken:
         return
@@ -138,10 +142,11 @@ def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _assume_variant(way: OptimizerVariant, trial: Trial) -> Trial:
-    """Assume that optimizers did so.
+    """Return the trial under the assumption that optimizers were this variant.
 
-    The check `update` judges whether they did, from observed weights to observed weights. The reference is trained from
-    the observed weights, and shows what follows from them.
+    The check `update` judges whether they were, from observed weights to observed weights. The reference is trained
+    from the observed weights, and shows what follows from them. The first number of `reports` that no rank contradicts
+    is assumed to be reported.
     """
     replicas = {rank: coordinate_of_rank(trial.case.dims, rank)["dp_replicate"] for rank in sorted(trial.ranks)}
     if way.multiplier and replicas_differ(trial, partial(_bytes_of_all_steps, trial, way.multiplier)):
@@ -164,11 +169,13 @@ def _assume_variant(way: OptimizerVariant, trial: Trial) -> Trial:
 
 
 def _bytes_of_all_steps(trial: Trial, scale: Multiplier, rank: int, fqn: str) -> list[bytes]:
+    """Return the bytes of a multiplier in each step, to compare ranks by."""
     return [np.asarray(scale(rank, step, fqn)).tobytes() for step in trial.case.steps]
 
 
 def _with_observed_weights(trial: Trial, ranks: Sequence[int], step: int, parameters: Arrays) -> Arrays:
-    """Return whole parameters with the weights that these ranks' optimizers left in a step."""
+    """Return copies of the whole parameters, with the weights that these ranks' optimizers left in a step where they
+    are known."""
     whole = {fqn: value.copy() for fqn, value in parameters.items()}
     for rank in ranks:
         for record in trial.ranks[rank].steps:
@@ -186,7 +193,7 @@ def _with_observed_weights(trial: Trial, ranks: Sequence[int], step: int, parame
 
 
 def _first_wrong_steps(trial: Trial) -> dict[str, int]:
-    """Return the parameters that are wrong on some rank: fqn -> first wrong step."""
+    """Return fqn -> first step in which the parameter is wrong on some rank; empty if the check `update` finds none wrong."""
     mistakes = [
         mistake
         for mistake in update.update_findings(trial, update.norms_for_clipping(trial))
@@ -203,6 +210,7 @@ def _with_wrong_parameters_first(trial: Trial, wrong: Mapping[str, int]) -> Tria
     """
 
     def with_wrong_first(evidence: RankEvidence) -> RankEvidence:
+        """Return the evidence of one rank with its parameters in the order of their first wrong step, and of their size."""
         tensors = sorted(evidence.parameters, key=lambda tensor: (wrong.get(tensor.fqn, math.inf), tensor.value.size))
         resumed = evidence.resumed
         if resumed:
@@ -215,9 +223,9 @@ def _with_wrong_parameters_first(trial: Trial, wrong: Mapping[str, int]) -> Tria
 
 
 def _replay_agreement(trial: Trial, norms: dict[int, float], halves: bool, way: OptimizerVariant) -> Agreement:
-    """Return in which steps a replay by this variant has what ranks have.
+    """Return in which steps a replay by this variant has the weights that ranks have.
 
-    halves: whether the first step alone may be explained.
+    norms: step -> norm to clip by. halves: whether an agreement in the first step alone counts.
     """
     assumed_trial = trial.with_assumption(way.assumed)
     vars(assumed_trial)["local_slices"] = trial.local_slices  # the same evidence: they need not be looked for again
@@ -233,7 +241,7 @@ def _replay_agreement(trial: Trial, norms: dict[int, float], halves: bool, way: 
 
 
 def _in_first_step_only(trial: Trial, way: OptimizerVariant, norms: Mapping[int, float]) -> OptimizerVariant:
-    """Return this variant in the first step alone."""
+    """Return the variant that does so in the first step alone, and as requested in all others."""
     first = trial.first_step
     assumed = way.assumed
     limit = trial.case.training.max_norm
@@ -258,7 +266,10 @@ def _in_first_step_only(trial: Trial, way: OptimizerVariant, norms: Mapping[int,
 def _variants_by_fields(
     trial: Trial, wrong: Mapping[str, int], norms: dict[int, float], count: int
 ) -> Iterator[OptimizerVariant]:
-    """Yield changed fields of all parameters, and of those that are wrong."""
+    """Yield variants with so many changed fields of the recipe: of all parameters, then of those that are wrong.
+
+    wrong: fqn -> first wrong step. norms: step -> norm to clip by.
+    """
     requested = trial.case.training
     every_fqn = frozenset(trial.plan.shapes)
     fitted = _fitted_values(trial, wrong, norms)
@@ -285,14 +296,18 @@ def _variants_by_fields(
 
 
 def _value_text(value: object) -> str:
-    """Return a field's value as text."""
+    """Return a field's value as text; a float with few digits."""
     return number_text(value) if isinstance(value, float) else str(value)
 
 
 def _changed_recipes(
     requested: TrainingConfig, count: int, fitted: Mapping[str, float]
 ) -> Iterator[tuple[dict[str, Any], TrainingConfig]]:
-    """Yield (changed fields with their values, the recipe with them). Recipes that TrainingConfig refuses are left out."""
+    """Yield (changed fields with their values, the recipe with them) for all combinations of so many fields.
+
+    Recipes that TrainingConfig refuses are left out. Two fields are also exchanged with each other. fitted: field ->
+    fitted value.
+    """
     values = _possible_values(requested, fitted)
     value_limit = FEWER_VALUES if count > 1 else None
     for names in itertools.combinations(values, count):
@@ -306,7 +321,10 @@ def _changed_recipes(
 
 
 def _possible_values(requested: TrainingConfig, fitted: Mapping[str, float]) -> dict[str, list[Any]]:
-    """Return, by field, the values that it may have by mistake."""
+    """Return, by field, the values that it may have by mistake, likely ones first. The requested value is left out.
+
+    Fields of EXCLUDED_FIELDS, and those that the recipe does not use, are left out.
+    """
     left_out = EXCLUDED_FIELDS | unused_fields(requested)
     fields = [field for field in dataclasses.fields(requested) if field.name not in left_out]
     requested_values = {field.name: getattr(requested, field.name) for field in fields}
@@ -373,7 +391,11 @@ def _recipe_by_parameter(trial: Trial, changed: TrainingConfig, fqns: Collection
 
 
 def _changed_learning_rates(trial: Trial, changed: TrainingConfig) -> dict[int, float] | None:
-    """Return, by step, the learning rate of another recipe, changed as the reference's was. None if all are the requested."""
+    """Return step -> learning rate by the schedule of another recipe, times what the reference's differed from its
+    schedule by.
+
+    None if all are the requested ones.
+    """
     planned = {step.step: step.lr for step in trial.reference.steps}
     usual_rates = {step: _scheduled_rate(step, trial.case.training) for step in planned}
     changed_rates = {step: _scheduled_rate(step, changed) for step in planned}
@@ -394,7 +416,10 @@ def _optimizer_of_recipe(
     recipes: Mapping[str, TrainingConfig],
     rates: Mapping[int, float] | None,
 ) -> AssumedOptimizer:
-    """Return the optimizer that trains these parameters by another recipe. recipes: of every parameter."""
+    """Return the optimizer that trains `fqns` by another recipe, and all others as requested.
+
+    recipes: fqn -> its recipe, of every parameter. rates: step -> learning rate of `fqns`; None for the requested ones.
+    """
     requested = trial.case.training
     planned = {step.step: step.lr for step in trial.reference.steps}
 
@@ -419,7 +444,10 @@ def _scheduled_rate(step: int, training: TrainingConfig) -> float:
 
 
 def _reported_rate_variants(trial: Trial) -> Iterator[OptimizerVariant]:
-    """Yield rates that ranks report, for all parameters, then for those alone that were stepped by them."""
+    """Yield variants with the learning rates that ranks report, if some are not the schedule's. Else nothing.
+
+    First for all parameters; then for those alone that were stepped by them, if others were stepped as scheduled.
+    """
     scheduled = {step.step: step.lr for step in trial.reference.steps}
     shown = {(rank, step.step): step.lr for rank, step, _ in trial.steps() if step.lr is not None}
     wrong = {
@@ -461,7 +489,10 @@ def _reported_or_scheduled_rate(
     step: int,
     fqn: str,
 ) -> float:
-    """Return the rate that a rank shows in a step, the schedule's for parameters that are stepped usually."""
+    """Return the learning rate that a rank reports for a step.
+
+    The schedule's, if it reports none or `fqn` is stepped usually.
+    """
     return scheduled[step] if fqn in stepped_usually else shown.get((rank, step), scheduled[step])
 
 
@@ -484,7 +515,7 @@ def schedules_text(trial: Trial, wrong: Collection[int], shown: Collection[tuple
 
 
 def _shifted_schedules(training: TrainingConfig) -> Iterator[tuple[str, Callable[[int], float]]]:
-    """Yield (rule in words, step -> learning rate) of schedules in which each step has the rate of another."""
+    """Yield (rule in words, step -> learning rate) of schedules in which each step has the rate of another step."""
     one_late = "every step takes the rate of the step before"
     advances = "each step advances the schedule by"
     table: dict[str, Callable[[int], int]] = {one_late: lambda step: step - 1}
@@ -508,7 +539,10 @@ def _changed_schedules(training: TrainingConfig, count: int) -> Iterator[tuple[s
 
 
 def _unstepped_variants(trial: Trial) -> Iterator[OptimizerVariant]:
-    """Yield that the optimizer does not move parameters: from a step on, or in one step alone."""
+    """Yield one variant: the optimizer does not move some parameters in some steps, as was seen. Else nothing.
+
+    Steps whose learning rate is 0 do not count.
+    """
     before = parameters_before_steps(trial)
     norms = update.norms_for_clipping(trial)
     limit = trial.case.training.max_norm
@@ -535,10 +569,17 @@ def _unstepped_variants(trial: Trial) -> Iterator[OptimizerVariant]:
 
 
 def _only_decayed_variants(trial: Trial) -> Iterator[OptimizerVariant]:
-    """Yield that matrices of Muon only decay: their update reached no rank that holds them."""
+    """Yield one variant: matrices of Muon only decay in some steps, for their update reached no rank that holds them.
+
+    Else nothing.
+    """
     before = parameters_before_steps(trial)
 
     def only_decays(rank: int, step: int, fqn: str, after: np.ndarray) -> bool:
+        """Return whether these are the weights before the step times its decay.
+
+        False if Muon does not step the parameter.
+        """
         recipe = update.recipe_of_parameter(trial, fqn, step)
         values = before[rank, step].get(fqn)
         if stepped_by(recipe, fqn) != "muon" or values is None or not after.size:

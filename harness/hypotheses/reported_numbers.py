@@ -1,6 +1,7 @@
-"""Numbers that ranks report by name and that have another meaning: of other ranks, steps or tokens, or a multiple.
+"""Causes of wrong numbers that ranks report by name: they are of other ranks, steps or tokens, or a multiple.
 
-Such numbers are judged by what ranks did, not by the reference. No other mistake makes them wrong. All are explained at once.
+Such numbers are judged by what ranks did, not by the reference. No other mistake makes them wrong. All are explained at
+once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MOST_MEANINGS = 3
 
 @dataclass(frozen=True)
 class NamedReport:
-    """Numbers that ranks report by one name, and their requested meaning."""
+    """Numbers that ranks report by one name, some of them wrong, and their requested meaning."""
 
     name: str
     reported: Reports
@@ -46,7 +47,11 @@ class NamedReport:
 
 
 def wrong_numbers(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Explain all wrong numbers together, each by the first meaning that gives it on all ranks and in all steps."""
+    """Yield one hypothesis on all wrong numbers together, each explained by the first meaning that gives it on all
+    ranks and steps.
+
+    Nothing if the check passes, or if some wrong number has no such meaning.
+    """
     wrong_reports = list(_wrong_named_reports(trial)) if NUMBERS_CHECK in broken else []
     explained = []
     for report in wrong_reports:
@@ -76,7 +81,11 @@ def wrong_numbers(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def odd_numbers(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """State that a number is wrong. It is asked where no meaning gives it."""
+    """Yield the fact that a reported number is wrong or lacking, with the first finding.
+
+    It is asked where no meaning gives it. Nothing if the check passes. A number that is merely wrong is a symptom: it
+    may follow from something else.
+    """
     quantity = broken[NUMBERS_CHECK].findings[0].quantity if NUMBERS_CHECK in broken else ""
     if quantity == HELD_OUT_QUANTITY:
         yield fact_of_first_finding(
@@ -95,7 +104,10 @@ def odd_numbers(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 
 def _wrong_named_reports(trial: Trial) -> Iterator[NamedReport]:
-    """Yield the names by which some rank reports a wrong number in some step."""
+    """Yield a report for each name by which some rank reports a wrong number in some step.
+
+    Numbers whose right value is not on record are left out.
+    """
     book = ExpectedNumbers(trial)
     meant: dict[str, dict[tuple[int, int], Number]] = {}
     for rank, step in trial.own_steps():
@@ -119,7 +131,8 @@ def _wrong_named_reports(trial: Trial) -> Iterator[NamedReport]:
 
 
 def _number_with_meaning(report: NamedReport, number: ByStep) -> ByStep:
-    """Return what a rank would report with this meaning where its number is wrong; the right number elsewhere."""
+    """Return (rank, step) -> what a rank would report with this meaning where its number is wrong; the right number
+    elsewhere."""
 
     def value(rank: int, step: int) -> float:
         assumed = number(rank, step) if (rank, step) in report.reported.wrong_keys else None
@@ -129,7 +142,10 @@ def _number_with_meaning(report: NamedReport, number: ByStep) -> ByStep:
 
 
 def _matching_meanings(trial: Trial, report: NamedReport) -> Iterator[tuple[Details, ByStep]]:
-    """Yield (details, number by rank and step) of the meanings that give all wrong numbers, likely ones first."""
+    """Yield (details, number by rank and step) of the meanings that give all wrong numbers, likely ones first.
+
+    Nothing if none does.
+    """
     candidates = itertools.chain(
         _changed_meanings(trial, report), _other_numbers(trial, report), _multiples_of_right(trial, report)
     )
@@ -139,7 +155,11 @@ def _matching_meanings(trial: Trial, report: NamedReport) -> Iterator[tuple[Deta
 
 
 def _changed_meanings(trial: Trial, report: NamedReport) -> Iterator[tuple[Details, ByStep]]:
-    """Yield the number with one field of its meaning changed: axes, tokens, steps or the divisor of a mean."""
+    """Yield (details, number by rank and step) with one field of the meaning changed: axes, tokens, steps or divisor of
+    a mean.
+
+    Nothing for norms. A number is None where it is not on record.
+    """
     book = ExpectedNumbers(trial)
     first = next(iter(report.requested_numbers.values()))
     if first.of == NORM:
@@ -147,6 +167,8 @@ def _changed_meanings(trial: Trial, report: NamedReport) -> Iterator[tuple[Detai
     present = [axis for axis in SPLIT if getattr(trial.case.dims, axis) > 1]
 
     def meaning(**fields: object) -> ByStep:
+        """Return (rank, step) -> the right number of the meaning with these fields changed; None where it is not on record."""
+
         def number(rank: int, step: int) -> float | None:
             try:
                 meant = dataclasses.replace(report.requested_numbers[rank, step], **fields)  # type: ignore[arg-type]
@@ -176,9 +198,11 @@ def _changed_meanings(trial: Trial, report: NamedReport) -> Iterator[tuple[Detai
 
 
 def _other_numbers(trial: Trial, report: NamedReport) -> Iterator[tuple[Details, ByStep]]:
-    """Yield the numbers of the steps before and after, for a norm other norms, for a mean those of some ranks.
+    """Yield (details, number by rank and step) of other numbers: of the steps before and after, and others by what is
+    reported.
 
-    For a validation the loss of training is yielded as well.
+    These are other norms for a norm, means of some ranks for a mean or validation, and the training loss for a
+    validation.
     """
     expected = report.reported.right_numbers
     first = next(iter(report.requested_numbers.values()))
@@ -209,7 +233,7 @@ def _mean_of_means(book: ExpectedNumbers, step: int, report: NamedReport) -> flo
 
 
 def _mean_of_rank(book: ExpectedNumbers, rank: int, step: int, report: NamedReport) -> float | None:
-    """Return the mean over a rank's own part. None if it is not on record."""
+    """Return the mean over a rank's own share of a step's samples. None if it is not on record."""
     try:
         return book.expected_value(
             rank, step, report.name, dataclasses.replace(report.requested_numbers[rank, step], over=())
@@ -219,7 +243,7 @@ def _mean_of_rank(book: ExpectedNumbers, rank: int, step: int, report: NamedRepo
 
 
 def _gradient_norm(book: ExpectedNumbers, rank: int, step: int) -> float | None:
-    """Return the norm of gradients of a step. None if it is not on record."""
+    """Return the norm of all gradients of a step as a rank may report it. None if it is not on record."""
     try:
         return book.parameter_norm(rank, step)
     except NotOnRecord:
@@ -227,7 +251,11 @@ def _gradient_norm(book: ExpectedNumbers, rank: int, step: int) -> float | None:
 
 
 def _multiples_of_right(trial: Trial, report: NamedReport) -> Iterator[tuple[Details, ByStep]]:
-    """Yield the right number times a product of degrees, or divided by it; then times any other factor."""
+    """Yield (details, number by rank and step) of multiples: the right number times a product of degrees, or divided by
+    it.
+
+    Last comes the factor of the first wrong number, if several steps are wrong.
+    """
     expected = report.reported.right_numbers
     degrees = {axis: getattr(trial.case.dims, axis) for axis in AXES}
     degrees["accumulation"] = trial.case.features.accumulation

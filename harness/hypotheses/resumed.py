@@ -1,4 +1,4 @@
-"""Parameters, optimizer state and schedule that a launch resumes with and that are not those of the checkpoint.
+"""Causes of a wrong resumption: parameters, optimizer state or schedule are not those of the checkpoint.
 
 The reference then goes on from what was observed, and the checks judge.
 """
@@ -45,9 +45,9 @@ State = dict[TensorKey, np.ndarray]
 def resumed_otherwise(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Yield hypotheses that training goes on from other parameters, with another optimizer state, or at other rates.
 
-    Nothing unless `resume` is broken. Each may be all that is wrong; the first one names the others. If ranks resumed
-    elsewhere, that is the only one. What a rank held once it had resumed is compared bit for bit, so wrong parameters are
-    observed.
+    Nothing unless `resume` fails. Each may be all that is wrong; the first one names the others. If ranks resumed
+    elsewhere, that is the only one. What a rank held once it had resumed is compared bit for bit, so wrong parameters
+    are observed.
     """
     if "resume" not in broken:
         return
@@ -81,7 +81,10 @@ Places = set[tuple[int, TensorKey]]
 
 
 def _earlier_moments(trial: Trial) -> Iterator[tuple[str, State]]:
-    """Yield (moment in words, all parameters): before training, then after each step of earlier launches, latest first."""
+    """Yield (moment in words, all parameters): before training, then after each step of earlier launches, latest first.
+
+    Steps whose parameters are not all on record are left out.
+    """
     yield "before training", {(PARAMETER, fqn): full for fqn, full in trial.seed_weights.items()}
     for launch in reversed(trial.saved):
         for step in reversed(launch.case.steps):
@@ -91,7 +94,10 @@ def _earlier_moments(trial: Trial) -> Iterator[tuple[str, State]]:
 
 
 def _common_moment(trial: Trial, places: Places) -> str:
-    """Return the moment from which all parameters of all ranks are. Empty if there is none, or `places` is empty."""
+    """Return in words the moment from which all parameters of all ranks are, such as "after step 2".
+
+    Empty if there is none, or `places` is empty.
+    """
     if not places:
         return ""
     for moment, state in _earlier_moments(trial):
@@ -101,7 +107,11 @@ def _common_moment(trial: Trial, places: Places) -> str:
 
 
 def _wrong_parameters_cause(trial: Trial, places: Places) -> Cause | None:
-    """Return the cause of wrong parameters after resuming. None if `places` is empty."""
+    """Return the cause of wrong parameters after resuming. None if `places` is empty.
+
+    It is the first that fits: another moment, not loaded, exchanged, other slices; else changed, with what they are
+    where that is known.
+    """
     if not places:
         return None
     requested = f"after step {trial.saved[-1].case.saved_step}"
@@ -149,7 +159,10 @@ def _exchanged_slices_text(trial: Trial, places: Places) -> str:
 
 
 def _wrong_state_cause(trial: Trial, places: Places) -> Cause | None:
-    """Return the cause of a wrong optimizer state after resuming. None if `places` is empty."""
+    """Return the cause of a wrong optimizer state after resuming: missing, zero, another parameter's, or changed.
+
+    None if `places` is empty. Counters are left out if averages are wrong as well.
+    """
     if not places:
         return None
     saved = saved_state(trial.saved[-1])
@@ -175,7 +188,10 @@ def _wrong_state_cause(trial: Trial, places: Places) -> Cause | None:
 
 
 def _retained_state_cause(trial: Trial, places: Places) -> Cause | None:
-    """Return the cause if an optimizer that should be new has a state. None if `places` is empty."""
+    """Return the cause of an optimizer that should be new and has a state. None if `places` is empty.
+
+    For a case that starts from the weights of a checkpoint alone.
+    """
     if not places:
         return None
     saved = saved_state(trial.saved[-1])
@@ -193,7 +209,7 @@ def _retained_state_cause(trial: Trial, places: Places) -> Cause | None:
 
 
 def _change_text(trial: Trial, places: Places) -> str:
-    """Return in words what has become of the saved values, in writing or in reading. Empty if nothing that is known."""
+    """Return in words what the saved values became, such as rounded or another's. Empty if that is not known."""
     resumed_state = _resumed_whole_state(trial)
     saved = saved_state(trial.saved[-1])
     keys = {key for _, key in places if key in resumed_state}
@@ -206,7 +222,10 @@ def _resumed_whole_state(trial: Trial) -> State:
 
 
 def _ranks_hold(trial: Trial, places: Places, instead: State) -> bool:
-    """Return whether all these ranks hold their slices of the state `instead`."""
+    """Return whether all these ranks hold their slices of the state `instead`, byte for byte.
+
+    False if it lacks a key.
+    """
     if any(key not in instead for _, key in places):
         return False
     return all(
@@ -216,9 +235,10 @@ def _ranks_hold(trial: Trial, places: Places, instead: State) -> bool:
 
 
 def _exchanged_pair(trial: Trial, places: Places) -> tuple[str, str] | None:
-    """Return (first parameter whose wrong values are all those saved for another one, that other one). None if there is none.
+    """Return (first parameter whose wrong values are all those saved for another one, that other one).
 
-    If the averages of a parameter are one another's, the names of two averages are returned instead.
+    None if there is none. If one average of a parameter has the values of another of its averages, the names of both
+    averages are returned instead.
     """
     saved = saved_state(trial.saved[-1])
     for fqn in sort_fqns(trial, (key[1] for _, key in places)):
@@ -246,10 +266,10 @@ def _exchanged_pair(trial: Trial, places: Places) -> tuple[str, str] | None:
 
 
 def _restarted_schedule_cause(trial: Trial) -> Cause | None:
-    """Return the cause if the schedule restarts after resuming. None if it does not.
+    """Return the cause if the schedule restarts after resuming, by the rates that ranks report. None if it does not.
 
-    From some step on each rate is then that of as many steps after the beginning. If the launch starts from weights alone, the
-    mistake is the other way round: the schedule goes on.
+    From some step on each rate is then that of as many steps after the beginning. If the launch starts from weights
+    alone, the mistake is the other way round: the schedule goes on.
     """
     if trial.case.model_of is not None:
         return _continued_schedule_cause(trial, trial.case.model_of)
@@ -268,10 +288,10 @@ def _restarted_schedule_cause(trial: Trial) -> Cause | None:
 
 
 def copies_not_loaded(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Suppose that the optimizer steps its own copies of the parameters, which are those of another moment.
+    """Yield one hypothesis: the optimizer steps its own copies of the parameters, which are those of another moment.
 
-    The model gets what it makes of them. After its first step, all parameters are nearer to those of that moment than to the
-    loaded ones.
+    After its first step, all parameters are then nearer to those of that moment than to the loaded ones. Nothing if
+    that is so of no moment, or a rank did not record what it resumed with.
     """
     if not trial.saved or "update" not in broken or any(evidence.resumed is None for evidence in trial.ranks.values()):
         return
@@ -284,7 +304,10 @@ def copies_not_loaded(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _is_nearer(trial: Trial, rank: int, state: State) -> bool:
-    """Return whether a rank's parameters after its first step are all nearer to `state` than to those it resumed with."""
+    """Return whether a rank's parameters after its first step are all nearer to `state` than to those it resumed with.
+
+    Parameters that are not in both are left out. False without a first step, or if shapes differ.
+    """
     steps = trial.ranks[rank].steps
     resumed_values = resumed_state(trial, rank)
     first_parameters = steps[0].parameters if steps else {}
@@ -301,7 +324,7 @@ def _is_nearer(trial: Trial, rank: int, state: State) -> bool:
 
 
 def _assume_stepped_from(state: State, trial: Trial) -> Trial:
-    """Assume that the first step was made from `state`.
+    """Return the trial under the assumption that the first step was made from the parameters of `state`.
 
     Apart from decay, an optimizer adds what does not depend on the value.
     """
@@ -324,7 +347,11 @@ def _assume_stepped_from(state: State, trial: Trial) -> Trial:
 
 
 def _continued_schedule_cause(trial: Trial, after: int) -> Cause | None:
-    """Return the cause if the schedule goes on from the checkpoint of step `after`. None if it does not."""
+    """Return the cause if the schedule goes on from the checkpoint of step `after`, though only its weights were to be
+    loaded.
+
+    None if it does not.
+    """
     step = _first_deviating_step(trial)
     reported_rates = [(record.step, record.lr) for _, record, _ in trial.steps() if record.lr is not None]
     if step is None:
@@ -339,7 +366,8 @@ def _continued_schedule_cause(trial: Trial, after: int) -> Cause | None:
 
 
 def _later_rate(trial: Trial, step: int) -> float:
-    """Return the rate of as many steps later as were trained before the weights were saved.
+    """Return the learning rate that the recipe has `model_of` steps later: as many as were trained before weights were
+    saved.
 
     After the recipe's end it is the recipe's last rate.
     """
@@ -348,7 +376,10 @@ def _later_rate(trial: Trial, step: int) -> float:
 
 
 def _first_deviating_step(trial: Trial) -> int | None:
-    """Return the first step whose reported learning rate is not the schedule's. None if all are."""
+    """Return the first step whose reported learning rate is not the schedule's.
+
+    None if all are, or none is reported.
+    """
     rates = ((step.step, step.lr, expected.lr) for _, step, expected in trial.steps() if step.lr is not None)
     return min((step for step, lr, wanted in rates if not math.isclose(lr, wanted, rel_tol=1e-12)), default=None)
 

@@ -1,4 +1,4 @@
-"""What checks have seen of hypotheses that are not proven."""
+"""Facts about hypotheses that are not proven: what checks have seen of them directly."""
 
 from __future__ import annotations
 

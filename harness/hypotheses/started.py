@@ -1,4 +1,4 @@
-"""Weights that ranks go on from and that are not the right ones: initial weights, or weights between two steps.
+"""Causes of weights that ranks go on from and that are not the right ones, before training or between two steps.
 
 Whose values these are is found by `whose`; the reference then goes on from what was seen, and the checks judge.
 """
@@ -24,7 +24,10 @@ from harness.hypotheses.whose import MatchSource, find_match, is_constant
 
 
 def value_text(value: np.ndarray, right: np.ndarray, pool: Iterable[tuple[MatchSource, np.ndarray]] = ()) -> str:
-    """Return in words whose values these are. Empty if no other tensor has them."""
+    """Return in words whose values these are: a constant, another tensor's, or the right ones changed.
+
+    Empty if none matches. pool: tensors on record that they may be, with their values.
+    """
     if value.size > 1 and is_constant(value):
         return f"all {number_text(value.flat[0])}"
     relation = find_match(value, right, pool)
@@ -36,7 +39,10 @@ def value_text(value: np.ndarray, right: np.ndarray, pool: Iterable[tuple[MatchS
 
 
 def common_text(texts: Collection[str]) -> str:
-    """Return the text that all have, or the first of several different ones. Empty if some are empty."""
+    """Return the text that all have; of different ones the first two, and how many more there are.
+
+    Empty if one of them is empty, or there are none.
+    """
     different = [*dict.fromkeys(texts)]
     if "" in different:
         return ""
@@ -47,9 +53,11 @@ def common_text(texts: Collection[str]) -> str:
 
 
 def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Suppose that training starts from other weights. The reference is trained from the observed weights.
+    """Yield one hypothesis: training starts from other weights than the seed weights, of which the reference is then
+    trained.
 
-    If ranks that hold the same slice hold other values of it, no reference shows what follows.
+    If ranks that hold the same slice hold other values of it, no reference shows what follows, and the hypothesis only
+    states what is seen. Nothing if initial weights pass.
     """
     if "initial_weights" not in broken or not (strange_pairs := _unexplained_tensors(trial)):
         return
@@ -86,7 +94,7 @@ def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 def _unexplained_tensors(trial: Trial) -> list[Pair]:
     """Return (rank, fqn) of tensors that are no slice of the seed weights.
 
-    If all are slices, return those that are another rank's without being planned so.
+    If all are slices, return those that are another rank's without being planned so. Empty if there are none.
     """
     unplanned = []
     for rank, slices_of_rank in sorted(trial.local_slices.items()):
@@ -149,7 +157,10 @@ def _seed_value_text(trial: Trial, pair: Pair) -> str:
 
 
 def _is_same_in_repeat(trial: Trial, pair: Pair) -> bool:
-    """Return whether the repeat of the run started from the same values."""
+    """Return whether the repeat of the run started from the same values. False if it has no such tensor.
+
+    Precondition: there is a repeat.
+    """
     rank, fqn = pair
     assert trial.repeat is not None
     others = trial.repeat.ranks[rank].parameters if rank in trial.repeat.ranks else ()
@@ -178,9 +189,10 @@ def observed_weights(trial: Trial) -> Arrays | None:
 
 
 def changed_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Suppose that weights change between two steps, outside the optimizer.
+    """Yield one hypothesis: weights change between two steps, outside the optimizer.
 
-    The reference goes on from the changed weights, if they have the shapes of what the optimizer left.
+    Nothing unless updates fail and that is seen. The reference goes on from the changed weights, if they have the
+    shapes of what the optimizer left. Else nothing is assumed, and the hypothesis only states what is seen.
     """
     changes = update.later_changes(trial)
     if "update" not in broken or not changes:
@@ -209,6 +221,7 @@ def changed_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     cause = Cause("weights changed", text, where_text(trial, pairs), details=(("step", step), ("are", became_text)))
 
     def apply_changes(number: int, parameters: Arrays) -> Arrays:
+        """Return whole parameters with the values that ranks changed them to after this step."""
         whole = {fqn: value.copy() for fqn, value in parameters.items()}
         for rank, fqn in changes.get(number, ()):
             part = trial.slice_of(rank, fqn)
@@ -223,7 +236,10 @@ def changed_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _is_decayed(trial: Trial, step: int, values_of_pairs: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> bool:
-    """Return whether the changed weights are those that the optimizer left, smaller by this step's weight decay."""
+    """Return whether the changed weights are those that the optimizer left, smaller by this step's weight decay.
+
+    False if there is no decay in this step.
+    """
     remaining = 1 - trial.reference_step(step).lr * trial.case.training.weight_decay
     matches = []
     for after, before in values_of_pairs:

@@ -1,7 +1,8 @@
-"""Copies of a tied embedding on two stages of a pipeline, whose gradients nothing adds up before clipping.
+"""Causes about copies of a tied embedding on two stages of a pipeline, whose gradients nothing adds up before clipping.
 
-The reference is trained with a separate output that starts as the embedding does. Ranks of the last stage are judged by the
-output, all others by the embedding. The copies train separately, or by the sum of both gradients as they are after clipping.
+The reference is trained with a separate output that starts as the embedding does. Ranks of the last stage are judged by
+the output, all others by the embedding. The copies train separately, or by the sum of both gradients as they are after
+clipping.
 """
 
 from __future__ import annotations
@@ -68,7 +69,12 @@ def copies_trained_apart(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _assume_separate_copies(trial: Trial, axis: str, left_out: tuple[str, ...], *, is_late: bool = False) -> Trial:
-    """Assume that both copies train separately. left_out: of the norm. is_late: the sum is made of clipped gradients."""
+    """Return the trial under the assumption that both copies train separately, each rank with the reference of its
+    copy.
+
+    axis: over which copies would be summed. left_out: parameters that the norm does not count. is_late: copies are
+    stepped by the sum of clipped gradients.
+    """
     limit = trial.case.training.max_norm
     model = replace(trial.case.model, tied_embeddings=False)
 
@@ -95,7 +101,8 @@ def _assume_separate_copies(trial: Trial, axis: str, left_out: tuple[str, ...], 
 
 
 def _peer_gradients(trial: Trial, rank: int, axis: str, step: int) -> list[np.ndarray]:
-    """Return the observed gradients of the other copies. float64"""
+    """Return the observed gradients that other ranks along the axis have of their copies. float64; empty if none is
+    on record."""
     gradients = []
     for peer in trial.plan.peers(rank, axis):
         if peer == rank or peer not in trial.ranks:
@@ -107,7 +114,7 @@ def _peer_gradients(trial: Trial, rank: int, axis: str, step: int) -> list[np.nd
 
 
 def _counted_norm(gradients: Arrays, left_out: tuple[str, ...]) -> float:
-    """Return the norm of gradients without those of the parameters that are left out."""
+    """Return the norm of all gradients but those of the parameters that are left out. gradients: fqn -> gradient."""
     counted = (gradient for fqn, gradient in gradients.items() if fqn not in left_out)
     squares = (float(np.sum(np.square(gradient, dtype=np.float64))) for gradient in counted)
     return float(np.sqrt(sum(squares)))

@@ -1,4 +1,4 @@
-"""Variants of the requested optimizer: a table of algorithms, and a table of ways to clip."""
+"""Variants of the requested optimizer, as two tables: other algorithms, and other ways to clip."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class OptimizerVariant:
     """A variant of the optimizer that ranks may have used."""
 
     cause: Cause
+    """The cause that is named if ranks used it."""
     assumed: AssumedOptimizer
+    """What differs from the requested optimizer."""
     fitted: int = 1
     """How many numbers or choices were fitted."""
     multiplier: Multiplier | None = None
@@ -58,7 +60,7 @@ class OptimizerVariant:
 
 
 def parameters_before_steps(trial: Trial) -> dict[tuple[int, int], Arrays]:
-    """Return the parameters of each rank before each step: (rank, step) -> parameters."""
+    """Return the parameters of each rank before each step, as (rank, step) -> fqn -> the rank's values."""
     parameters_before: dict[tuple[int, int], Arrays] = {}
     for rank, evidence in trial.ranks.items():
         parameters = trial.initial_parameters(rank)
@@ -72,9 +74,11 @@ def parameters_before_steps(trial: Trial) -> dict[tuple[int, int], Arrays]:
 
 
 def algorithm_variants(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[OptimizerVariant]:
-    """Yield optimizers with another algorithm: other decay, older gradients, no bias correction, momentum.
+    """Yield variants with another algorithm: other decay, older gradients, no bias correction, momentum.
 
-    In several of them the optimizer is given a sum of clipped gradients, weighted by how many steps ago each was.
+    In several of them the optimizer is given a sum of clipped gradients, weighted by how many steps ago each was. Only
+    variants that fit the requested optimizer are yielded; with resumed cases those of decay alone. wrong: fqns that are
+    wrong.
     """
     adamw = trial.case.training.optimizer == "adamw"
     sgd = trial.case.training.optimizer == "sgd"
@@ -109,12 +113,12 @@ def algorithm_variants(trial: Trial, norms: Norms, wrong: Collection[str]) -> It
 
 
 def _share_by_momentum(momentum: float, nesterov: int, ago: int) -> float:
-    """Return how often the gradient of `ago` steps before counts in an update. nesterov: 0 or 1."""
+    """Return the weight in an update of the gradient of `ago` steps before, by SGD's momentum. nesterov: 0 or 1."""
     return momentum ** (ago + nesterov) + nesterov * (ago == 0)
 
 
 def amsgrad_variants(trial: Trial) -> Iterator[OptimizerVariant]:
-    """Yield AMSGrad if some rank's optimizer keeps the state that only AMSGrad has."""
+    """Yield AMSGrad if some rank's optimizer keeps the state that only AMSGrad has. Else nothing."""
     states_of_ranks = (evidence.steps[-1].optimizer_state.values() for evidence in trial.ranks.values())
     if any("max_exp_avg_sq" in state for state in itertools.chain.from_iterable(states_of_ranks)):
         cause = Cause("amsgrad", "the optimizer divides by max_exp_avg_sq, as AMSGrad does", "", "AdamW without it")
@@ -122,7 +126,7 @@ def amsgrad_variants(trial: Trial) -> Iterator[OptimizerVariant]:
 
 
 def _decay_variants(trial: Trial, wrong: Collection[str]) -> Iterator[OptimizerVariant]:
-    """Yield other multiples of the recipe's weight decay: of all parameters, then of those that are wrong."""
+    """Yield variants with other multiples of the recipe's weight decay: for all parameters, then for those that are wrong."""
     training = trial.case.training
     every_fqn = frozenset(trial.plan.shapes)
     rates = {step.step: step.lr for step in trial.reference.steps}
@@ -144,13 +148,16 @@ def _decay_variants(trial: Trial, wrong: Collection[str]) -> Iterator[OptimizerV
 
 
 def rate_variants(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[OptimizerVariant]:
-    """Yield optimizers that step the wrong parameters by other learning rates."""
+    """Yield variants that step the wrong parameters by other learning rates: a restarted schedule, then fitted rates."""
     yield from _restarted_schedule_variants(trial, wrong)
     yield from _fitted_rate_variants(trial, norms, wrong)
 
 
 def _restarted_schedule_variants(trial: Trial, wrong: Collection[str]) -> Iterator[OptimizerVariant]:
-    """Yield that after resuming the wrong parameters have the rates of as many steps after the beginning."""
+    """Yield one variant: after resuming, the wrong parameters have the rates of as many steps after the beginning.
+
+    Nothing for a case that does not resume with its schedule, or if no parameter is wrong.
+    """
     if not trial.saved or trial.case.model_of is not None or not wrong:
         return
     scheduled = {step.step: step.lr for step in trial.reference.steps}
@@ -164,9 +171,10 @@ def _restarted_schedule_variants(trial: Trial, wrong: Collection[str]) -> Iterat
 
 
 def _fitted_rate_variants(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[OptimizerVariant]:
-    """Yield that the wrong parameters are stepped by other rates, fitted step by step.
+    """Yield one variant: the wrong parameters are stepped by other rates, fitted step by step, in MOST_RATES steps at
+    most.
 
-    Each rate is read off one entry of a step, and tested on all entries.
+    Each rate is read off one entry of a step, and tested on all entries. Nothing if no rate can be fitted.
     """
     scheduled = {step.step: step.lr for step in trial.reference.steps}
     factors = dict[int, float]()
@@ -192,13 +200,13 @@ def _fitted_rate_variants(trial: Trial, norms: Norms, wrong: Collection[str]) ->
 
 
 def round_if_close(number: float, close: float = 1e-9) -> float:
-    """Return the plainest number that a fit cannot distinguish from it. close: relative."""
+    """Return the number rounded to 6 digits if it is that close, else the number itself; 0.0 below 1e-12. close: relative."""
     plain = 0.0 if abs(number) < 1e-12 else float(f"{number:.6g}")
     return plain if math.isclose(plain, number, rel_tol=close, abs_tol=1e-12) else number
 
 
 def _counter_variants(trial: Trial) -> Iterator[OptimizerVariant]:
-    """Yield that AdamW counts steps that it did not make, or the passes of an accumulation."""
+    """Yield variants in which AdamW counts steps that it did not make, or the passes of an accumulation."""
     numbers: dict[str, tuple[int, int]] = {f"begins {offset} too high": (1, offset) for offset in (1, 2)}
     if trial.case.passes > 1:
         numbers["counts microbatches"] = (trial.case.passes, 0)
@@ -218,7 +226,11 @@ def _recipe_with_decay(
 
 
 def slice_variants(trial: Trial) -> Iterator[OptimizerVariant]:
-    """Yield that Muon orthogonalises a rank's slice of a matrix by itself, or scales the rate by the slice's shape."""
+    """Yield variants in which Muon orthogonalises a rank's slice of a matrix by itself, or scales the rate by the
+    slice's shape.
+
+    Nothing for other optimizers, or if no matrix is cut.
+    """
     axes_by_cut: dict[str, tuple[str, ...]] = {}
     if trial.case.dims.tp > 1:
         axes_by_cut["tp"] = ("tp",)
@@ -247,7 +259,7 @@ def _history_variant(
     decayed: bool = False,
     copies: int = 0,
 ) -> OptimizerVariant:
-    """Return the optimizer that is given a weighted sum of this step's and earlier clipped gradients.
+    """Return the variant whose optimizer is given a weighted sum of this step's and earlier clipped gradients.
 
     share_of_step: number of steps ago -> weight. decayed: weights times weight decay are added to the gradients, and to
     nothing else. copies: how many copies of the sum the optimizer keeps.
@@ -259,6 +271,10 @@ def _history_variant(
     undecayed = {fqn: replace(recipe, weight_decay=0.0) for fqn, recipe in recipes.items()}
 
     def sum_step_gradients(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray | None:
+        """Return the weighted sum of the rank's clipped gradients up to this step.
+
+        None if one of them is not on record.
+        """
         total = np.zeros_like(gradient)
         for number in range(trial.first_step, step + 1):
             if fqn not in gradients_by_step[rank, number] or fqn not in before[rank, number]:
@@ -280,7 +296,10 @@ def _history_variant(
 
 
 def clipping_variants(trial: Trial, norms: Norms) -> Iterator[OptimizerVariant]:
-    """Yield optimizers that clip in another way: by another norm, by value, for some parameters only, or not at all."""
+    """Yield variants that clip in another way: by another norm, by value, for some parameters only, or not at all.
+
+    Nothing if the recipe does not clip.
+    """
     limit = trial.case.training.max_norm
     if limit is None:
         return
@@ -316,22 +335,23 @@ def clipping_variants(trial: Trial, norms: Norms) -> Iterator[OptimizerVariant]:
 def _multiplier_by_value(
     gradients_by_step: Mapping[tuple[int, int], Arrays], bound: float, rank: int, step: int, fqn: str
 ) -> Any:
-    """Return by what each entry of a gradient is multiplied so that none is larger than the bound, an array."""
+    """Return for each entry of a gradient the factor after which none is larger than the bound, an array of its shape."""
     return bound / np.maximum(np.abs(gradients_by_step[rank, step][fqn]), np.float64(bound))
 
 
 def _clipped_variant(
     cause: Cause, multiplier: Multiplier, fitted: int = 1, norm: NumberOfStep | None = None
 ) -> OptimizerVariant:
-    """Return the optimizer that multiplies gradients by this in place of clipping. norm: what ranks may report."""
+    """Return the variant that multiplies gradients by this in place of clipping. norm: the gradient norm that ranks
+    may report."""
     assumed = AssumedOptimizer(lambda rank, step, fqn, gradient: multiplier(rank, step, fqn) * gradient)
     return OptimizerVariant(cause, assumed, fitted, multiplier, (("grad_norm", norm),) if norm else ())
 
 
 def _norm_variants(trial: Trial, limit: float) -> Iterator[OptimizerVariant]:
-    """Yield clipping by each norm on record that differs from the global norm.
+    """Yield variants that clip by a norm on record which differs from the global norm.
 
-    The norm that ranks report is a choice more.
+    Norms of equal values are one variant. The norm that ranks report is a choice more. limit: the recipe's max_norm.
     """
     expected_norm = functools.cache(partial(recorded_number, trial, "grad_norm"))
     steps_and_ranks = [*itertools.product(trial.case.steps, sorted(trial.ranks))]
@@ -364,10 +384,11 @@ def _norm_variants(trial: Trial, limit: float) -> Iterator[OptimizerVariant]:
 
 
 def _unclipped_variants(trial: Trial, limit: float, norms: Norms) -> Iterator[OptimizerVariant]:
-    """Yield variants without clipping for all parameters, or for those whose first step is that of the unclipped gradient.
+    """Yield variants without clipping for all parameters, or for those whose first step is that of the unclipped
+    gradient.
 
-    If that is every parameter, there is one variant; if it is none, nothing is yielded. Else there are two: the others are
-    clipped by the norm of all, or by their own. limit: of the norm. norms: by step.
+    If that is every parameter, there is one variant; if it is none, nothing is yielded. Else there are two: the others
+    are clipped by the norm of all, or by their own. limit: of the norm. norms: by step.
     """
     clip = clip_coefficient(norms[trial.first_step], limit)
     pairs = []
@@ -400,7 +421,7 @@ def _unclipped_variants(trial: Trial, limit: float, norms: Norms) -> Iterator[Op
 def _multiplier_of_others(
     unclipped: Collection[tuple[int, str]], norms: Norms, limit: float, rank: int, step: int, fqn: str
 ) -> float:
-    """Return the coefficient of clipping, 1 for the (rank, parameter) pairs that are not clipped."""
+    """Return the coefficient of clipping; 1 for a (rank, fqn) that is not clipped."""
     return 1.0 if (rank, fqn) in unclipped else clip_coefficient(norms[step], limit)
 
 
@@ -408,7 +429,10 @@ def _multiplier_of_others(
 
 
 def other_gradient_variants(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[OptimizerVariant]:
-    """Yield that each wrong parameter is moved by the gradient of one other parameter of its shape."""
+    """Yield one variant: each wrong parameter is moved by the gradient of one other parameter of its shape.
+
+    Nothing unless exactly one such gradient fits each wrong parameter.
+    """
     sources: dict[str, str] = {}
     for fqn in wrong:
         others = [other for other in trial.plan.shapes if other != fqn]
@@ -437,10 +461,14 @@ def _is_moved(trial: Trial, fqn: str, source: str, norms: Norms) -> bool:
 
 
 def _optimizer_by_sources(trial: Trial, sources: Mapping[str, str], norms: Norms) -> AssumedOptimizer:
-    """Return the optimizer that moves parameters by the gradients of others. sources: parameter -> whose gradient."""
+    """Return the optimizer that moves parameters by the clipped gradients of others. sources: fqn -> whose gradient.
+
+    A parameter without a source, or with one of another shape, is moved by its own.
+    """
     gradients_by_step = {(rank, step.step): step.gradients for rank, step in trial.own_steps()}
 
     def clip_source_gradient(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
+        """Return the clipped gradient of the parameter's source; its own if there is none of its shape."""
         source_gradient = gradients_by_step[rank, step].get(sources.get(fqn, fqn), gradient)
         source_gradient = source_gradient if source_gradient.shape == gradient.shape else gradient
         return clip_coefficient(norms[step], trial.case.training.max_norm) * source_gradient.astype(np.float64)
@@ -449,7 +477,7 @@ def _optimizer_by_sources(trial: Trial, sources: Mapping[str, str], norms: Norms
 
 
 def _with_parameter_only(trial: Trial, fqn: str) -> Trial:
-    """Return the trial with the evidence of this parameter alone."""
+    """Return the trial in which ranks have the evidence of this parameter alone."""
     ranks = {}
     for rank, evidence in trial.ranks.items():
         resumed = evidence.resumed

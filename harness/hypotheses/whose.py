@@ -1,8 +1,8 @@
-"""Which tensor on record a wrong one is equal to: as it is, scaled, rounded, transposed or with rows moved.
+"""Matches of a wrong tensor with tensors on record: equal as it is, scaled, rounded, transposed or with rows moved.
 
-A wrong tensor, or its wrong rows, is compared with the right one, changed in one way. It is also compared with other tensors on
-record: of another parameter, another rank, an earlier step, the weights. The answer must fit everything that is wrong in the
-first wrong step. Then the reference is trained as if it were so in every step, and the checks judge.
+A wrong tensor, or its wrong rows, is compared with the right one, changed in one way. It is also compared with other
+tensors on record: of another parameter, another rank, an earlier step, the weights. The answer must fit everything that
+is wrong in the first wrong step. Then the reference is trained as if it were so in every step, and the checks judge.
 
 Equality may be chance. So constants and whole numbers match nothing, and a tensor that is two others at once matches
 neither. A tensor of few entries is not compared; a less close match needs more entries.
@@ -50,7 +50,7 @@ ROW_BOUND = 1e-6
 
 @dataclass(frozen=True)
 class MatchSource:
-    """A tensor on record that a wrong one may be equal to."""
+    """A tensor on record that a wrong one may be equal to: a slice of a gradient or of a weight."""
 
     kind: str
     """gradient, or weight: the parameter as the step begins with it."""
@@ -78,12 +78,14 @@ class TensorMatch:
     """The function that makes the change."""
 
     def matched_value(self, right: np.ndarray, source: np.ndarray | None) -> np.ndarray:
-        """Return the wrong tensor's values, from the right ones and from the source's."""
+        """Return the values that the wrong tensor should have by this match. source: the values of the source; None:
+        the right ones."""
         own = self.apply(right if source is None else source)
         return np.asarray((right if self.added else 0) + self.factor * own)
 
     def match_text(self, fqn: str, part: Slice) -> str:
-        """Return in words whose values this slice of a parameter has."""
+        """Return in words whose values a slice of a parameter has, such as "2 times those of layers.0.wq". fqn,
+        part: that slice."""
         if self.factor == 0:
             return "zero"
         times = "" if math.isclose(self.factor, 1) else f"{number_text(self.factor)} times "
@@ -95,7 +97,8 @@ class TensorMatch:
 
 
 def _source_words(source: MatchSource, fqn: str, part: Slice) -> str:
-    """Return a source in words, as seen from this slice of a parameter."""
+    """Return a source in words, such as "those of the same parameter of the step before". fqn, part: the slice that
+    matches it."""
     own = "the same parameter" if source.fqn == fqn else source.fqn
     if source.fqn == fqn and source.slice_ != part:
         own += " as another rank holds it"
@@ -109,9 +112,11 @@ def _source_words(source: MatchSource, fqn: str, part: Slice) -> str:
 def find_match(
     value: np.ndarray, right: np.ndarray, pool: Iterable[tuple[MatchSource, np.ndarray]], close: float = EQUAL_BOUND
 ) -> TensorMatch | None:
-    """Return how a wrong tensor follows from one on record. None if from none, or from more than one.
+    """Return how a wrong tensor follows from the right one or from one on record.
 
-    pool: other tensors on record.
+    None if from none, or from more than one. The right one is tried first. None as well if it equals the right one, is
+    not finite, constant or whole numbers, or has too few entries. pool: other tensors on record, with values. close:
+    largest difference, relative to the largest entry.
     """
     has_few_digits = value.size * -math.log10(min(close, 1)) < LEAST_DIGITS
     if has_few_digits or is_count(value) or not np.isfinite(value).all() or is_close(value, right, close):
@@ -135,7 +140,10 @@ def find_match(
 
 
 def _match_with_source(value: np.ndarray, source: MatchSource, array: np.ndarray, close: float) -> TensorMatch | None:
-    """Return how a value follows from this source. None if it does not. array: the source's values."""
+    """Return how a value follows from this source: as a multiple, or changed.
+
+    None if it does not. array: the source's values.
+    """
     if (factor := _multiple_of(value, array, close)) is not None:
         return TensorMatch(source=source, factor=factor)
     return next(
@@ -144,7 +152,11 @@ def _match_with_source(value: np.ndarray, source: MatchSource, array: np.ndarray
 
 
 def find_transforms(value: np.ndarray, wanted: np.ndarray, close: float = EQUAL_BOUND) -> Iterator[tuple[str, Apply]]:
-    """Yield the transforms (in words, as a function) that map `wanted` to `value`. None are yielded if both are equal."""
+    """Yield (in words, function) of the transforms that map `wanted` to `value`: rounded, transposed, rows or columns
+    moved.
+
+    Nothing if both are equal already, or if none does.
+    """
     if is_close(value, wanted, close):
         return
     for dtype, rounded in ROUNDED.items():
@@ -160,7 +172,10 @@ def find_transforms(value: np.ndarray, wanted: np.ndarray, close: float = EQUAL_
 
 
 def _row_order(value: np.ndarray, wanted: np.ndarray, close: float) -> np.ndarray | None:
-    """Return the order in which the rows of `wanted` are those of `value`. None if the rows are not the same."""
+    """Return the indices by which the rows of `wanted`, so ordered, are those of `value`.
+
+    None if the rows are not the same. Only cyclic moves are found where the match is less close than ROW_BOUND.
+    """
     value_rows = value.reshape(len(value), -1).astype(np.float64)
     wanted_rows = wanted.reshape(len(wanted), -1).astype(np.float64)
     shift = int(np.abs(value_rows).max(axis=1).argmax()) - int(np.abs(wanted_rows).max(axis=1).argmax())
@@ -175,7 +190,7 @@ def _row_order(value: np.ndarray, wanted: np.ndarray, close: float) -> np.ndarra
 
 
 def _moved_text(order: np.ndarray, name: str) -> str:
-    """Return in words how rows are moved. name: rows, columns or entries."""
+    """Return in words how rows are moved: "rows moved by 1", else "rows in another order". name: rows, columns or entries."""
     shift = int(-order[0] % len(order))
     is_cyclic = np.array_equal(order, np.roll(np.arange(len(order)), shift))
     return f"{name} moved by {shift}" if is_cyclic else f"{name} in another order"
@@ -187,21 +202,24 @@ def is_constant(value: np.ndarray) -> bool:
 
 
 def is_count(value: np.ndarray) -> bool:
-    """Return whether a tensor holds whole numbers alone, as a counter does, or is constant: it equals others by chance."""
+    """Return whether a tensor holds whole numbers alone, as a counter does, or is constant: such a tensor equals
+    others by chance."""
     return is_constant(value) or bool(np.array_equal(value, np.round(value)))
 
 
 def is_close(first: np.ndarray, second: np.ndarray, close: float) -> bool:
-    """Return whether both are the same within the bound, relative to the largest entry of the second."""
+    """Return whether both have the same shape and differ by no more than `close`, relative to the largest entry of
+    the second."""
     if first.shape != second.shape or not first.size:
         return first.shape == second.shape
     return float(np.max(np.abs(first - second))) <= close * float(np.max(np.abs(second)))
 
 
 def _multiple_of(value: np.ndarray, source: np.ndarray, close: float) -> float | None:
-    """Return the factor by which `value` is a multiple of `source`. None if it is no multiple.
+    """Return the factor by which `value` is a multiple of `source`.
 
-    It is a whole number, or one divided by a whole number, if it is that within the bound.
+    None if it is no multiple, or the factor is about 0. It is a whole number, or one divided by a whole number, if it
+    is that within the bound.
     """
     factor = best_fit(value, source)
     if not abs(factor) > 1e-6 or not is_close(value, factor * source, close):
@@ -222,6 +240,7 @@ class WrongTensor:
     slice_: Slice
     """Slice of the parameter that a rank has; all of it if the slices of all ranks together are one tensor changed."""
     relation: TensorMatch
+    """How these rows follow from the right values or from a source."""
 
     @property
     def is_scaled(self) -> bool:
@@ -229,7 +248,7 @@ class WrongTensor:
         return isinstance(self.rows, slice) and self.relation.source is None and not self.relation.change
 
     def wrong_text(self, fqn: str) -> str:
-        """Return in words what the gradient of this parameter is."""
+        """Return in words what the gradient is, or which rows of it: "rows 3-5 of gradients are zero". fqn: its parameter."""
         relation_text = self.relation.match_text(fqn, self.slice_)
         rows = () if isinstance(self.rows, slice) else self.rows + self.slice_[0][0]
         if not len(rows):
@@ -241,7 +260,12 @@ class WrongTensor:
 
 
 def another_tensor(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Suppose that gradients are other tensors. `contributions` explains whole ones that are a multiple of the right ones."""
+    """Yield hypotheses that gradients are other tensors on record, or the right ones changed, from the first wrong step
+    on.
+
+    Nothing unless that explains each wrong gradient. Nothing if all are multiples of the right ones, which
+    `contributions` explains. A gradient of an earlier step may also stay in all later steps.
+    """
     step = first_wrong_step(trial) if "gradients" in broken else None
     if step is None or trial.assumption.references:
         return
@@ -272,7 +296,10 @@ def another_tensor(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _match_slice(trial: Trial, pair: Pair, step: int) -> WrongTensor | None:
-    """Return what a rank's slice of a gradient is equal to. None if nothing on record."""
+    """Return the match of a rank's slice of a gradient.
+
+    None if nothing on record fits, or the rank's slice is not known.
+    """
     rank, fqn = pair
     if (part := trial.gradient_slice_of(rank, fqn)) is None:
         return None
@@ -285,9 +312,9 @@ def _match_slice(trial: Trial, pair: Pair, step: int) -> WrongTensor | None:
 
 
 def _match_whole(trial: Trial, pair: Pair, step: int) -> WrongTensor | None:
-    """Return what the slices of a gradient in the rank's replica are equal to, put together. None if nothing on record.
+    """Return the match of a gradient that is put together from the slices in the rank's replica.
 
-    None also if ranks that hold the same slice have other values of it.
+    None if nothing on record fits. None also if ranks that hold the same slice have other values of it.
     """
     fqn = pair[1]
     replica = _replica_of(trial, pair[0])
@@ -318,9 +345,10 @@ def _whole_slice(trial: Trial, fqn: str) -> Slice:
 def _match_tensor(
     trial: Trial, fqn: str, part: Slice, seen: np.ndarray, step: int, parts: Callable[[str], set[Slice]]
 ) -> WrongTensor | None:
-    """Return what all rows are equal to, else what the wrong rows are equal to. None if nothing on record.
+    """Return the match of all rows, else that of the wrong rows.
 
-    parts: parameter -> the slices of it on record.
+    None if nothing on record fits, or the shape is another. seen: the observed values of the slice `part`. parts: fqn
+    -> the slices of it on record. Zeros in step 1 count as the gradient of a step before, which there is none of.
     """
     right = view_of_slice(trial.reference.steps[step - 1].gradients[fqn], part)
     if right.shape != seen.shape or not seen.size or not np.isfinite(seen).all():
@@ -344,7 +372,11 @@ def _match_tensor(
 def _possible_sources(
     trial: Trial, fqn: str, own: Slice, step: int, parts: Callable[[str], set[Slice]]
 ) -> Iterator[tuple[MatchSource, np.ndarray]]:
-    """Yield (source, right values) of other tensors of this shape: each slice once, of this step and of earlier ones."""
+    """Yield (source, right values) of other gradients with the slice's shape, of this step and of earlier ones, each
+    slice once.
+
+    The weights of the slice itself are a source, too. parts: fqn -> the slices of it on record.
+    """
     for other in trial.plan.shapes:
         for part in sorted(parts(other)):
             if [stop - start for start, stop in part] != [stop - start for start, stop in own]:
@@ -368,7 +400,11 @@ def _recorded_value(trial: Trial, kind: str, fqn: str, part: Slice, step: int) -
 
 
 def _other_tensor_cause(trial: Trial, wrong_tensors: Mapping[Pair, WrongTensor], step: int, when: str) -> Cause:
-    """Return the cause of the gradients that have the same words; its hint has the first that have other words."""
+    """Return the cause, by the wrong tensors with the same words as the first one; its hint has the first that have
+    other words.
+
+    step: the first wrong one. when: words for the steps.
+    """
     pairs_by_text: dict[str, list[Pair]] = {}
     for pair, wrong_tensor in sorted(wrong_tensors.items(), key=lambda item: item[1].is_scaled):
         pairs_by_text.setdefault(wrong_tensor.wrong_text(pair[1]), []).append(pair)
@@ -390,9 +426,10 @@ def _other_tensor_cause(trial: Trial, wrong_tensors: Mapping[Pair, WrongTensor],
 def _assume_substituted(
     trial: Trial, wrong_tensors: Mapping[Pair, WrongTensor], steps: Sequence[int], stay: bool = False
 ) -> Trial:
-    """Assume that these gradients were wrong in these steps. stay: with the values of the first of them.
+    """Return the trial under the assumption that these gradients were wrong in these steps.
 
-    Replicas that differ train separately, each with its own norm for clipping.
+    stay: with the values of the first of them. Replicas that differ train separately, each with its own norm for
+    clipping.
     """
     if not _replicas_differ(trial, wrong_tensors):
         substituted = _GradientSubstitution(trial, wrong_tensors, steps, stay)
@@ -412,7 +449,10 @@ def _assume_substituted(
 
 
 class _GradientSubstitution:
-    """A run in which some gradients are substituted in some steps."""
+    """Run of the reference in which some gradients are substituted in some steps.
+
+    It keeps gradients and weights of steps so far.
+    """
 
     def __init__(
         self, trial: Trial, wrong_tensors: Mapping[Pair, WrongTensor], steps: Sequence[int], stay: bool
@@ -424,7 +464,11 @@ class _GradientSubstitution:
         self.weights: Arrays = dict(trial.reference.weights)
 
     def gradients(self, step: int, own: Arrays) -> Arrays:
-        """Return the gradients of a step with the substituted ones. own: those that backward computed."""
+        """Return the gradients of a step, with the substituted ones in steps that are wrong. own: those that backward
+        computed.
+
+        An earlier gradient that there is none of counts as zero.
+        """
         self.computed[step] = own
         if step not in self.steps:
             return own
@@ -447,7 +491,10 @@ class _GradientSubstitution:
         return changed
 
     def _earlier_gradients(self, step: int, back: int) -> Arrays | None:
-        """Return the gradients of `back` steps before this step, or before the first wrong step if they stay. None if none."""
+        """Return the gradients of `back` steps before this step, or before the first wrong step if they stay.
+
+        None if that step did not run.
+        """
         last = self.steps[0] if self.stays and back else step
         return self.computed.get(last - back)
 

@@ -1,7 +1,7 @@
-"""Which elements of whole parameters a rank holds, as its DTensors and FSDP1's vectors claim; a plain tensor is whole.
+"""Elements of whole parameters that a rank holds, as its DTensors and FSDP1's vectors claim; a plain tensor is whole.
 
-What is claimed must fit the number of elements that are held. Where it does not, or nothing says where a slice lies, the
-reason is kept, and nothing is guessed.
+What is claimed must fit the number of elements that are held. Where it does not, or nothing says where a slice lies,
+the reason is kept, and nothing is guessed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ TP_AXIS_NAMES = ("tp", "tensor", "tensor_parallel")
 
 @dataclass(frozen=True)
 class LocalShard:
-    """What a rank holds of one parameter."""
+    """Slice of one parameter that a rank holds, or the reason why it is not known which one."""
 
     fqn: str
-    """Its name, without what wrappers put into it."""
+    """Parameter's fqn, without what wrappers put into it."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     owner: torch.Tensor
     """The tensor that the module has, whose gradient and optimizer state lie in the same way."""
     boxes: tuple[Box, ...] = ()
@@ -58,7 +58,7 @@ class LocalShard:
 
     @functools.cached_property
     def elements(self) -> int:
-        """Return the number of elements."""
+        """The number of elements of the whole parameter that these are."""
         return sum(math.prod(box.size) for box in self.boxes)
 
     def elements_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,12 @@ class LocalShard:
 def rows_between(
     values: torch.Tensor, boxes: Iterable[Box], start: int, stop: int
 ) -> tuple[list[torch.Tensor], list[Box]]:
-    """Return elements in these rows of the whole parameter, and where they are. values: those of all boxes, in a row."""
+    """Return the elements that lie in rows start to stop (exclusive) of the whole parameter, and the boxes that they
+    make up.
+
+    Both lists have one entry for each run of rows; they are empty if no element lies there. values: those of all boxes,
+    in a row. The elements are views.
+    """
     slices = list[torch.Tensor]()
     slice_boxes = list[Box]()
     begin = 0
@@ -90,7 +95,10 @@ def rows_between(
 
 
 def local_shards_of(parts: Sequence[nn.Module], sharded: Iterable[DeclaredSharding] = ()) -> Iterator[LocalShard]:
-    """Yield each trainable parameter of models once. sharded: what somebody declared of plain tensors."""
+    """Yield the local shard of each trainable parameter of the models once. Frozen parameters are left out.
+
+    FSDP1's come first, as slices of its vectors. sharded: what somebody declared of plain tensors.
+    """
     vector_shards = dict(_fsdp1_shards(parts))
     vector_owner_ids = set[int]()
     for shards in vector_shards.values():
@@ -126,7 +134,10 @@ class DeclaredSharding:
 
 
 def _shard_of_parameter(fqn: str, parameter: torch.Tensor, declared: Sequence[DeclaredSharding]) -> LocalShard:
-    """Return the local shard of one parameter: a DTensor's, a declared one, or a whole plain tensor."""
+    """Return the local shard of one parameter: a DTensor's, a declared one, or a whole plain tensor.
+
+    The first declaration that applies counts. `why` says so if it names a dim that the tensor lacks.
+    """
     shape = tuple(parameter.shape)
     if hasattr(parameter, "device_mesh"):
         return shard_of_dtensor(fqn, parameter)
@@ -144,7 +155,11 @@ def _shard_of_parameter(fqn: str, parameter: torch.Tensor, declared: Sequence[De
 
 
 def shard_of_dtensor(fqn: str, parameter: Any) -> LocalShard:
-    """Return what this rank holds of a DTensor, or why that is not known. Placements are followed in torch's order of cuts."""
+    """Return the slice that this rank holds of a DTensor.
+
+    Where it is not known, `why` has the reason, and there are no boxes. That is a rank outside of its mesh, too many
+    pieces, or placements that do not fit the elements held. Placements are followed in torch's order of cuts.
+    """
     shape = tuple(parameter.shape)
     mesh = parameter.device_mesh
     coordinate = mesh.get_coordinate()
@@ -171,8 +186,8 @@ def shard_of_dtensor(fqn: str, parameter: Any) -> LocalShard:
 def _tp_ranks(parameter: Any, coordinate: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks, sorted, over which tensor parallelism cuts this parameter; empty if it does not.
 
-    They lie along the first axis of its mesh that is named for tensor parallelism and cuts it. coordinate: this rank's, in
-    that mesh.
+    They lie along the first axis of its mesh that is named for tensor parallelism and cuts it. coordinate: this rank's,
+    in that mesh.
     """
     mesh = parameter.device_mesh
     for axis, name in enumerate(mesh.mesh_dim_names or ()):
@@ -183,8 +198,11 @@ def _tp_ranks(parameter: Any, coordinate: Sequence[int]) -> tuple[int, ...]:
 
 
 def _in_order_of_cuts(placed: Sequence[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int, int]]:
-    """Yield placements from the mesh's first axis to its last, with the strides of each. Strided shards come last, for the
-    later axes had cut the dim already. Parts that are not of one size show it."""
+    """Yield (placement, parts, index of this rank's part, strides) of each mesh axis, in the order in which torch cuts.
+
+    That is from the first axis to the last. Strided shards come last, for the later axes had cut the dim already: parts
+    that are not of one size show it. placed: by axis, (placement, parts, index).
+    """
     strided_shards = []
     for axis, (placement, count, index) in enumerate(placed):
         strides = getattr(placement, "split_factor", 1)
@@ -205,7 +223,10 @@ def _length(intervals: Intervals) -> int:
 
 
 def chunk_of(intervals: Intervals, count: int, index: int, strides: int) -> Intervals:
-    """Return one of `count` parts as torch.chunk cuts them; of a strided shard, its chunk of each stride."""
+    """Return the intervals of one of `count` parts, as torch.chunk cuts them; empty if the part is.
+
+    Of a strided shard it is its chunk of each stride. index: of the part, from 0.
+    """
     size = _length(intervals)
     chunks = count * strides
     chunk_size = -(-size // chunks) if size else 0
@@ -218,7 +239,7 @@ def chunk_of(intervals: Intervals, count: int, index: int, strides: int) -> Inte
 
 
 def _elements_between(intervals: Intervals, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Yield the elements from the first to before the last of them all in a row."""
+    """Yield the intervals of the elements from the first to before the last, counted over all intervals in a row."""
     for start, stop in intervals:
         size = stop - start
         if first < size and last > 0 and first < last:
@@ -228,7 +249,7 @@ def _elements_between(intervals: Intervals, first: int, last: int) -> Iterator[t
 
 
 def _merge_adjacent(intervals: Iterable[tuple[int, int]]) -> Intervals:
-    """Return the intervals with adjacent ones merged."""
+    """Return the intervals with neighbours merged that touch. Precondition: they ascend."""
     merged: list[tuple[int, int]] = []
     for start, stop in intervals:
         if merged and merged[-1][1] == start:
@@ -239,7 +260,11 @@ def _merge_adjacent(intervals: Iterable[tuple[int, int]]) -> Intervals:
 
 
 def boxes_of_dims(shape: Sequence[int], dims: Sequence[Intervals]) -> tuple[Box, ...]:
-    """Return the slice as a matrix of shape[0] rows; nothing where it is empty, or of too many pieces."""
+    """Return the box of a slice in the whole parameter, taken as a matrix of shape[0] rows. dims: by dim, the intervals
+    that it has.
+
+    Empty if the slice is empty, or has more than MOST_INTERVALS pieces. A scalar is one row and one column.
+    """
     if not dims:
         return (Box(((0, 1),), ((0, 1),)),)
     columns: Intervals = ((0, 1),)
@@ -268,7 +293,7 @@ def _repeated_intervals(intervals: Intervals, indices: Iterable[int], width: int
 
 
 def _fsdp1_shards(parts: Iterable[nn.Module]) -> Iterator[tuple[str, list[LocalShard]]]:
-    """Yield, by module that FSDP1 wraps, what this rank's part of its vector has of each parameter."""
+    """Yield (name, shards) of each module that FSDP1 wraps: the slices of its parameters in this rank's part of its vector."""
     for model in parts:
         for module, name in module_names(model).items():
             flat: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
@@ -277,9 +302,11 @@ def _fsdp1_shards(parts: Iterable[nn.Module]) -> Iterator[tuple[str, list[LocalS
 
 
 def _shards_of_vector(module: str, flat: Any) -> Iterator[LocalShard]:
-    """Yield what this rank holds of each parameter: an interval of the vector.
+    """Yield the slice of each parameter of a vector that this rank holds: an interval of the vector, which may be
+    empty.
 
-    The owner is the module's own parameter where FSDP1 keeps one, else the vector.
+    The owner is the module's own parameter where FSDP1 keeps one, else the vector. If FSDP1 does not say which elements
+    these are, `why` does.
     """
     own_parameters = getattr(flat, "_params", None) or [None] * len(flat._fqns)
     shard_infos = getattr(flat, "_shard_param_infos", ())
@@ -309,7 +336,10 @@ def _names_and_shapes(flat: Any) -> Iterator[tuple[str, Any]]:
 
 
 def rows_of_interval(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
-    """Return the elements from start to before stop of a tensor's own order: a part of a row, whole rows, a part of a row."""
+    """Return the boxes of the elements from start to before stop, counted in a tensor's own order.
+
+    Empty if there are none. They are a part of a row, whole rows, and a part of a row; each may be missing.
+    """
     width = math.prod(shape[1:])
     first = start // width
     last = stop // width

@@ -1,4 +1,4 @@
-"""The steps that are recorded: "1-3,100", and every so many."""
+"""Selection of the steps that are recorded, such as "1-3,100", or every so many."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StepSelection:
 
 
 def _parse_step(text: str, part: str) -> int:
-    """Return the number of a step. Raises ValueError."""
+    """Return the number of a step. Raises ValueError if `part` is no number; the message names the whole text."""
     if not part.strip().isdecimal():
         raise ValueError(STEPS_ERROR.format(text))
     return int(part)

@@ -1,4 +1,4 @@
-"""Where the processes of a recorded command leave their evidence: one folder for each job that numbers its ranks."""
+"""Folders in which the processes of a recorded command leave their evidence: one for each job that numbers its ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ MOST_JOBS = 1000
 
 
 def job_folders(directory: Path) -> Iterator[Path]:
-    """Yield the folder of the job that began first, and those of others, whether or not they exist."""
+    """Yield the folders of jobs in the order in which they begin, MOST_JOBS in all, whether or not they exist.
+
+    The first job's is the recording itself.
+    """
     yield directory
     yield from (directory / JOBS_FOLDER / str(number) for number in range(2, MOST_JOBS + 1))

@@ -1,4 +1,4 @@
-"""What the fixture `same_training` does: two commands are recorded, and the second is judged by the first."""
+"""Body of the fixture `same_training`: two commands are recorded, and the second is judged by the first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from harness.core.cli import main
 
 
 def compare_commands(folder: Path, trusted: str, other: str, *, noise: bool, after: int = 0) -> str:
-    """Record both commands and compare. Return the text of the failure; empty if both are the same training."""
+    """Run and record both commands under `folder`, and compare.
+
+    Return the text of the failure; empty if both are the same training. A trusted command that cannot be recorded is a
+    failure, too. noise: whether the trusted one is recorded again with altered weights. after: step from whose
+    checkpoint the other command goes on; 0 for none.
+    """
     trusted_folder = folder / "one"
     steps_options = ["--steps", f"1-{after + 3}"] if after else []
     trusted_commands = [[*steps_options, "-o", str(trusted_folder), "--", *shlex.split(trusted)]]
@@ -30,7 +35,7 @@ def compare_commands(folder: Path, trusted: str, other: str, *, noise: bool, aft
 
 
 def _record_command(words: list[str]) -> tuple[int, str]:
-    """Return the exit code of `harness record`, and what it prints."""
+    """Run `harness record` with these words, and return its exit code and what it prints on either stream."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         code = main(["record", *words])

@@ -1,4 +1,5 @@
-"""The sketch of a tensor, computed where it lies and not read: who reads it waits (harness/recording/sketches.py)."""
+"""Sketches of tensors, computed on the device where they lie and not read: who reads one waits
+(harness/recording/sketches.py)."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ AXIS_SEEDS = 0x5851F42D4C957F, 0x14057B7EF767814
 
 @functools.lru_cache(maxsize=1 << 14)
 def noise_seed(fqn: str) -> int:
-    """Return what the noise of a parameter is drawn by."""
+    """Return the seed by which the noise of a parameter is drawn: a number of 56 bits from its fqn."""
     return int.from_bytes(hashlib.sha256(fqn.encode()).digest()[:7], "big")
 
 
 class Sketcher:
-    """Keeps which buckets rows and columns are of, for they are the same in every step."""
+    """Maker of sketches that keeps the buckets of rows and columns, for they are the same in every step."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -42,7 +43,10 @@ class Sketcher:
 
     @torch.no_grad()
     def sketch(self, values: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
-        """Return the sum of squares and the sketch of a slice. values: its elements in a row. float64 [1 + BUCKETS]"""
+        """Return the sum of squares of a slice, and then its sketch, on the slice's device. float64 [1 + BUCKETS]
+
+        values: its elements in a row, in the order of the boxes.
+        """
         if values.device.type == "cpu" and 0 < values.numel() <= SMALL_SLICE:
             doubles = values.double()
             bucket_sums = torch.zeros(2 * BUCKETS, dtype=torch.float64).index_add_(
@@ -87,14 +91,15 @@ class Sketcher:
         return small
 
     def _reserve(self, size: int) -> bool:
-        """Return whether there is room for so many bytes, and take it."""
+        """Return whether there is room for so many more bytes of kept buckets, and take it if there is."""
         fits = self.kept_bytes + size <= MOST_KEPT_BYTES
         if fits:
             self.kept_bytes += size
         return fits
 
     def _folding_buckets(self, device: torch.device) -> torch.Tensor:
-        """Return the bucket of each pair of a row's and a column's: their sum, modulo BUCKETS."""
+        """Return the bucket of each pair of a row's bucket and a column's: their sum, modulo BUCKETS. int64 [BUCKETS
+        * BUCKETS]"""
         if device not in self._fold:
             bucket = torch.arange(BUCKETS, device=device)
             self._fold[device] = ((bucket[:, None] + bucket) % BUCKETS).view(-1)
@@ -103,7 +108,7 @@ class Sketcher:
     def _buckets(
         self, intervals: tuple[tuple[int, int], ...], axis: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return bucket and sign of each row or column. int64 [n], float64 [n]"""
+        """Return bucket and sign of each row (axis 0) or column (axis 1) of these intervals. int64 [n], float64 [n]"""
         key = (intervals, axis, device)
         if key in self._known:
             return self._known[key]
@@ -124,9 +129,10 @@ def _add_matrix(
     of_rows: tuple[torch.Tensor, torch.Tensor],
     of_columns: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
-    """Add rows up by bucket and sign, then columns. Return the sum of squares. float64 []
+    """Add a matrix to the buckets of `total`, by bucket and sign of rows and columns.
 
-    Trap: on a GPU index_add_ adds in any order, so that a product with signs is taken there.
+    Return its sum of squares, float64 []. Trap: on a GPU index_add_ adds in any order, so that a product with signs is
+    taken there.
     """
     bucket, sign = of_rows
     rows, columns = matrix.shape
@@ -162,9 +168,10 @@ def _sign_matrix(bucket: torch.Tensor, sign: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def alter_by_rounding(values: torch.Tensor, fqn: str, boxes: Sequence[Box], width: int, relative: float) -> None:
-    """Change each element in place, by a part of it that a hash of its index in the whole parameter gives.
+    """Change each element of a slice in place, by at most the part `relative` of it.
 
-    relative: the largest part. width: columns of the whole parameter.
+    A hash of its index in the whole parameter gives the part, so every layout has the same noise. values: the slice's
+    elements, in a row. width: columns of the whole parameter.
     """
     begin = 0
     for box in boxes:

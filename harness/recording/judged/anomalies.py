@@ -1,4 +1,4 @@
-"""What is anomalous in a recording, whatever was requested, and what checks say of it."""
+"""Anomalies of a recording, whatever was requested, and the results of checks that follow from them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GLOO = re.compile(r"\[/\S+\] |\. This is typically caused.*")
 
 
 class Kind(StrEnum):
-    """Kinds of anomalies, as the page calls them."""
+    """Kinds of anomalies; each value is the label that the page shows."""
 
     NO_EVIDENCE = "NO EVIDENCE"
     UNREADABLE = "UNREADABLE"
@@ -92,7 +92,7 @@ NO_CHECK_OF_A_LAYOUT = frozenset(
 
 @dataclass(frozen=True)
 class Anomaly:
-    """One anomaly."""
+    """One anomaly of a recorded job: its kind, a description, and the ranks and step that it is of."""
 
     label: Kind
     """Its kind, as the page has it."""
@@ -120,7 +120,10 @@ class Anomaly:
 
 
 def results_of_anomalies(recording: Recording) -> list[Result]:
-    """Return what checks say of a recorded job, whatever was requested: `completed`, and those that have an anomaly."""
+    """Return what checks say of a recorded job, whatever was requested: `completed`, and those that have an anomaly.
+
+    `completed` alone, UNKNOWN, if no rank left evidence; it passes if it has no anomaly.
+    """
     if not recording.summaries:
         return [Result("completed", Verdict.UNKNOWN, note=recording.nothing)]
     by_check: dict[str, list[Anomaly]] = {"completed": []}
@@ -130,7 +133,10 @@ def results_of_anomalies(recording: Recording) -> list[Result]:
 
 
 def _result(check: str, anomalies_of_check: Sequence[Anomaly], examined: int) -> Result:
-    """Return what a check says that has these anomalies: FAIL if one of them fails it. examined: how many ranks."""
+    """Return the result of a check that has these anomalies: FAIL with a finding for each one that fails it.
+
+    If none of them does, UNKNOWN with the first one's text. PASS if there are no anomalies. examined: number of ranks.
+    """
     failing = [anomaly for anomaly in anomalies_of_check if anomaly.verdict is Verdict.FAIL]
     if anomalies_of_check and not failing:
         return Result(check, Verdict.UNKNOWN, examined, note=anomalies_of_check[0].text)
@@ -142,8 +148,11 @@ def _result(check: str, anomalies_of_check: Sequence[Anomaly], examined: int) ->
 
 
 def anomalies(recording: Recording) -> list[Anomaly]:
-    """Return all anomalies, the worst first. Further jobs come after the first one; their ranks without evidence are left out,
-    for a process may be a rank again without others."""
+    """Return the anomalies of all jobs of a recording, the worst first within each job; empty if nothing is anomalous.
+
+    The first job comes first. Texts of further jobs begin with "in job 2:". Their ranks without evidence are left out,
+    for a process may be a rank again without others.
+    """
     rows = _anomalies_of_job(recording)
     for number, job in enumerate(recording.others, start=2):
         for anomaly in _anomalies_of_job(job):
@@ -153,7 +162,12 @@ def anomalies(recording: Recording) -> list[Anomaly]:
 
 
 def _anomalies_of_job(recording: Recording) -> list[Anomaly]:
-    """Return the anomalies of one job, the worst first."""
+    """Return the anomalies of one job, of all kinds, the worst first; empty if there are none.
+
+    Two threads over one group come before exits if no rank raised, for each may wait for ever; else after them. At most
+    four rows say what ranks have unlike most. Numbers of steps are no such row if a signal ended the command, which
+    meets each rank in another step.
+    """
     summaries = [summary for _, summary in sorted(recording.summaries.items())]
     two_threads = _two_thread_anomalies(summaries)
     # of two threads each may wait for ever
@@ -178,6 +192,11 @@ def _anomalies_of_job(recording: Recording) -> list[Anomaly]:
 
 
 def _missing_evidence_anomalies(recording: Recording) -> list[Anomaly]:
+    """Return what is not on record: that no rank left evidence, which ranks left none, and at most two unreadable
+    files.
+
+    Empty if each rank left a file that can be read.
+    """
     rows = [Anomaly(Kind.NO_EVIDENCE, recording.nothing)] if recording.nothing else []
     missing = sorted(set(range(recording.world)) - set(recording.summaries) - set(recording.unreadable))
     if missing and recording.summaries:
@@ -187,7 +206,11 @@ def _missing_evidence_anomalies(recording: Recording) -> list[Anomaly]:
 
 
 def _recorder_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
-    """Return the first error of the recorder itself: what it recorded before is no longer all."""
+    """Return at most one anomaly: an error of the recorder itself, with the ranks that have it as their first one.
+
+    Of several errors it is that of most ranks. What these ranks did after it is not on record. Empty if the recorder
+    raised nowhere.
+    """
     failed = group_ranks_by(summaries, lambda summary: next(iter(summary.recorder.failed), None))
     return [
         Anomaly.of_ranks(Kind.NOT_RECORDED, ranks, f"on {some_ranks_text(ranks)}: {text}")
@@ -196,7 +219,11 @@ def _recorder_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
 
 
 def _two_thread_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
-    """Return each group over which several threads issue collectives at one time."""
+    """Return one anomaly for each group over which several threads issue collectives at one time; empty if there is
+    none.
+
+    The text is that of the lowest rank that saw it.
+    """
     uses_of_groups: dict[str, list[tuple[int, Beside]]] = defaultdict(list)
     for summary in summaries:
         for beside in summary.groups.beside:
@@ -209,6 +236,11 @@ def _two_thread_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
 
 
 def _threads_text(beside: Beside) -> str:
+    """Return which other threads issue which collectives over the group, and which ones the training thread issues
+    there.
+
+    At most two threads are named.
+    """
     threads = ", ".join(beside.threads[:2])
     if len(beside.threads) > 2:
         threads += ", .."
@@ -220,9 +252,11 @@ def _threads_text(beside: Beside) -> str:
 
 
 def _exit_anomalies(recording: Recording) -> list[Anomaly]:
-    """Return how ranks ended that did not end well: raised, with their errors; died or exited; killed, and in which collective.
+    """Return how ranks ended that did not end well: raised, with their errors; died or exited; killed, and in which
+    collective.
 
-    What follows from another rank's exit comes last.
+    Causes come before what follows from another rank's exit. How far ranks came is added at the end. Empty if all ended
+    well. If the command failed and no rank is known to have, the one anomaly is the command's exit code.
     """
     raised = group_ranks_by(
         recording.summaries.values(),
@@ -271,7 +305,10 @@ def _exit_anomalies(recording: Recording) -> list[Anomaly]:
 
 
 def _progress_anomalies(recording: Recording) -> list[Anomaly]:
-    """Return how far ranks came, of a job that did not end well: the fewest ranks first."""
+    """Return how far ranks came in a job that did not end well: one anomaly for each place, the fewest ranks first.
+
+    At most four. Ranks whose place is unknown are left out.
+    """
     progress_texts = {
         rank: summary.progress.reached.text
         for rank, summary in recording.summaries.items()
@@ -288,7 +325,11 @@ def _progress_anomalies(recording: Recording) -> list[Anomaly]:
 
 
 def _exit_words(recording: Recording, rank: int) -> str:
-    """Return how a rank ended. Empty if it ended well, as far as is known."""
+    """Return how a rank ended that did not raise, such as "exit code 1" or "SIGKILL".
+
+    Empty if it ended well, as far as is known. Precondition: the rank has a summary. An exit that was not reported is
+    described by what the command and other ranks show.
+    """
     code = recording.exits.get(rank)
     if code is not None:
         if not code:
@@ -310,6 +351,8 @@ def _exit_words(recording: Recording, rank: int) -> str:
 
 
 def _last_collective_text(recording: Recording, rank: int) -> str:
+    """Return the last collective of a rank that did not raise, in words; or that there was none, or that Python had
+    begun to end."""
     if recording.summaries[rank].progress.ended:
         return "Python had begun to end by itself"
     last = recording.last.get(rank)
@@ -324,7 +367,11 @@ def _is_by_hand(error: str) -> bool:
 
 
 def _interrupt_anomalies(recording: Recording, ranks: Sequence[int]) -> list[Anomaly]:
-    """Group ranks by their last collective, for a job that hangs is often ended so. A rank that waits is one ahead."""
+    """Return the ranks that KeyboardInterrupt ended, one anomaly for each last collective; at most four, the fewest
+    ranks first.
+
+    A job that hangs is often ended so: a rank that waits is one collective ahead. Empty if `ranks` is.
+    """
     lasts = {rank: recording.summaries[rank].progress.last for rank in ranks}
     groups = ranks_by_text({rank: _collective_text(last) if last else "" for rank, last in lasts.items()})
     rows = []
@@ -339,7 +386,8 @@ def _interrupt_anomalies(recording: Recording, ranks: Sequence[int]) -> list[Ano
 def _wait_anomalies(recording: Recording) -> list[Anomaly]:
     """Return ranks that others waited for, in a job that was ended from outside or by what came of it.
 
-    A rank that went on to another group than all its peers comes first.
+    A single rank that issued another collective than all its peers comes first, unless different calls are reported
+    anyway. At most four waits follow. Empty if none is known.
     """
     rows = []
     diverging = {} if find_different_calls(recording) else diverging_ranks(recording)
@@ -354,8 +402,10 @@ def _wait_anomalies(recording: Recording) -> list[Anomaly]:
 
 
 def _different_call_anomalies(recording: Recording) -> list[Anomaly]:
-    """Return members that issued different collectives under one number of a group, in a job that did not end well. What they
-    then raise or wait for follows from it."""
+    """Return one anomaly for each group whose members issued different collectives under one number; at most two.
+
+    Empty if no group has any. In a job that did not end well, what members then raise or wait for follows from it.
+    """
     rows = []
     for calls in find_different_calls(recording)[:2]:
         kinds = " and ".join(f"{text} on {some_ranks_text(ranks)}" for text, ranks in calls.issued[:3])
@@ -377,6 +427,11 @@ def _error_anomaly(error: str, ranks: Sequence[int]) -> Anomaly:
 
 
 def _order_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
+    """Return at most one anomaly: groups whose members issued different collectives, or in another order; three are
+    named.
+
+    Empty if all agree. Empty as well if some rank raised or was killed: it issued less, and other anomalies say so.
+    """
     if any(not summary.progress.ended or summary.progress.ended == "raised" for summary in summaries):
         return []  # who ended early issued less, and that is said
     wrong = groups_out_of_order(summaries)
@@ -393,7 +448,8 @@ def _order_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
 def _separate_model_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
     """Return one anomaly if sets of ranks train separate models, as nothing reduces gradients between them; else empty.
 
-    It is the worst effect of a wrong mesh, which no check of a layout shows.
+    The kind is only NOT_KEPT_EQUAL if ranks have groups of their own, whose ranks torch does not list. In that case it
+    is empty if some parameters stay equal. No check of a layout shows this worst effect of a wrong mesh.
     """
     separate = find_separate_models(summaries)
     if separate is None or (separate.own and any(partly.equal for partly in find_partly_equal(summaries))):
@@ -414,9 +470,10 @@ def _separate_model_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
 
 
 def _no_gradient_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
-    """Return that no rank has a gradient in any step on record.
+    """Return one anomaly if no optimizer of any rank found a gradient in any recorded step, and no parameter changed;
+    else empty.
 
-    Empty if an optimizer takes gradients from elsewhere: it changes the parameters.
+    Parameters that change show that an optimizer takes gradients from elsewhere.
     """
     if not summaries:
         return []
@@ -456,7 +513,7 @@ def _replica_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
 
 
 def _family_of(families: Iterable[Sequence[Summary]], ranks: set[int]) -> Sequence[Summary]:
-    """Return the first family that has all of these ranks."""
+    """Return the first family that has all of these ranks. Raises AssertionError if none has."""
     for family in families:
         if ranks.issubset(summary.rank for summary in family):
             return family
@@ -464,6 +521,7 @@ def _family_of(families: Iterable[Sequence[Summary]], ranks: set[int]) -> Sequen
 
 
 def _not_averaged_text(family: Sequence[Summary]) -> str:
+    """Return which ranks train locally and by what means, and after which recorded steps they were not the same again."""
     recorded_steps: set[int] = set()
     for summary in family:
         recorded_steps.update(summary.contents.by_step)
@@ -473,10 +531,10 @@ def _not_averaged_text(family: Sequence[Summary]) -> str:
 
 
 def _partly_equal_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
-    """Return ranks that began equal, of which some or all parameters became unequal.
+    """Return ranks that began equal, and of which some or all parameters became unequal: at most two sets.
 
-    An optimizer that shares what it steps on, and leaves the rest or all alone, does that; parameters of one rank look like
-    that, too. If nothing joins the ranks, `_separate_model_anomalies` says so already.
+    Empty if there are none. An optimizer that shares what it steps on, and leaves the rest or all alone, does that;
+    parameters of one rank look like that, too. If nothing joins the ranks, `_separate_model_anomalies` says so already.
     """
     rows = []
     separate = find_separate_models(summaries)
@@ -494,7 +552,11 @@ def _partly_equal_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
 
 
 def _initial_equality_text(summaries: Sequence[Summary], ranks: Sequence[int]) -> str:
-    """Say whether ranks were made unlike each other, or became so; and whether something averages them, as local SGD does."""
+    """Return the end of a sentence: whether these ranks held the same before the first step, and after which steps they
+    do again.
+
+    Empty if what they held before the first step is not on record, and no step makes them equal again.
+    """
     family = [summary for summary in summaries if summary.rank in ranks]
     first = [summary.contents.by_step.get(0) for summary in family]
     steps = averaging_steps(family)
@@ -507,6 +569,10 @@ def _initial_equality_text(summaries: Sequence[Summary], ranks: Sequence[int]) -
 
 
 def _not_finite_anomalies(summaries: Sequence[Summary]) -> list[Anomaly]:
+    """Return at most one anomaly: the tensors with NaN or infinity in the first step that has any, and their ranks.
+
+    Else empty.
+    """
     all_steps: set[int] = set()
     for summary in summaries:
         all_steps.update(summary.contents.not_finite)

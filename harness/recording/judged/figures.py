@@ -82,20 +82,25 @@ class Shift:
 
 
 def figures_by_name(all_figures: Iterable[Figure]) -> Figures:
+    """Return the figures by (kind, name)."""
     return {(figure.kind, figure.name): figure for figure in all_figures}
 
 
 def figures(recording: Recording, *, warm: bool = False) -> Figures:
-    """Return the figures of a recording. warm: whether the first step is like the others.
+    """Return the figures of a recording's first job, by (kind, name); empty if no rank left evidence.
 
-    If it is not, times are those of later steps, where there are some.
+    warm: whether the first step is like the others. If it is not, times are those of later steps, where there are some.
     """
     summaries = [summary for _, summary in sorted(recording.summaries.items())]
     return figures_by_name(_figures_of_job(summaries, warm=warm))
 
 
 def _figures_of_job(summaries: Sequence[Summary], *, warm: bool) -> Iterator[Figure]:
-    """Yield step time, memory, traffic and blocked time of a job."""
+    """Yield step time, memory, traffic and blocked time of a job. What was not measured, or is 0, has no figure.
+
+    Step time is the slowest rank's, memory the most of any rank. Traffic is the bytes of the busiest rank of an axis in
+    a step, by collective and phase.
+    """
     if seconds := _values_of_steps([summary.resources.seconds for summary in summaries], warm, max):
         yield Figure(STEP, "slowest rank", seconds)
     if peak := max((summary.resources.peak for summary in summaries), default=0):
@@ -120,7 +125,7 @@ def _figures_of_job(summaries: Sequence[Summary], *, warm: bool) -> Iterator[Fig
 
 
 def _moved_by_call(moved: Iterable[Moved]) -> dict[tuple[str, str], list[Moved]]:
-    """Return what is moved by op and phase, so that what differs in its type alone is together."""
+    """Return by (op, phase) what an axis moves. Entries that differ in dtype alone are in one list."""
     by_call: dict[tuple[str, str], list[Moved]] = {}
     for amount in moved:
         by_call.setdefault((amount.op, amount.phase), []).append(amount)
@@ -128,7 +133,10 @@ def _moved_by_call(moved: Iterable[Moved]) -> dict[tuple[str, str], list[Moved]]
 
 
 def _blocked_seconds(uses: Iterable[Use], op: str, phase: str, *, warm: bool) -> tuple[float, ...]:
-    """Return the mean of ranks for each step; empty if calls of some ranks were not timed."""
+    """Return for each step the mean over ranks of the seconds that they are blocked in this op and phase.
+
+    Empty if calls of some ranks were not timed.
+    """
     blocked_times = [use.blocked for use in uses if (use.op, use.phase) == (op, phase)]
     return _values_of_steps(blocked_times, warm, statistics.mean) if all(blocked_times) else ()
 
@@ -138,7 +146,8 @@ def _values_of_steps(
 ) -> tuple[float, ...]:
     """Return a value for each step that all ranks have: of the first step only if it is warm or the only one.
 
-    values_of_ranks: for each rank, step -> value. joined: returns one value of those of all ranks.
+    Empty if there are no ranks, or no common step. values_of_ranks: for each rank, step -> value. joined: returns one
+    value of those of all ranks.
     """
     if not values_of_ranks:
         return ()
@@ -152,7 +161,10 @@ def _values_of_steps(
 
 
 def figures_of_measures(measures: Mapping[str, float]) -> Figures:
-    """Return the figures that a verdict keeps of a case, in the plan's words for axes."""
+    """Return the figures that a verdict keeps of a case, by (kind, name), in the plan's words for axes.
+
+    Measures that are neither time, memory, traffic nor blocked time are left out. Each figure has one value.
+    """
     kinds = {SECONDS: STEP, PEAK: MEMORY, HELD: MEMORY, PARAMETERS: MEMORY}
     kinds |= {
         name: TRAFFIC if name.startswith(MOVED) else WAITS for name in measures if name.startswith((MOVED, BLOCKED))
@@ -161,7 +173,11 @@ def figures_of_measures(measures: Mapping[str, float]) -> Figures:
 
 
 def shifts(baseline: Figures, candidate: Figures) -> list[Shift]:
-    """Return what differs, the largest change first; what lies within the spread of steps comes last."""
+    """Return the figures that differ, the largest change first; what lies within the spread of steps comes last.
+
+    If one job lacks an axis that it could show, its figure counts as 0. Other figures that only one job has are left
+    out.
+    """
     all_shifts = []
     for key in dict.fromkeys([*baseline, *candidate]):
         first = baseline.get(key) or _zero_figure(key, baseline)
@@ -179,6 +195,10 @@ def _zero_figure(key: tuple[str, str], known_figures: Figures) -> Figure | None:
 
 
 def _shift(first: Figure, second: Figure) -> Shift:
+    """Return the change of a figure between two jobs, with medians and ranges, and whether the ranges overlap.
+
+    `within` is always False for bytes, and for times that only one job has.
+    """
     first_range = (min(first.values), max(first.values))
     second_range = (min(second.values), max(second.values))
     overlap = first_range[0] <= second_range[1] and second_range[0] <= first_range[1]
@@ -196,5 +216,5 @@ def _shift(first: Figure, second: Figure) -> Shift:
 
 
 def _can_be_chance(first: Figure, second: Figure) -> bool:
-    """Return whether chance alone would separate one of CHANCE such pairs of jobs, or more."""
+    """Return whether both have so few steps that chance alone would separate them in one of CHANCE pairs of jobs, or more."""
     return math.comb(len(first.values) + len(second.values), len(first.values)) <= 2 * CHANCE

@@ -1,9 +1,10 @@
-"""Two recordings of what should be the same training, in two layouts: is it, and where does it first differ?
+"""Judgement of a recording by another one of what should be the same training, in another layout: where do they first
+differ?
 
-The first recording is the reference. What goes in is compared first: weights before training, samples, hyperparameters. Then,
-step by step, gradients, the norm they are clipped by, the optimizer's state, and what each step adds to the weights.
-The bound of a distance is the noise that a third recording shows, or a number documented for the dtype. The third recording is
-of the first command with its weights altered by one rounding.
+The first recording is the reference. What goes in is compared first: weights before training, samples, hyperparameters.
+Then, step by step, gradients, the norm they are clipped by, the optimizer's state, and what each step adds to the
+weights. The bound of a distance is the noise that a third recording shows, or a number documented for the dtype. The
+third recording is of the first command with its weights altered by one rounding.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ OF_NO_PARAMETER = ("samples", "recipe")
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two recordings of one training have in common."""
+    """Results of the checks that compare two recordings of one training, with all distances and their bounds."""
 
     results: tuple[Result, ...]
     """One for each of CHECKS."""
@@ -74,7 +75,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class SameTraining:
-    """What two recordings show of one training."""
+    """Judgement of a recording by another one: results, diagnosis, and how much of the two was compared."""
 
     baseline: Path
     """Folder of the recording that is trusted."""
@@ -95,7 +96,10 @@ class SameTraining:
 
 
 def why_no_noise(baseline: Numbers, noise: Numbers) -> str:
-    """Return why a recording does not show the noise of another one; empty if it does."""
+    """Return why a recording does not show the noise of another one; empty if it does.
+
+    It must be the same training with weights altered by one rounding: not too fine a one, and with finite numbers.
+    """
     if not noise.noise:
         return "its first weights were not altered: record it with --noise"
     if is_too_fine(baseline, noise):
@@ -118,8 +122,12 @@ def why_no_noise(baseline: Numbers, noise: Numbers) -> str:
 def compare_numbers(
     baseline: Numbers, candidate: Numbers, noise: Numbers | None = None, *, bounds: Bounds | None = None
 ) -> Comparison:
-    """Judge the second by the first. noise: the first, with its weights altered by one rounding. bounds: those of the same
-    recordings without an assumption, where one of them is assumed to be another."""
+    """Return the results of all CHECKS on the second recording by the first, and the distances of their tensors.
+
+    noise: the first, with its weights altered by one rounding. bounds: those of the same recordings without an
+    assumption, if one of them is assumed to be another. Where no parameter has the same name in both, checks of
+    parameters are UNKNOWN. So is a check that examined nothing.
+    """
     baseline = without_nonfinite(baseline)
     candidate = without_other_shapes(candidate, baseline.shapes)
     steps = sorted({*baseline.steps} & {*candidate.steps})
@@ -150,7 +158,10 @@ def compare_numbers(
 
 
 def why_no_common(baseline: Numbers, candidate: Numbers) -> str:
-    """Return that no parameter has the same name in both, so that none is compared; empty if one has."""
+    """Return that no parameter has the same name in both, in words, so that none is compared. Empty if one has.
+
+    Empty as well if one of the recordings has no parameters.
+    """
     if not baseline.shapes or not candidate.shapes or baseline.shapes.keys() & candidate.shapes.keys():
         return ""
     first = names_text(tuple(baseline.shapes))
@@ -159,21 +170,24 @@ def why_no_common(baseline: Numbers, candidate: Numbers) -> str:
 
 
 def _not_judged(result: Result) -> Result:
-    """Return UNKNOWN, whatever replicas of the second recording show: its model may be another one."""
+    """Return the result as UNKNOWN, whatever replicas of the second recording show: its model may be another one.
+
+    NOT APPLICABLE stays.
+    """
     if result.verdict is Verdict.NOT_APPLICABLE:
         return result
     return Result(result.check, Verdict.UNKNOWN, note="no parameter has the same name in both recordings")
 
 
 def _unknown_if_empty(result: Result) -> Result:
-    """Return the result; UNKNOWN where it passed and examined nothing."""
+    """Return the result; UNKNOWN in place of a PASS that examined nothing."""
     if result.verdict is Verdict.PASS and not result.examined:
         return Result(result.check, Verdict.UNKNOWN, note="nothing was examined")
     return result
 
 
 def _differences(baseline: Numbers, candidate: Numbers, bounds: Bounds, steps: Iterable[int]) -> list[TensorDistance]:
-    """Return the distances of all tensors of these steps, in the order of steps, kinds, and parameters."""
+    """Return the distances of all tensors of these steps that both have, with bounds, ordered by step, kind and parameter."""
     order = {fqn: number for number, fqn in enumerate(baseline.shapes)}
     of_steps = {*steps}
     differences = []
@@ -187,6 +201,12 @@ def _differences(baseline: Numbers, candidate: Numbers, bounds: Bounds, steps: I
 
 
 def _initial_weights(baseline: Numbers, candidate: Numbers) -> Result:
+    """Return whether the weights that training starts with are equal, also among replicas: a finding for each parameter
+    that differs.
+
+    After a checkpoint these are the weights after step `baseline.after`. UNKNOWN if they were changed after that step,
+    or some were not seen.
+    """
     after = baseline.after
     if after and baseline.changed.get(after + 1):
         note = f"the first recording's weights were changed after step {after}, and into what was not seen"
@@ -213,7 +233,12 @@ def _result_of_tensors(
     kind: str,
     steps: list[int],
 ) -> Result:
-    """Return the result of one check of tensors. kind: of which tensors; empty: of an optimizer's state."""
+    """Return the result of one check of tensors: a finding for each one that is too far, missing, or differs among
+    replicas.
+
+    kind: of which tensors; empty: of an optimizer's state. UNKNOWN if a tensor is in one recording alone or all
+    gradients are zero. Where nothing is compared, UNKNOWN, or NOT APPLICABLE if no optimizer keeps a state.
+    """
     findings = [_finding_of(baseline, candidate, distance) for distance in differences if distance.is_wrong]
     findings += [*_missing_parameters(baseline, candidate, kind, steps), *_differing_replicas(candidate, kind, steps)]
     if not differences and not findings:
@@ -244,7 +269,12 @@ def _nothing_compared(check: str, baseline: Numbers, candidate: Numbers, kind: s
 
 
 def _missing_parameters(baseline: Numbers, candidate: Numbers, kind: str, steps: list[int]) -> Iterator[Finding]:
-    """Yield parameters without a gradient, or that no optimizer steps on, where others of the second recording have that."""
+    """Yield a finding for each parameter without a gradient, or without an optimizer's step, that has one in the first
+    recording.
+
+    Nothing for an optimizer's state, for a step in which no parameter of the second recording has any, or for unknown
+    parameters.
+    """
     quantity = "gradient" if kind == GRADIENT else "what the step adds"
     for step in steps:
         expected = {key[2] for key in baseline.whole if key[:2] == (step, kind)}
@@ -261,7 +291,7 @@ QUANTITIES = {GRADIENT: "gradient", OF_UPDATES: "what the step adds", WEIGHTS: "
 
 
 def _is_of_kind(key: Key, kind: str, steps: Container[int]) -> bool:
-    """Say whether a tensor is of these steps and this kind; empty: of an optimizer's state."""
+    """Return whether a tensor is of these steps and this kind; empty kind: of an optimizer's state."""
     return key[0] in steps and (key[1] == kind if kind else key[1] not in (GRADIENT, WEIGHTS))
 
 
@@ -273,8 +303,11 @@ def _unknown_if_doubted(
     candidate: Numbers,
     keys: Iterable[Key],
 ) -> Result:
-    """Return the result; UNKNOWN instead of PASS if a tensor was seen in one recording alone, or it is unknown which elements
-    ranks hold."""
+    """Return FAIL with the findings, else PASS; UNKNOWN instead of PASS where something is in doubt.
+
+    That is a rank without numbers, a tensor in one recording alone, elements whose place is unknown, or nothing
+    examined. both: the tensors that were compared. keys: those that should have been.
+    """
     result = verdict_of(check, findings, len(both))
     wanted = sorted({*keys})
     note = missing_ranks(baseline) or missing_ranks(candidate)
@@ -289,7 +322,7 @@ def _unknown_if_doubted(
 
 
 def _differing_replicas(numbers: Numbers, kind: str, steps: list[int]) -> Iterator[Finding]:
-    """Yield slices of which ranks that hold the same have different numbers."""
+    """Yield a finding for each tensor of which ranks that hold the same slice have different numbers."""
     for key, whole in sorted(numbers.whole.items()):
         if whole.replicas and _is_of_kind(key, kind, steps):
             ranks, distance = replica_distance(whole)
@@ -298,14 +331,23 @@ def _differing_replicas(numbers: Numbers, kind: str, steps: list[int]) -> Iterat
 
 
 def replica_distance(whole: Whole) -> tuple[tuple[int, ...], float]:
-    """Return the ranks of a slice of which holders have different numbers, and the largest distance from the first one's."""
+    """Return the ranks of the first slice whose holders have different numbers, and the largest relative distance from
+    the first holder.
+
+    Precondition: the tensor has such a slice.
+    """
     copies = next(iter(whole.replicas.values()))
     first = copies[0][1]
     return tuple(rank for rank, _ in copies), max(distance_and_fit(first, sums)[0] for _, sums in copies)
 
 
 def _grad_norm(baseline: Numbers, candidate: Numbers, bounds: Bounds, steps: list[int]) -> Result:
-    """Compare what torch's clipping function returned with the norm of the first recording's gradients."""
+    """Return whether the norms that torch's clipping function returned are that of the first recording's gradients, on
+    each rank.
+
+    NOT APPLICABLE if torch's functions clip in no step of both. UNKNOWN if some gradients are unknown, or the first
+    recording's norm is not that of its own gradients.
+    """
     findings = []
     examined = 0
     largest = 0.0
@@ -338,7 +380,8 @@ def _grad_norm(baseline: Numbers, candidate: Numbers, bounds: Bounds, steps: lis
 
 
 def _finding_of(baseline: Numbers, candidate: Numbers, distance: TensorDistance) -> Finding:
-    """Return the finding of a tensor that is too far from the first recording's."""
+    """Return the finding of a tensor that is too far from the first recording's, with wrong rows and the factor of
+    best fit."""
     quantity = QUANTITIES.get(distance.key[1], distance.key[1])
     rows = wrong_rows(baseline, candidate, distance)
     return _finding(distance.key, distance.distance, Bound(distance.bound), quantity, fit=distance.fit, rows=rows)
@@ -354,6 +397,11 @@ def _finding(
     ranks: tuple[int, ...] = (),
     rows: str = "",
 ) -> Finding:
+    """Return a finding on the distance of one tensor, in parts of its norm. bound: None for a comparison among
+    replicas.
+
+    fit: factor of best fit, noted if it is off by more than 1 percent. rows: text on the rows that are wrong.
+    """
     step, _, fqn = key
     note = f"{number_text(fit, 4)} times as large by best fit" if math.isfinite(fit) and abs(fit - 1) > 0.01 else ""
     note = ", ".join(filter(None, (rows, note)))

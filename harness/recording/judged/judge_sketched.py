@@ -30,14 +30,17 @@ Key = tuple[int, str, str]
 
 @dataclass
 class Whole:
-    """One tensor in one step."""
+    """One tensor in one step, added up from the slices that ranks hold."""
 
     sums: np.ndarray
     """Its sketch. float64 [BUCKETS]"""
     squares: float = 0.0
     """Sum of squares of its elements."""
     replicas: dict[str, list[tuple[int, np.ndarray]]] = field(default_factory=dict)
-    """Place of which ranks hold different elements -> ranks and their sketches."""
+    """Slice text -> ranks that hold the slice, with their sketches.
+
+    Only slices of which ranks hold different elements.
+    """
 
     @property
     def length(self) -> float:
@@ -51,7 +54,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What all ranks of a job left of numbers."""
+    """All numbers that the ranks of a job left, as sums over ranks."""
 
     world: int
     """Number of ranks of the job."""
@@ -111,7 +114,10 @@ class Numbers:
 
 
 def sum_sketches(ranks: Iterable[RankSketches]) -> Numbers:
-    """Return the sums of what ranks left. One rank's are taken at a time, so that many need little memory."""
+    """Return the sums of what ranks left, each distinct slice counted once.
+
+    One rank's sketches are taken at a time, so that many ranks need little memory.
+    """
     total = _Total()
     for rank_sketches in ranks:
         total.add(rank_sketches)
@@ -119,7 +125,7 @@ def sum_sketches(ranks: Iterable[RankSketches]) -> Numbers:
 
 
 class _Total:
-    """What was added up so far."""
+    """Sums of the ranks that were added so far."""
 
     def __init__(self) -> None:
         self.world = 0
@@ -148,7 +154,10 @@ class _Total:
         self.unfinished = set[int]()
 
     def add(self, rank_sketches: RankSketches) -> None:
-        """Add what one rank left."""
+        """Add what one rank left to the sums.
+
+        A parameter whose shapes differ between ranks gets a reason why it is not whole.
+        """
         rank = rank_sketches.rank
         self.world = max(self.world, rank_sketches.world)
         self.computes_in = rank_sketches.computes_in
@@ -189,7 +198,10 @@ class _Total:
                 self._add(rank, sketch)
 
     def _add(self, rank: int, sketch: Sketch) -> None:
-        """Add a slice that no rank had yet; compare one that another rank had."""
+        """Add a slice that no rank had yet.
+
+        If another rank had it, compare both, and note the copies in `replicas` if they differ.
+        """
         key = (sketch.step, sketch.kind, sketch.fqn)
         if (total := self.whole.get(key)) is None:
             total = self.whole[key] = Whole(np.zeros(BUCKETS))
@@ -208,7 +220,10 @@ class _Total:
             ranks_alike.append(rank)
 
     def numbers(self) -> Numbers:
-        """Return whole tensors, and why others are not."""
+        """Return the numbers: tensors that are whole, and for all others the reason why they are not.
+
+        A tensor that nothing claims to be cut is not whole if ranks begin with different copies of it.
+        """
         for fqn in self.plain:
             first = self.whole.get((0, WEIGHTS, fqn))
             if first is not None and first.replicas:
@@ -256,7 +271,8 @@ def _received_rows(
 ) -> dict[int, tuple[tuple[int, ...], ...]]:
     """Return by rank, for each pass, the digests of the rows that it received.
 
-    Later stages of a pipeline receive no integers, as the first one does, and are left out.
+    Later stages of a pipeline receive no integers, as the first one does, and are left out. If no rank received
+    integers, all stay.
     """
     integers = any(is_integer for is_integer, _ in passes_of_ranks.values())
     return {rank: passes for rank, (is_integer, passes) in passes_of_ranks.items() if is_integer == integers}
@@ -277,7 +293,11 @@ def _why_not_whole(fqn: str, shapes: Mapping[str, tuple[int, ...]], slice_sizes:
 
 @functools.lru_cache(maxsize=64)
 def _is_tiled(slice_texts: tuple[str, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether no two slices have an element in common, of as many as there are in all. Many parameters are cut alike."""
+    """Return whether no two slices have an element in common. Precondition: they have as many as the parameter in all.
+
+    True without a look if there are more than CELLS pieces: nothing claims so many by mistake. Cached, for many
+    parameters are cut alike.
+    """
     if len(slice_texts) == 1:
         return True
     boxes: list[Box] = []
@@ -306,7 +326,10 @@ def _edges(intervals_of_boxes: Iterable[Iterable[tuple[int, int]]]) -> np.ndarra
 
 
 def why_unknown(numbers: Numbers, keys: Iterable[Key]) -> str:
-    """Return for which parameters these are unknown, and the first reason."""
+    """Return the names of the parameters of these keys that are unknown, and the first one's reason.
+
+    Empty if none is unknown.
+    """
     known = [
         (fqn, numbers.unknown[step, kind, fqn]) for step, kind, fqn in keys if (step, kind, fqn) in numbers.unknown
     ]
@@ -323,14 +346,18 @@ def missing_ranks(numbers: Numbers) -> str:
 
 
 def without_nonfinite(numbers: Numbers) -> Numbers:
-    """Return the numbers without tensors that hold NaN or infinity: nothing is judged by these."""
+    """Return the numbers without tensors that hold NaN or infinity: these become unknown, for nothing is judged by them."""
     gone = {key: NOT_FINITE for key, tensor in numbers.whole.items() if not math.isfinite(tensor.length)}
     whole = {key: tensor for key, tensor in numbers.whole.items() if key not in gone}
     return replace(numbers, whole=whole, unknown={**numbers.unknown, **gone})
 
 
 def without_other_shapes(numbers: Numbers, shapes: Mapping[str, tuple[int, ...]]) -> Numbers:
-    """Return the numbers without parameters that have other shapes in another recording: ranks may hold parts of these."""
+    """Return the numbers without parameters that have other shapes in another recording: ranks may hold slices of
+    these.
+
+    Their tensors become unknown. shapes: those of the other recording; a parameter that it lacks stays.
+    """
     why = {
         fqn: f"it has shape {own} here and {shapes[fqn]} in the first recording: if it is cut, declare how (--sharded)"
         for fqn, own in numbers.shapes.items()

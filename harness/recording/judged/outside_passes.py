@@ -1,7 +1,7 @@
-"""What ranks moved outside of forward and backward: norms of gradients, losses, checkpoints, validation.
+"""Traffic of ranks outside of forward and backward: norms of gradients, losses, checkpoints, validation.
 
-A correct job may do so in some steps only. So each step is looked at by itself, and two jobs are compared in the steps that
-both have on record.
+A correct job may do so in some steps only. So each step is looked at by itself, and two jobs are compared in the steps
+that both have on record.
 """
 
 from __future__ import annotations
@@ -50,15 +50,19 @@ class Line:
 
 
 def whole_steps(summaries: Iterable[Summary]) -> tuple[int, ...]:
-    """Return the steps that every rank has on record."""
+    """Return the steps that every rank has on record, ascending.
+
+    Ranks that have none are left out; empty if all have none.
+    """
     known = [set(summary.traffic.whole) for summary in summaries if summary.traffic.whole]
     return tuple(sorted(set.intersection(*known))) if known else ()
 
 
 def outside_lines(summaries: Sequence[Summary], *, axes_apart: bool = False) -> tuple[Line, ...]:
-    """Return a line for each collective outside of passes.
+    """Return a line for each collective outside of passes: by op, dtype, phase and whose groups.
 
-    axes_apart: groups that share a rank are of different axes, and each is in a separate line.
+    Empty if nothing is moved. axes_apart: groups that share a rank are of different axes, and each axis has a separate
+    line. Only steps that every rank has on record count.
     """
     steps = whole_steps(summaries)
     rows = []
@@ -78,7 +82,10 @@ def _is_moved_in(moved: Moved, steps: Iterable[int]) -> bool:
 
 
 def _line(kind: Kind, moved: Moved, steps: Iterable[int]) -> Line:
-    """Return the line of a kind of collectives, with the least and most that ranks move in each step."""
+    """Return the line of a kind of collectives, with the least and most calls and bytes of ranks in each step.
+
+    A rank that moves nothing in a step counts as 0.
+    """
     calls = {}
     sizes = {}
     for step in steps:
@@ -90,7 +97,10 @@ def _line(kind: Kind, moved: Moved, steps: Iterable[int]) -> Line:
 
 
 def _split_by_axis(moved: Moved) -> list[Moved]:
-    """Return what is moved over each axis. A group goes to the first axis whose groups have its size and none of its ranks."""
+    """Return what is moved over each axis, one entry an axis.
+
+    A group goes to the first axis whose groups have its size and none of its ranks; else it begins a new axis.
+    """
     axes: list[tuple[list[str], set[int]]] = []
     for group in sorted({group for _, group in moved}, key=ranks_from_key):
         ranks = set(ranks_from_key(group))
@@ -113,7 +123,7 @@ def _fits_axis(ranks: set[int], groups_of_axis: Sequence[str], ranks_of_axis: se
 
 
 def _moved_by_kind(summaries: Iterable[Summary]) -> dict[Kind, Moved]:
-    """Return what is moved by op, dtype, phase and whose groups."""
+    """Return by (op, dtype, phase, whose groups) the calls and bytes of each rank and group, by step."""
     by_kind: dict[Kind, Moved] = defaultdict(lambda: defaultdict(dict))
     for summary in summaries:
         for use in summary.traffic.outside:
@@ -124,13 +134,15 @@ def _moved_by_kind(summaries: Iterable[Summary]) -> dict[Kind, Moved]:
 
 
 def _group_owner_text(summary: Summary, group: str) -> str:
-    """Name the group in words that another number of ranks does not change."""
+    """Return whose a group is, in words that another number of ranks does not change: its role, "all ranks" or "part
+    of the ranks"."""
     if group in summary.groups.roles:
         return f"ranks {summary.groups.roles[group]}"
     return "all ranks" if len(ranks_from_key(group)) == summary.world else "part of the ranks"
 
 
 def _range(numbers: Iterable[int]) -> Range:
+    """Return the least and the largest number. Precondition: there is one."""
     listed = list(numbers)
     return min(listed), max(listed)
 
@@ -141,8 +153,8 @@ def _range(numbers: Iterable[int]) -> Range:
 def structure_section(summaries: Sequence[Summary]) -> dict[str, Any]:
     """Return the section of a structure on what is moved outside of forward and backward.
 
-    It has the whole steps, and for each kind of collective its groups, calls and bytes. Bytes of uint8 are replaced by
-    OBJECTS. Amounts that differ between steps are given by steps.
+    It has the steps that every rank has on record, and for each kind of collective its groups, calls and bytes. Bytes
+    of uint8 are replaced by OBJECTS. Amounts that differ between steps are given by steps.
     """
     section: dict[str, Any] = {"steps": ranks_key(whole_steps(summaries)) or NONE}
     for line in outside_lines(summaries):
@@ -156,7 +168,7 @@ def structure_section(summaries: Sequence[Summary]) -> dict[str, Any]:
 
 
 def _amount_or_by_steps(ranges: Mapping[int, Range]) -> Any:
-    """Return the amount if it is the same in every step; else amounts by steps."""
+    """Return the amount if it is the same in every step; else steps -> amount. "2 to 4" where ranks differ."""
     amounts = {
         step: least if least == largest else f"{least} to {largest}" for step, (least, largest) in ranges.items()
     }
@@ -165,7 +177,7 @@ def _amount_or_by_steps(ranges: Mapping[int, Range]) -> Any:
 
 
 def _steps_by_amount(amounts: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
-    """Return each amount with the steps that have it."""
+    """Return each different amount with the steps that have it, in the order of steps."""
     by_amount: dict[Any, list[int]] = {}
     for step, amount in amounts.items():
         by_amount.setdefault(amount, []).append(step)
@@ -173,7 +185,10 @@ def _steps_by_amount(amounts: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
 
 
 def restrict_to_common_steps(baseline: Section, candidate: Section) -> tuple[Section, Section]:
-    """Return both, of the steps alone that both have. If they have none in common, return which steps each has."""
+    """Return both sections with amounts of only the steps that both have.
+
+    If there is none, return which steps each has.
+    """
     steps = _common_steps(baseline, candidate)
     if not steps:
         return {"steps": baseline["steps"]}, {"steps": candidate["steps"]}
@@ -181,6 +196,7 @@ def restrict_to_common_steps(baseline: Section, candidate: Section) -> tuple[Sec
 
 
 def compared_steps_text(baseline: Section, candidate: Section) -> str:
+    """Return which steps two sections are compared in, in words; or that they have no step in common."""
     steps = _common_steps(baseline, candidate)
     if not steps:
         return "not compared: no step that was followed by another is recorded in both"
@@ -197,7 +213,7 @@ def _recorded_steps(section: Section) -> tuple[int, ...]:
 
 
 def _lines_of_steps(section: Section, steps: tuple[int, ...]) -> dict[str, Any]:
-    """Return the lines of what is moved in any of these steps, with the amounts of these steps."""
+    """Return the entries of collectives that are called in any of these steps, with the amounts of these steps in words."""
     lines = {}
     for name, line in section.items():
         if name == "steps":
@@ -210,6 +226,7 @@ def _lines_of_steps(section: Section, steps: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _amounts_of_steps(amounts: Any, steps: tuple[int, ...]) -> dict[int, Any]:
+    """Return step -> amount for these steps, from one amount for all steps or a mapping of steps in the words of ranks_key."""
     if not isinstance(amounts, Mapping):
         return dict.fromkeys(steps, amounts)
     by_step = {}
@@ -219,6 +236,7 @@ def _amounts_of_steps(amounts: Any, steps: tuple[int, ...]) -> dict[int, Any]:
 
 
 def _amounts_text(amounts: Mapping[int, Any]) -> Any:
+    """Return the amount if it is the same in every step; else the amounts with their steps, in words."""
     alike = _steps_by_amount(amounts)
     if len(alike) == 1:
         return alike[0][0]

@@ -46,9 +46,10 @@ CUT = "{} degree above 1: what a rank holds of a parameter is not derived"
 
 @dataclass(frozen=True)
 class ObservedModel(ModelConfig):
-    """Any model, by the parameters that ranks have."""
+    """A model of which only the parameters are known, by the names and whole shapes that ranks have."""
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """(fqn, shape of the whole parameter), of each one."""
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return dict(self.shapes)
@@ -63,10 +64,12 @@ def trial_of(
     recording: Recording | None = None,
     like: Mapping[int, int] | None = None,
 ) -> Trial:
-    """Return the trial of a recorded job.
+    """Return the trial of a recorded job: the case and plan of this layout, and what ranks left, up to the last
+    complete step.
 
-    records: of all ranks that left one; or of some, with the recording of all, and in `like`, by rank, the one that was read
-    instead. Trap: a job may be of more or fewer ranks than the layout.
+    records: of all ranks that left one, or of representatives. recording: that of all ranks; by default it is made of
+    the records. like: rank -> the one that was read instead. world: ranks of the job, which may be more or fewer than
+    the layout's.
     """
     like = {rank: rank for rank in records} if like is None else like
     steps = _complete_steps(records.values())
@@ -100,7 +103,11 @@ def trial_of(
 def _provided_evidence(
     case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord], recording: Recording
 ) -> Provided:
-    """Return what a recording shows of a job, in addition to how it ended."""
+    """Return which kinds of evidence a recording provides to checks, with reasons for those that it lacks or has in
+    part only.
+
+    How the job ended is judged elsewhere.
+    """
     provided = recording.provides
     summaries = recording.summaries.values()
     if recording.world != case.dims.world_size:
@@ -136,7 +143,7 @@ def _has_stepped_nothing(record: RankRecord) -> bool:
 
 
 def _plan(case: Case, traits: TrainerTraits, ignored: set[str]) -> Plan:
-    """Return the plan, in which a wrapper moves nothing of what it ignores."""
+    """Return the plan of a case. Its flows are without parameters that wrappers ignore, for these are not moved."""
     plan = make_plan(case, traits)
     if not ignored:
         return plan
@@ -146,7 +153,7 @@ def _plan(case: Case, traits: TrainerTraits, ignored: set[str]) -> Plan:
 
 
 def _ignored_parameters(ranks: Iterable[RankEvidence]) -> set[str]:
-    """Return the parameters that wrappers ignore, of all ranks."""
+    """Return the fqns of all parameters that a wrapper of some rank ignores."""
     fqns: set[str] = set()
     for evidence in ranks:
         for wrapper in evidence.structure.values():
@@ -160,13 +167,14 @@ def _recording_of(records: Mapping[int, RankRecord], directory: str) -> Recordin
 
 
 def _complete_steps(records: Iterable[RankRecord]) -> list[int]:
-    """Return the steps from the first on that every rank recorded to their end."""
+    """Return the steps from 1 on that every rank recorded to their end, up to the first gap; empty if there are no records."""
     seen = [{*record.ended_steps} for record in records]
     common = set.intersection(*seen) if seen else set()
     return [step for step in sorted(common) if set(range(1, step + 1)) <= common]
 
 
 def _evidence_of_steps(evidence: RankEvidence, steps: list[int]) -> RankEvidence:
+    """Return a rank's evidence of these steps alone. Collectives before the first step stay."""
     calls = tuple(call for call in evidence.collectives if call.step in steps or call.step == 0)
     return replace(evidence, steps=tuple(s for s in evidence.steps if s.step in steps), collectives=calls)
 
@@ -175,6 +183,11 @@ def _evidence_of_steps(evidence: RankEvidence, steps: list[int]) -> RankEvidence
 
 
 def _case(dims: ParallelDims, ranks: Mapping[int, RankEvidence], many: Mapping[int, int], steps: int) -> Case:
+    """Return the case of a recorded job: shapes, dtypes, wrapper and reduction dtype are the observed ones, and dims
+    the declared ones.
+
+    many: rank -> number of ranks that it represents. steps: number of complete steps.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for evidence in ranks.values():
         shapes |= {tensor.fqn: tensor.global_shape for tensor in evidence.parameters}
@@ -214,7 +227,7 @@ def _main_dtype_of(ranks: Mapping[int, RankEvidence], many: Mapping[int, int], o
 
 
 def _wrapper_kinds(ranks: Iterable[RankEvidence]) -> set[str]:
-    """Return the kinds of wrappers of all ranks."""
+    """Return the kinds of wrappers that any rank has, such as {"fsdp2"}; empty if none has a wrapper."""
     kinds: set[str] = set()
     for evidence in ranks:
         kinds.update(wrapper.kind for wrapper in evidence.structure.values())
@@ -222,10 +235,10 @@ def _wrapper_kinds(ranks: Iterable[RankEvidence]) -> set[str]:
 
 
 def _wrapper(dims: ParallelDims, ranks: Iterable[RankEvidence]) -> str | None:
-    """Return the kind of wrapper that was seen, if it can do what is requested.
+    """Return the kind of wrapper that was seen, if it can do what is requested. None if none was seen that can.
 
-    A layout of cp alone says no more than that tokens are cut. If no wrapper claims to shard parameters over it, each rank may
-    have them whole, as under DDP.
+    A layout of cp alone says no more than that tokens are cut. If no wrapper claims to shard parameters over it, each
+    rank may have them whole, as under DDP.
     """
     ranks = list(ranks)
     kinds = _wrapper_kinds(ranks)
@@ -237,7 +250,7 @@ def _wrapper(dims: ParallelDims, ranks: Iterable[RankEvidence]) -> str | None:
 
 
 def _why_no_slices(case: Case, ranks: Mapping[int, RankEvidence]) -> str:
-    """Why it is not derived what a rank holds of a parameter; empty if it is."""
+    """Return why it is not derived what a rank holds of a parameter; empty if it is."""
     kinds = _wrapper_kinds(ranks.values())
     if not any(evidence.parameters for evidence in ranks.values()):
         return "no rank recorded any parameter"
@@ -255,6 +268,8 @@ def _why_no_slices(case: Case, ranks: Mapping[int, RankEvidence]) -> str:
 
 
 def _why_no_claims(case: Case, ranks: Mapping[int, RankEvidence]) -> str:
+    """Return why nothing says where parameters lie; empty if the layout, a wrapper, a DTensor or an empty parameter
+    says so."""
     claimed = (
         case.shards > 1 or _wrapper_kinds(ranks.values()) or _has_dtensors(ranks.values()) or _is_freed(ranks.values())
     )
@@ -262,8 +277,10 @@ def _why_no_claims(case: Case, ranks: Mapping[int, RankEvidence]) -> str:
 
 
 def _own_parameter(ranks: Iterable[RankEvidence]) -> str:
-    """Return a parameter that some ranks do not have, if wrappers ignore all of these, as experts that have names of their own.
-    Empty if there is none."""
+    """Return the first name of the parameters that only some ranks have, if wrappers ignore all of these. Empty if not.
+
+    Experts of a rank may have such names of their own.
+    """
     ranks = list(ranks)
     counts = Counter[str]()
     for evidence in ranks:
@@ -273,7 +290,7 @@ def _own_parameter(ranks: Iterable[RankEvidence]) -> str:
 
 
 def _why_claims_unseen(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord]) -> str:
-    """Why it was not seen where parameters lie; empty if it was, or there is nothing to see."""
+    """Return why it was not seen where parameters lie; empty if it was, or there is nothing to see."""
     if _wrapper_kinds(ranks.values()) or _has_dtensors(ranks.values()):
         return ""
     if _is_freed(ranks.values()):
@@ -284,7 +301,10 @@ def _why_claims_unseen(case: Case, ranks: Mapping[int, RankEvidence], records: M
 
 
 def _is_freed(ranks: Iterable[RankEvidence]) -> bool:
-    """Return whether all parameters of a rank are empty before its first pass. Replicas have them whole, and shards a part."""
+    """Return whether some rank has parameters, and all of them are empty before its first pass.
+
+    Replicas have them whole, and shards a part.
+    """
     for evidence in ranks:
         sizes = [tensor.value.size for tensor in evidence.parameters]
         if sizes and not any(sizes):
@@ -295,7 +315,8 @@ def _is_freed(ranks: Iterable[RankEvidence]) -> bool:
 def _steps_on_others(records: Mapping[int, RankRecord]) -> bool:
     """Return whether optimizers step on other tensors than the model's.
 
-    In no step recorded has any rank an optimizer that found a gradient in a parameter of the model, or that has any of them.
+    True if in no recorded step an optimizer of any rank has, or found a gradient in, a parameter of the model. False if
+    no step is on record.
     """
     has_steps = False
     for record in records.values():
@@ -310,7 +331,7 @@ def _steps_on_others(records: Mapping[int, RankRecord]) -> bool:
 
 
 def _has_dtensors(ranks: Iterable[RankEvidence]) -> bool:
-    """Return whether any rank has a parameter on a mesh."""
+    """Return whether any rank has a parameter on a device mesh."""
     return any(map(_is_on_mesh, ranks))
 
 
@@ -321,7 +342,8 @@ def _is_on_mesh(evidence: RankEvidence) -> bool:
 def _why_no_flows(records: Mapping[int, RankRecord]) -> str:
     """Return why the bytes that are moved of parameters are not derived. Empty if they are.
 
-    A hook chooses them, some are not trained, or they move as something else.
+    A hook chooses what is moved, some parameters have no gradient, or they move in a dtype that the plan lacks. In
+    several steps, the first one's packed calls are left out, for they may be set-up.
     """
     for record in records.values():
         for wrapper in record.evidence.structure.values():
@@ -358,13 +380,13 @@ def _is_packed(call: Collective) -> bool:
 
 
 def _local_training_text(summaries: Iterable[Summary]) -> str:
-    """Return why replicas need not reduce gradients; empty if they need."""
+    """Return why replicas need not reduce gradients: by what means they train locally. Empty if they need to."""
     means = next(filter(None, map(local_training_means, families_of_replicas(summaries))), "")
     return f"replicas train locally, by {means}" if means else ""
 
 
 def _has_trained_nothing(records: Iterable[RankRecord]) -> bool:
-    """Return whether optimizers have all parameters on all ranks, and found no gradient in any recorded step.
+    """Return whether the optimizers of each rank have all its parameters, and found no gradient in any recorded step.
 
     Then none was reduced, and all should have been.
     """

@@ -1,4 +1,4 @@
-"""A recording, judged by the layout that somebody says it has: the checks, and the cause where one is broken."""
+"""A recording judged by the layout that somebody says it has: the checks, and the cause where one fails."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ ResultsAndDiagnosis = tuple[tuple[Result, ...], Diagnosis | None]
 
 
 def judge_recording(recording: Recording, dims: ParallelDims) -> ResultsAndDiagnosis:
-    """Judge a recording; of ranks that are alike one record is read. If the command has several jobs, a layout of other ranks
-    than one has may be that of all together, which cannot be judged. Raises EvidenceError."""
+    """Return the results of all checks of this layout on a recording, and the diagnosis, None if there is none.
+
+    The one result is `completed` UNKNOWN if no rank left evidence. So it is if the command has several jobs and this
+    one has another number of ranks: the layout may be that of all together. Of ranks that are alike one record is read.
+    Raises EvidenceError if a record is damaged.
+    """
     if not recording.summaries:
         return (Result("completed", Verdict.UNKNOWN, note="no rank of it left evidence"),), None
     if recording.is_one_of_several and recording.world != dims.world_size:
@@ -31,7 +35,11 @@ def judge_recording(recording: Recording, dims: ParallelDims) -> ResultsAndDiagn
 
 
 def judge_records(recording: Recording, dims: ParallelDims, load: Callable[[int], RankRecord]) -> ResultsAndDiagnosis:
-    """Judge a recording by the records that load(rank) returns."""
+    """Return the results of all checks on the records that load(rank) returns, and the diagnosis, None if there is
+    none.
+
+    Neighbouring layouts are tried as causes only if the job has as many ranks as the layout.
+    """
     trial = _trial_of_representatives(recording, dims, load)
     results = judge(trial)
     suspects = (neighbours,) if recording.world == dims.world_size else ()
@@ -39,9 +47,10 @@ def judge_records(recording: Recording, dims: ParallelDims, load: Callable[[int]
 
 
 def _trial_of_representatives(recording: Recording, dims: ParallelDims, load: Callable[[int], RankRecord]) -> Trial:
-    """Return the trial, from the records of some ranks.
+    """Return the trial of a recording, from the records of one rank for each class of ranks that are alike.
 
-    More ranks are read, one after the other, as it turns out that those read before do not represent them.
+    More ranks are read, one after the other, as it turns out that those read before do not represent them. If the job
+    has another number of ranks than the layout, that is not looked for.
     """
     summaries = recording.summaries
     records: dict[int, RankRecord] = {}

@@ -1,4 +1,4 @@
-"""Whether two recordings of one training have the same optimizers, settings and learning rates."""
+"""Comparison of the optimizers, their settings, learning rates and loss scales of two recordings of one training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ SETTING = re.compile(
 
 
 def compare_recipes(baseline: Numbers, candidate: Numbers, steps: list[int]) -> Result:
-    """Compare optimizers and their settings, learning rates, and scales of the loss."""
+    """Return whether optimizers and their settings, learning rates and loss scales are the same: a finding for each
+    difference.
+
+    Learning rates are compared in these steps where both are known. UNKNOWN if no optimizer's step was seen in one
+    recording.
+    """
     if not (baseline.optimizers and candidate.optimizers):
         return Result("recipe", Verdict.UNKNOWN, note="no step of an optimizer was seen in one of the recordings")
     findings = []
@@ -42,9 +47,10 @@ def compare_recipes(baseline: Numbers, candidate: Numbers, steps: list[int]) -> 
 
 
 def _scale_findings(baseline: Numbers, candidate: Numbers, steps: list[int]) -> list[Finding]:
-    """Return the first step whose loss is scaled by another number; empty if none is.
+    """Return one finding for the first step whose loss is scaled by another number; empty if none is.
 
-    A resumed job begins with a scale if the first recording has one there.
+    Steps without a scale in one recording are left out. In the first step after a checkpoint, a missing scale of the
+    second is a finding.
     """
     for step in steps:
         expected = baseline.scales.get(step, ())
@@ -63,17 +69,19 @@ def _scale_findings(baseline: Numbers, candidate: Numbers, steps: list[int]) -> 
 
 
 def _scale_value(scales: tuple[float, ...]) -> Value:
+    """Return the one scale, all of them if ranks have several, "none" if there is none."""
     return scales[0] if len(scales) == 1 else scales or "none"
 
 
 def _settings(optimizer: str) -> str:
-    """Return class and settings, without the optimizer that contains it, such as ZeRO's."""
+    """Return class and settings of an optimizer's text, without the optimizer that contains it, such as ZeRO's."""
     kind, _, settings = optimizer.partition("(")
     return f"{kind.partition(' in ')[0]}({settings}"
 
 
 def _differing_setting(baseline: tuple[str, ...], candidate: tuple[str, ...]) -> tuple[str, str, str]:
-    """Return the one setting that differs, and both its values; all of both optimizers where more does."""
+    """Return the name of the one setting that differs, and its value in both; "optimizer" and all optimizers if more
+    differs."""
     expected_settings = dict(SETTING.findall(_settings(baseline[0])))
     observed_settings = dict(SETTING.findall(_settings(candidate[0])))
     classes = {_settings(text).partition("(")[0] for text in (*baseline, *candidate)}

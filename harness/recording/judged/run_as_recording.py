@@ -14,6 +14,10 @@ from harness.recording.judged.stored_recording import Recording
 
 
 def as_recording(run: Run) -> Recording:
+    """Return the run of a case as a recording.
+
+    Digests of contents are left out; an exit code of the command is not known.
+    """
     how = {rank_exit.rank: rank_exit.how for rank_exit in run.exits}
     summaries = {
         rank: summary_of(record_without_digests(evidence, how.get(rank, ""))) for rank, evidence in run.ranks.items()

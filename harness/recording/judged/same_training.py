@@ -1,4 +1,4 @@
-"""Two recordings read from their folders, and judged: is it the same training?"""
+"""Judgement of one recording by another, both read from their folders: is it the same training?"""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from harness.recording.sketches import GRADIENT, WEIGHTS, RankSketches, load_ske
 
 
 def undo_clipping(baseline: Numbers, candidate: Numbers, noise: Numbers | None = None) -> Numbers:
-    """Return the second, in steps that torch's functions clip in one alone, with gradients divided by that factor.
+    """Return the second, with gradients divided by the clipping factor in steps that torch's functions clip in one
+    recording alone.
 
-    What the optimizer received is judged by its state and updates then. noise: the first, its weights altered by one rounding.
+    Steps in which no one factor explains all gradients stay as they are; if all do, it is `candidate` itself. What the
+    optimizer received is judged by its state and updates then. noise: the first, its weights altered by one rounding.
     """
     bounds = Bounds(baseline, noise)
     whole = dict(candidate.whole)
@@ -44,7 +46,7 @@ def undo_clipping(baseline: Numbers, candidate: Numbers, noise: Numbers | None =
 
 
 def _divide_tensor(tensor: Whole, factor: float) -> Whole:
-    """Return a tensor divided by a factor, and all copies of its slices."""
+    """Return a tensor divided by a factor, with all differing copies of its slices."""
     replicas = {}
     for slice_text, copies in tensor.replicas.items():
         replicas[slice_text] = [(rank, sums / factor) for rank, sums in copies]
@@ -52,7 +54,11 @@ def _divide_tensor(tensor: Whole, factor: float) -> Whole:
 
 
 def _can_undo_clipping(baseline: Numbers, candidate: Numbers, step: int) -> bool:
-    """Return whether torch's functions clip in one alone, and more than gradients shows what size the optimizer receives."""
+    """Return whether torch's functions clip in one alone, and something besides gradients shows what the optimizer
+    received.
+
+    That is its state, or weights that SGD stepped.
+    """
     if bool(baseline.norms.get(step)) == bool(candidate.norms.get(step)):
         return False
     keys = {key for key in baseline.whole.keys() & candidate.whole.keys() if key[0] == step}
@@ -62,7 +68,11 @@ def _can_undo_clipping(baseline: Numbers, candidate: Numbers, step: int) -> bool
 
 
 def _clipping_factor(baseline: Numbers, candidate: Numbers, bounds: Bounds, step: int) -> float | None:
-    """Return the factor between all gradients of a step; None where they have none, or have one that clipping cannot make."""
+    """Return the factor between all gradients of a step, second to first, as clipping in one of them makes it.
+
+    None if there are no gradients, they agree without a factor, no one factor fits all, or clipping cannot make it.
+    Clipping only makes gradients smaller.
+    """
     pairs = []
     for key in baseline.whole.keys() & candidate.whole.keys():
         if key[:2] == (step, GRADIENT) and baseline.whole[key].length:
@@ -105,7 +115,7 @@ def count_resumed_steps(baseline: Numbers, candidate: Numbers, after: int) -> tu
 
 
 def _shift_steps(numbers: Numbers, offset: int) -> Numbers:
-    """Return the numbers with this offset added to each step."""
+    """Return the numbers with this offset added to each step. `after` is the offset, too."""
     return replace(
         numbers,
         after=offset,
@@ -138,7 +148,10 @@ def sketch_files(directory: Path) -> list[Path]:
 
 
 def require_sketch_files(directory: Path) -> list[Path]:
-    """Return where ranks left numbers. Raises EvidenceError where none did, or the first one's cannot be read."""
+    """Return the files in which ranks left numbers, in the order of ranks.
+
+    Raises EvidenceError if there is none, or the first one cannot be read.
+    """
     files = sketch_files(directory)
     if not files:
         raise EvidenceError(
@@ -150,7 +163,10 @@ def require_sketch_files(directory: Path) -> list[Path]:
 
 
 def load_numbers(directory: Path) -> Numbers:
-    """Return what all ranks left of numbers. Raises EvidenceError where there is none, or a rank's is of another recording."""
+    """Return the numbers of all ranks of a recording, each distinct slice counted once.
+
+    Raises EvidenceError if no rank left any, a file is damaged, or a rank's file is of another recording.
+    """
     files = require_sketch_files(directory)
     launch = load_command_info(directory).get("launch", "")
 
@@ -172,10 +188,13 @@ def load_numbers(directory: Path) -> Numbers:
 
 
 def judge_training(baseline: Path, candidate: Path, noise: Path | None = None, after: int = 0) -> SameTraining:
-    """Judge the second recording by the first. noise: a recording of the first command with altered weights. after:
-    step of the first from whose checkpoint the second went on; 0 for none.
+    """Return the judgement of the second recording by the first, with the diagnosis of what differs.
 
-    Raises EvidenceError where one of them has no numbers, the noise is not that of the first, or the step was not recorded.
+    noise: a recording of the first command with altered weights. after: step of the first from whose checkpoint the
+    second went on; 0 for none.
+
+    Raises EvidenceError where one of them has no numbers, or the step was not recorded. It also does so where the first
+    has altered weights, or the noise is not that of the first.
     """
     expected = load_numbers(baseline)
     observed = load_numbers(candidate)
@@ -198,7 +217,10 @@ def judge_training(baseline: Path, candidate: Path, noise: Path | None = None, a
 
 
 def _why_unproven(baseline: Path, candidate: Path) -> str:
-    """Return why the recordings do not show whole jobs; empty if they do."""
+    """Return why one of the recordings does not show its whole job; empty if both do.
+
+    That is a command that failed, a recorder that raised, or a model that is not recorded.
+    """
     for folder in (baseline, candidate):
         recording = load_recording(folder)
         if recording.code:

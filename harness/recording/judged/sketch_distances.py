@@ -1,11 +1,11 @@
-"""How far tensors of two recordings differ, and how far is no mistake.
+"""Distances between tensors of two recordings, and the largest ones that are no mistake.
 
-The bound of a distance is the noise that a third recording shows, or a number documented for the dtype. The third recording is
-of the first command with its weights altered by one rounding.
+The bound of a distance is the noise that a third recording shows, or a number documented for the dtype. The third
+recording is of the first command with its weights altered by one rounding.
 
-Muon rounds a matrix to bfloat16 before it orthogonalises it, as torch's and Keller Jordan's do. An entry that is rounded to the
-other side moves the whole update by 1 or 2 percent. One repeat shows such a jump of some matrices only, so all of them have the
-bound of the largest. The same holds of gradients and states in the steps that follow.
+Muon rounds a matrix to bfloat16 before it orthogonalises it, as torch's and Keller Jordan's do. An entry that is
+rounded to the other side moves the whole update by 1 or 2 percent. One repeat shows such a jump of some matrices only,
+so all of them have the bound of the largest. The same holds of gradients and states in the steps that follow.
 """
 
 from __future__ import annotations
@@ -45,14 +45,17 @@ JUMP = UNIT_ROUNDOFF["bfloat16"]
 
 @dataclass(frozen=True)
 class TensorDistance:
-    """How far one tensor of the second recording is from the first one's."""
+    """Distance of one tensor of the second recording from the first one's, with the bound that it is judged by."""
 
     key: Key
     """Step, kind, fqn."""
     distance: float
-    """Length of the difference, relative to the first one's length."""
+    """Length of the difference, relative to the first one's length; 0 is equal."""
     fit: float
-    """How often the second one is the first one, by best fit."""
+    """Factor of best fit: the first one's tensor times it is nearest to the second one's.
+
+    NaN if the first one is zero.
+    """
     bound: float
     """The largest distance that is no mistake."""
 
@@ -62,7 +65,10 @@ class TensorDistance:
 
 
 class Bounds:
-    """Distances that are no mistakes."""
+    """Bounds of distances, for each tensor: from a recording of noise where there is one, else from its dtype.
+
+    `how` says which.
+    """
 
     def __init__(self, baseline: Numbers, noise: Numbers | None) -> None:
         self._baseline = baseline
@@ -85,12 +91,19 @@ class Bounds:
         self.how = f"{TIMES:g} times the distance of a repeat whose weights were altered by {rounding}"
 
     def dtype(self, fqn: str) -> str:
-        """Return the coarser of the dtypes that a parameter is held and computed in."""
+        """Return the coarser of the dtypes that a parameter is stored and computed in, such as "bfloat16".
+
+        A dtype that is not known counts as float32 for storage, and as float64 for the forward pass.
+        """
         both = (self._baseline.dtypes.get(fqn, "float32"), self._baseline.computes_in or "float64")
         return max(both, key=lambda dtype: LEAST.get(dtype, 1e-6))
 
     def bound(self, key: Key) -> float:
-        """Return the largest distance of a tensor that is no mistake."""
+        """Return the largest distance of a tensor that is no mistake, relative to its length.
+
+        With noise it is a multiple of the tensor's own noise or of the median of its step and kind, whichever is
+        larger. Where Muon's roundings jump it is a multiple of the largest jump. It is never below LEAST for the dtype.
+        """
         dtype = self.dtype(key[2])
         jump_kind = self._jump_kind(key)
         if jump_kind and not self._noise:
@@ -107,13 +120,17 @@ class Bounds:
         return max(times * noise, least)
 
     def _jump_kind(self, key: Key) -> tuple[bool, str] | None:
-        """Return as what a tensor has noise that jumps: an update of Muon's, or what follows of one; None where none does."""
+        """Return (whether it is Muon's update, kind) of a tensor whose noise jumps; None if its noise does not.
+
+        Besides Muon's updates that is everything after step 1 of a job with Muon.
+        """
         step, kind, fqn = key
         update = kind == OF_UPDATES and fqn in self._muon_fqns
         return (update, kind) if self._muon_fqns and (update or step > 1) else None
 
     def _rounding(self, key: Key) -> float:
-        """Return what rounding of the weights alone makes of the step that is added to them, relative to that."""
+        """Return how much rounding of the weights alone changes the update that they show, relative to the update; 0
+        for no update."""
         step, _, fqn = key
         weights = self._baseline.whole[step, WEIGHTS, fqn]
         added = float(np.linalg.norm(weights.sums - self._baseline.whole[step - 1, WEIGHTS, fqn].sums))
@@ -122,13 +139,13 @@ class Bounds:
 
 
 def _dtype_text(noise: Numbers) -> str:
-    """Return what was rounded: a dtype, or that of each parameter."""
+    """Return the dtype by one rounding of which weights were altered, or those of all parameters if it was each one's own."""
     known = sorted({*noise.dtypes.values()})
     return " and ".join(known) if noise.noise == "own" else noise.noise
 
 
 def muon_parameters(numbers: Numbers) -> set[str]:
-    """Return the parameters that Muon steps: their state is an average of gradients, and nothing else."""
+    """Return the fqns that Muon steps: all of their optimizer state is momentum. Empty if no optimizer is Muon."""
     if not any(_is_muon(optimizer) for optimizer in numbers.optimizers):
         return set()
     kinds_of_parameters: dict[str, set[str]] = {}
@@ -148,7 +165,10 @@ def _is_muon(optimizer: str) -> bool:
 
 
 def shows_no_jump(baseline: Numbers, noise: Numbers) -> bool:
-    """Return whether Muon's roundings to bfloat16 were the same in both, which then says nothing of them."""
+    """Return whether Muon's roundings to bfloat16 were the same in both: the noise then says nothing of them.
+
+    False without Muon.
+    """
     muon_fqns = muon_parameters(baseline)
     updates = [
         distance
@@ -159,16 +179,17 @@ def shows_no_jump(baseline: Numbers, noise: Numbers) -> bool:
 
 
 def is_too_fine(baseline: Numbers, noise: Numbers) -> bool:
-    """Return whether weights were altered by less than the forward pass rounds them by, which then shows no noise."""
+    """Return whether weights were altered by less than the forward pass rounds them by: such a recording shows no noise."""
     dtypes = {*noise.dtypes.values()} if noise.noise == "own" else {noise.noise}
     altered = max((UNIT_ROUNDOFF.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     return altered < UNIT_ROUNDOFF.get(baseline.computes_in, 0.0)
 
 
 def distances(baseline: Numbers, candidate: Numbers) -> Iterator[tuple[Key, float, float]]:
-    """Yield (key, distance, factor of best fit) of each tensor that both have. What a step adds to weights is one, too.
+    """Yield (key, distance, factor of best fit) of each tensor that both have, and of what each step adds to weights
+    (OF_UPDATES).
 
-    Weights themselves are left out. Their step is left out where one of both lacks the weights of the step before.
+    Weights themselves are left out. What a step adds is left out if one of both lacks the weights of the step before.
     """
     for key in baseline.whole.keys() & candidate.whole.keys():
         if key[1] != WEIGHTS:
@@ -184,7 +205,7 @@ def distances(baseline: Numbers, candidate: Numbers) -> Iterator[tuple[Key, floa
 
 
 def _step_before(baseline: Numbers, candidate: Numbers, step: int, fqn: str) -> int | None:
-    """Return the step before, where both have its weights."""
+    """Return the step before, None where one of both lacks its weights of this parameter."""
     known = all((step - 1, WEIGHTS, fqn) in numbers.whole for numbers in (baseline, candidate))
     return step - 1 if known else None
 
@@ -205,7 +226,10 @@ def distance_and_fit(expected: np.ndarray, observed: np.ndarray) -> tuple[float,
 
 
 def wrong_rows(baseline: Numbers, candidate: Numbers, wrong: TensorDistance) -> str:
-    """Return in which rows a gradient is wrong; empty where blocks of rows were not recorded, or it is so in all."""
+    """Return in which rows a gradient is wrong, as "in rows 0:16, 32:48".
+
+    Empty for other kinds, where blocks of rows were not recorded in both, or if all or no blocks are wrong.
+    """
     step, kind, fqn = wrong.key
     if kind != GRADIENT:
         return ""

@@ -1,7 +1,7 @@
-"""Why two recordings are not the same training: what is proven, what is seen, or where they first differ.
+"""Diagnosis of two recordings that are not the same training: what is proven, what is seen, or where they first differ.
 
-The engine of causes is asked, as for cases. A suspect's hypothesis is proven if the first wrong check passes under it, and no
-other check fails. A fact is what was seen directly. What neither explains is located.
+The engine of causes is asked, as for cases. A suspect's hypothesis is proven if the first wrong check passes under it,
+and no other check fails. A fact is what was seen directly. What neither explains is located.
 """
 
 from __future__ import annotations
@@ -95,7 +95,11 @@ FACTS: tuple[FactsOf[TwoRecordings], ...] = (
 
 
 def diagnose(baseline: Numbers, candidate: Numbers, comparison: Comparison) -> Diagnosis | None:
-    """Return why the second recording is not the training of the first. None if no check fails."""
+    """Return why the second recording is not the training of the first. None if no check fails.
+
+    Hypotheses are tried only if the first failing check also fails on what both recordings have up to it; else facts
+    alone count.
+    """
     evidence = TwoRecordings.at_first_failure(baseline, candidate, comparison)
     if evidence is None:
         return None
@@ -109,7 +113,10 @@ def diagnose(baseline: Numbers, candidate: Numbers, comparison: Comparison) -> D
 
 
 def _causes(evidence: TwoRecordings, explanation: Explanation) -> list[Cause]:
-    """Return what is proven, else the fact about the first wrong check that says most, else the place."""
+    """Return the causes of the first proof, else the first fact about the first wrong check, else the place.
+
+    Never empty.
+    """
     if explanation.proofs:
         return _causes_of(explanation.proofs[0])
     facts = [fact for fact in explanation.facts if evidence.first.check in fact.checks]
@@ -121,11 +128,16 @@ def _causes_of(proof: Proof[TwoRecordings]) -> list[Cause]:
 
 
 def _place_of(evidence: TwoRecordings) -> Cause:
+    """Return the cause "not explained" with the place: wrong gradients, else the optimizer's step."""
     return located_gradients(evidence) if evidence.first.check == "gradients" else located_step(evidence)
 
 
 def _lines_of_proofs(evidence: TwoRecordings, explanation: Explanation) -> Lines:
-    """Return what was judged under the assumption, and other causes that explain as much."""
+    """Return the lines below a proven cause: what was judged under the assumption, and other causes that explain as
+    much.
+
+    Empty if nothing is proven.
+    """
     if not explanation.proofs:
         return ()
     first, *others = explanation.proofs

@@ -1,7 +1,7 @@
-"""What wrong gradients of a recording may be: sums of right ones, of which sketches are the same sums.
+"""Causes of wrong gradients in a recording: they may be sums of right ones, of which sketches are the same sums.
 
-A wrong gradient may be a multiple of the right one, or that of another step or parameter. It may be a sum of these, each rank's
-own part, or a sum in which passes count unequally. Each is assumed, and the recordings are judged again.
+A wrong gradient may be a multiple of the right one, or that of another step or parameter. It may be a sum of these,
+each rank's own part, or a sum in which passes count unequally. Each is assumed, and the recordings are judged again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ def bound_of(wrong: list[TensorDistance]) -> float:
 
 
 def own_gradients(evidence: TwoRecordings, broken: Broken) -> Proposals:
-    """Ranks have different copies of a slice, and the mean of them is the right one times one factor."""
+    """Yield one hypothesis: gradients are not reduced over ranks, whose mean is the right gradient times one factor.
+
+    Nothing if ranks have no different copies of a slice, or no one factor fits all parameters. It is "norms not summed"
+    if only norm weights are wrong and the ranks' sum is right.
+    """
     wrong = wrong_gradients(evidence, broken)
     ranks = _ranks_with_own(evidence)
     if not wrong or not ranks:
@@ -70,7 +74,7 @@ def own_gradients(evidence: TwoRecordings, broken: Broken) -> Proposals:
 
 
 def _mean_text(factor: float, ranks: int) -> str:
-    """Return what the mean of ranks' own gradients is, or their sum."""
+    """Return which of the first recording's gradient the mean or sum of ranks' own gradients is. factor: of the mean."""
     if _is_near(factor, 1):
         return "their mean is the first recording's"
     if _is_near(factor * ranks, 1):
@@ -83,7 +87,10 @@ def _is_near(factor: float, wanted: float) -> bool:
 
 
 def scaled_gradients(evidence: TwoRecordings, broken: Broken) -> Proposals:
-    """All that are wrong are the right ones times one factor."""
+    """Yield one hypothesis: all wrong gradients are the right ones times one factor.
+
+    Nothing if their factors differ.
+    """
     wrong = wrong_gradients(evidence, broken)
     fits = [distance.fit for distance in wrong if math.isfinite(distance.fit)]
     if not fits or np.ptp(fits) > 2 * bound_of(wrong):
@@ -123,7 +130,11 @@ def separate_factors(evidence: TwoRecordings, broken: Broken) -> Proposals:
 
 
 def of_the_step_before(evidence: TwoRecordings, broken: Broken) -> Proposals:
-    """Gradients of this step and of the step before, each so many times in all that are wrong, by best fit."""
+    """Yield one hypothesis: wrong gradients are a sum of this step's and the step before's, with two factors of best
+    fit for all.
+
+    Nothing in step 1, if an earlier gradient is not known, or if the earlier step has no part in it.
+    """
     wrong = wrong_gradients(evidence, broken)
     step = evidence.step
     keys = [distance.key for distance in wrong]
@@ -159,7 +170,10 @@ def of_the_step_before(evidence: TwoRecordings, broken: Broken) -> Proposals:
 
 
 def of_passes(evidence: TwoRecordings, broken: Broken) -> Proposals:
-    """Passes of the first recording, each so many times."""
+    """Yield one hypothesis: passes of the first recording count unequally in the gradients, each with a fitted weight.
+
+    Nothing if passes were not recorded, cannot be distinguished, or count alike.
+    """
     wrong = wrong_gradients(evidence, broken)
     if not wrong:
         return
@@ -173,7 +187,11 @@ def of_passes(evidence: TwoRecordings, broken: Broken) -> Proposals:
 
 
 def of_other_parameters(evidence: TwoRecordings, broken: Broken) -> Proposals:
-    """The gradient of one other parameter each, of the same shape, in this step or the one before."""
+    """Yield one hypothesis: each wrong gradient is that of one other parameter of its shape, in this step or the one
+    before.
+
+    Nothing unless exactly one such gradient fits each wrong one.
+    """
     sources: dict[Key, Key] = {}
     for distance in wrong_gradients(evidence, broken):
         alike = [key for key in _candidates(evidence, distance.key) if _is_equal(evidence, key, distance)]
@@ -212,7 +230,7 @@ def _is_equal(evidence: TwoRecordings, key: Key, distance: TensorDistance) -> bo
 
 
 def _ranks_with_own(evidence: TwoRecordings) -> list[int]:
-    """Return the ranks that have different copies of a slice, as the findings name them."""
+    """Return the ranks that have different copies of a slice, as the findings of the first wrong step name them, ascending."""
     ranks: set[int] = set()
     for finding in evidence.first.findings:
         if finding.step == evidence.step:
@@ -221,7 +239,7 @@ def _ranks_with_own(evidence: TwoRecordings) -> list[int]:
 
 
 def _copies_differ(evidence: TwoRecordings, distance: TensorDistance) -> bool:
-    """Say whether copies of a slice differ by more than rounding does."""
+    """Return whether copies of a slice of the tensor differ by more than the bound."""
     for copies in evidence.copies(distance.key).values():
         if any(not distance_and_fit(copies[0][1], sums)[0] <= distance.bound for _, sums in copies):
             return True
@@ -229,7 +247,7 @@ def _copies_differ(evidence: TwoRecordings, distance: TensorDistance) -> bool:
 
 
 def _mean_of_copies(evidence: TwoRecordings, key: Key) -> np.ndarray:
-    """Return the sketch of a tensor whose slices are the means of what ranks have of them."""
+    """Return the sketch of a tensor in which each slice is the mean of the copies that ranks have of it. float64 [BUCKETS]"""
     total = evidence.observed_sketch(key).copy()
     for copies in evidence.copies(key).values():
         total += np.mean([sums for _, sums in copies], axis=0) - copies[0][1]
@@ -237,7 +255,8 @@ def _mean_of_copies(evidence: TwoRecordings, key: Key) -> np.ndarray:
 
 
 def _ranks_alike(evidence: TwoRecordings, keys: list[Key]) -> list[tuple[int, ...]]:
-    """Return ranks that have the same slices and the same numbers of them; none if each has its own."""
+    """Return the sets of several ranks that hold the same slices with the same numbers, ascending; empty if each has
+    its own."""
     alike: dict[int, set[int]] = {}
     for key in keys:
         for copies in evidence.copies(key).values():
@@ -251,7 +270,7 @@ def _ranks_alike(evidence: TwoRecordings, keys: list[Key]) -> list[tuple[int, ..
 
 
 def not_finite(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """Gradients that hold NaN or infinity."""
+    """Yield one fact: gradients of the first wrong step hold NaN or infinity. Nothing if none does."""
     if CHECK not in broken:
         return
     odd = [fqn for fqn in evidence.names if _is_not_finite(evidence, (evidence.step, GRADIENT, fqn))]
@@ -261,7 +280,10 @@ def not_finite(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
 
 
 def no_gradients(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """Parameters that have no gradient, where all findings are of these."""
+    """Yield one fact: parameters have no gradient in the first wrong step.
+
+    Nothing unless all findings of the step are of these.
+    """
     if CHECK not in broken:
         return
     of_step = [finding for finding in broken[CHECK].findings if finding.step == evidence.step]
@@ -272,7 +294,7 @@ def no_gradients(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
 
 
 def zero_gradients(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """Gradients of zeros, where all that are wrong are so."""
+    """Yield one fact: all wrong gradients are zero. Nothing if any of them has another number."""
     wrong = wrong_gradients(evidence, broken)
     if wrong and not any(evidence.observed_sketch(distance.key).any() for distance in wrong):
         where = evidence.parameters_text(_names(wrong))
@@ -280,7 +302,10 @@ def zero_gradients(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
 
 
 def rounded_gradients(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """Gradients of a float64 job that are off by less than float32 rounds, in its first step."""
+    """Yield one fact: gradients of a float64 job are off by less than float32 rounds.
+
+    Only in step 1, and if no copies differ.
+    """
     wrong = wrong_gradients(evidence, broken)
     exact = {*evidence.baseline.dtypes.values()} == {"float64"} and evidence.baseline.computes_in in ("", "float64")
     if not wrong or not exact or evidence.step > 1 or any(evidence.copies(distance.key) for distance in wrong):
@@ -295,7 +320,10 @@ def rounded_gradients(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]
 
 
 def changed_between_steps(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """Weights that are others as the step begins than they were after the step before."""
+    """Yield one fact: weights are others as the wrong step begins than they were after the step before.
+
+    Nothing if the first recording's changed there as well, or if its weights after the step before were not recorded.
+    """
     step = evidence.step
     changed = evidence.candidate.changed.get(step, ())
     looked = any(key[:2] == (step - 1, WEIGHTS) for key in evidence.baseline.whole)
@@ -307,7 +335,10 @@ def changed_between_steps(evidence: TwoRecordings, broken: Broken) -> Iterator[F
 
 
 def random_state(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """Ranks of a resumed job whose passes draw other random numbers than those of the first recording."""
+    """Yield one fact: ranks of a resumed job draw other random numbers than those of the first recording.
+
+    Else nothing.
+    """
     ranks, hint = other_draws(evidence)
     if CHECK in broken and ranks and evidence.baseline.after:
         where = evidence.parameters_text(evidence.names)
@@ -318,10 +349,11 @@ def random_state(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
 
 
 def other_draws(evidence: TwoRecordings) -> tuple[tuple[int, ...], str]:
-    """Return ranks whose generators stand elsewhere than the same rank's of the first recording, and a hint.
+    """Return the ranks whose generators stand elsewhere than the same rank's of the first recording, and a hint in
+    words.
 
-    Only ranks whose pass draws random numbers count. Both are empty where the passes of either recording draw none. If the
-    recordings are of other ranks, only the hint is given.
+    Only ranks whose pass draws random numbers count. Both are empty where the passes of either recording draw none, or
+    all stand alike. If the recordings are of other ranks, only the hint is given.
     """
     expected = evidence.baseline.drawn.get(evidence.step, {})
     observed = evidence.candidate.drawn.get(evidence.step, {})
@@ -354,7 +386,11 @@ def place_text(step: int) -> str:
 
 
 def located_gradients(evidence: TwoRecordings) -> Cause:
-    """Return the first step with wrong gradients, and what is seen beside them."""
+    """Return the cause "not explained": the first step with wrong gradients, the parameters, and what is seen beside
+    them.
+
+    That is a block of rows, unequal copies, no optimizer, or other random numbers.
+    """
     step = evidence.step
     names = evidence.names
     where = evidence.parameters_text(names)
@@ -380,7 +416,8 @@ def located_gradients(evidence: TwoRecordings) -> Cause:
 
 
 def plain_number(factor: float, close: float) -> float:
-    """Return the plainest number that a factor is within the bound."""
+    """Return the integer, or the inverse of an integer, that a factor is within the bound; the factor itself if
+    there is none."""
     if factor == 0 or not math.isfinite(1 / factor):  # of the smallest numbers, the inverse is infinite
         return factor
     plain = float(round(factor)) if abs(factor) > 0.9 else 1 / round(1 / factor)
@@ -392,7 +429,10 @@ def _names(wrong: list[TensorDistance]) -> list[str]:
 
 
 def _factor_hint(evidence: TwoRecordings, factor: float) -> str:
-    """Say which numbers of the two jobs the factor is. Equal numbers are no proof."""
+    """Return to which numbers of ranks of the two jobs the factor points; empty if to none.
+
+    Equal numbers are no proof.
+    """
     first = evidence.baseline.world
     second = evidence.candidate.world
     known = {

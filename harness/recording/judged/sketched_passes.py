@@ -1,4 +1,4 @@
-"""How often each pass of the first recording counts in the second one's gradients.
+"""Weights with which the passes of the first recording count in the second one's gradients.
 
 Where one process accumulates, its recording has the gradient after each pass, and so what each pass adds. The second
 recording's gradient is then a sum of these, each so many times. The rows that ranks were fed say whose they are.
@@ -29,8 +29,11 @@ Reading = tuple[str, dict[Group, float]]
 def weights_of_passes(
     baseline: Numbers, candidate: Numbers, step: int, bound: float
 ) -> tuple[Cause, Mapping[str, np.ndarray]] | None:
-    """Return how passes count, and what sketches are then, by parameter; None where passes were not seen, or cannot be
-    distinguished."""
+    """Return the cause, with the weight of each pass, and the gradients' sketches with these weights, by fqn.
+
+    None where passes were not seen or cannot be distinguished, or all weights are equal. A pass without a label adds
+    nothing, and has weight 1. bound: the largest relative distance of a gradient that is no mistake.
+    """
     rows = baseline.passes.get(step, {}).get(0, ())
     fqns = _parameters_with_gradient(baseline, candidate, step)
     parts = _parts_of_passes(baseline, step, len(rows), fqns)
@@ -57,7 +60,7 @@ def weights_of_passes(
 
 
 def _parameters_with_gradient(baseline: Numbers, candidate: Numbers, step: int) -> list[str]:
-    """Return the parameters of which both recordings have a gradient."""
+    """Return the fqns of which both recordings have a gradient in this step."""
     keys = [key for key in baseline.whole if key[:2] == (step, GRADIENT)]
     return [key[2] for key in keys if key in candidate.whole]
 
@@ -67,7 +70,11 @@ def _in_a_row(sketches: Mapping[str, np.ndarray], fqns: Sequence[str]) -> np.nda
 
 
 def _parts_of_passes(baseline: Numbers, step: int, passes: int, fqns: Sequence[str]) -> list[dict[str, np.ndarray]]:
-    """Return what each pass added; nothing where not all of them were seen."""
+    """Return for each pass what it added to the gradient, by fqn.
+
+    Empty for a single pass, or where not all passes were seen. passes: number of passes of rank 0 of the first
+    recording.
+    """
     known = [baseline.after_pass.get((step, number), {}) for number in range(1, passes)]
     if passes < 2:
         return []
@@ -93,7 +100,11 @@ def _readings(
     counts: np.ndarray,
     close: float,
 ) -> Iterator[Reading]:
-    """Yield the ways to group passes in which all of one group count alike."""
+    """Yield the ways to group passes by rank or microbatch of the second recording in which all passes of a group count
+    alike.
+
+    A way with fewer than two groups, or with a pass in several groups, is left out.
+    """
     for name in ("rank", "microbatch", "microbatch of each rank"):
         groups = _groups(candidate, step, rows, name)
         if groups is None or len({*groups}) < 2:
@@ -108,14 +119,17 @@ def _readings(
 
 
 def _reading_by_pass(rows: Sequence[tuple[int, ...]], weights: np.ndarray) -> Reading:
-    """Return each pass of the first recording alone."""
+    """Return the reading in which each pass of the first recording is a group, numbered from 0."""
     name = "sample" if all(len(row) == 1 for row in rows) else "pass of the first recording"
     return name, {number: float(weight) for number, weight in enumerate(weights)}
 
 
 def _groups(candidate: Numbers, step: int, rows: Sequence[tuple[int, ...]], name: str) -> list[Group] | None:
-    """Return of which group of the second recording each pass is; None where rows of one were fed to several. Ranks that are
-    fed alike are one."""
+    """Return for each pass its group of the second recording.
+
+    None where the rows of a pass were fed to no group, or to several. Ranks that are fed alike count as the lowest of
+    them. name: "rank", "microbatch", or any other for a rank's microbatch.
+    """
     received = candidate.passes.get(step, {})
     ranks = {received[rank]: rank for rank in sorted(received, reverse=True)}
     groups: list[Group] = []
@@ -134,10 +148,11 @@ def _groups(candidate: Numbers, step: int, rows: Sequence[tuple[int, ...]], name
 
 
 def _cause(readings: Sequence[Reading], close: float) -> Cause:
-    """Return what the first reading says that has lost groups, or a mean of means; else the first one's weights.
+    """Return the cause of the first reading that has lost groups, or a mean of means; else unequal weights of the first
+    reading.
 
-    Where the inverses of weights have the mean 1, each group's mean was taken, and the mean of these. The last reading has each
-    pass of the first recording alone.
+    Where the inverses of weights have the mean 1, each group's mean was taken, and the mean of these. The last reading
+    has each pass of the first recording alone, and is no such evidence. Precondition: there is a reading.
     """
     for name, weights in readings[:-1]:
         numbers = _finite(weights)
@@ -158,6 +173,7 @@ def _cause(readings: Sequence[Reading], close: float) -> Cause:
 
 
 def _lost_text(name: str, lost: Sequence[Group], groups: int) -> str:
+    """Return which groups do not contribute to the gradient, in words. groups: number of all groups."""
     which = ", ".join(_group_text(name, group) for group in lost)
     if len(lost) == 1:
         return f"{name} {which} does not contribute to the gradient"
@@ -169,6 +185,7 @@ def _finite(weights: Mapping[Group, float]) -> np.ndarray:
 
 
 def _group_text(name: str, group: Group) -> str:
+    """Return the number of a group in words: ranks and passes count from 0, microbatches from 1."""
     if isinstance(group, tuple):
         return f"{group[1] + 1} of rank {group[0]}"
     return str(group + (name == "microbatch"))

@@ -1,4 +1,4 @@
-"""What a resumed job did not restore, where its recording differs from that of a job that was not interrupted."""
+"""Causes of wrong numbers in a resumed job: what it did not restore, by the recording of a job that was not interrupted."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ MOMENTUM = re.compile(r"momentum ([0-9.]+)")
 
 
 def state_lost(evidence: TwoRecordings, broken: Broken) -> Iterator[Hypothesis[TwoRecordings]]:
-    """Averages hold the first step's gradient alone, while those of the first recording hold earlier ones.
+    """Yield one hypothesis: the optimizer's state was not restored, for its averages hold the first step's gradient
+    alone.
 
-    Where the optimizer's settings are not known, nothing can be assumed, and what is seen is stated.
+    Nothing unless it is the first step after resuming, and averages of the first recording hold earlier gradients.
+    Where the optimizer's settings are not known, nothing can be assumed: the hypothesis then only states what is seen.
     """
     step = evidence.baseline.after + 1
     averages = [distance for distance in evidence.wrong if distance.key[1] in AVERAGES]
@@ -46,8 +48,10 @@ def state_lost(evidence: TwoRecordings, broken: Broken) -> Iterator[Hypothesis[T
 
 
 def _new_state(evidence: TwoRecordings) -> dict[Key, np.ndarray] | None:
-    """Return the first recording's state without what it had after the step that the second goes on from. None if the
-    settings do not say how much of that remains."""
+    """Return by key the first recording's state without what remains of the step that the second goes on from.
+
+    None if the settings do not say how much remains of a wrong tensor.
+    """
     sketches: dict[Key, np.ndarray] = {}
     for distance in evidence.distances:
         _, kind, fqn = distance.key
@@ -61,7 +65,10 @@ def _new_state(evidence: TwoRecordings) -> dict[Key, np.ndarray] | None:
 
 
 def _part_that_remains(numbers: Numbers, kind: str) -> float | None:
-    """Return how much of an average remains after a step; None where the optimizer's settings do not say."""
+    """Return the factor of an average that remains after a step, such as beta1 or momentum.
+
+    None where settings do not say. None as well for other kinds of state, and for several optimizers.
+    """
     if len(numbers.optimizers) != 1:
         return None
     if kind == "momentum_buffer":
@@ -73,7 +80,10 @@ def _part_that_remains(numbers: Numbers, kind: str) -> float | None:
 
 
 def _is_new(numbers: Numbers, average: TensorDistance) -> bool:
-    """Say whether an average is a multiple of its step's gradient."""
+    """Return whether an average is a multiple of its step's gradient, within its bound.
+
+    False where that is not known.
+    """
     step, _, fqn = average.key
     gradient = numbers.whole.get((step, GRADIENT, fqn))
     if gradient is None:
@@ -84,7 +94,10 @@ def _is_new(numbers: Numbers, average: TensorDistance) -> bool:
 
 
 def other_weights(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """Parameters that are not those of the step that training goes on from: whether they are those of another step."""
+    """Yield one fact: a resumed job does not go on from the weights of its step, and from which known step's it does.
+
+    Nothing unless initial weights are what is first wrong.
+    """
     after = evidence.baseline.after
     names = evidence.names
     if evidence.first.check != "initial_weights" or not after or not names:
@@ -105,13 +118,21 @@ def other_weights(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
 
 
 def _are_of_step(evidence: TwoRecordings, step: int, fqn: str) -> bool:
+    """Return whether a parameter that the job goes on from has the first recording's values after this step.
+
+    False if not known.
+    """
     expected = evidence.baseline.whole.get((step, WEIGHTS, fqn))
     observed = evidence.candidate.whole.get((evidence.baseline.after, WEIGHTS, fqn))
     return expected is not None and observed is not None and distance_and_fit(expected.sums, observed.sums)[0] <= EQUAL
 
 
 def schedule_again(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """From the first wrong rate on, each is the one that the first recording had as many steps after its beginning."""
+    """Yield one fact: from the first wrong learning rate on, rates are those of a schedule that restarts after
+    resuming.
+
+    Nothing unless all later rates are what the first recording had as many steps after its beginning.
+    """
     expected = evidence.baseline.rates
     after = evidence.baseline.after
     if "recipe" not in broken or not after or broken["recipe"].findings[0].name != "learning rate":

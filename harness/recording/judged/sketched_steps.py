@@ -1,7 +1,7 @@
-"""What an optimizer makes of gradients that are right, where two recordings differ in it.
+"""Causes of a wrong optimizer step whose gradients are right, where two recordings differ in it.
 
-An average of gradients is linear in them, as sketches are. In step 1 it is the gradient times what clipping multiplies it by,
-and times a number of the optimizer's settings. What decay adds is a multiple of the weights.
+An average of gradients is linear in them, as sketches are. In step 1 it is the gradient times what clipping multiplies
+it by, and times a number of the optimizer's settings. What decay adds is a multiple of the weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ BETA1 = re.compile(r"betas \(([0-9.]+),")
 
 
 def clipped_otherwise(evidence: TwoRecordings, broken: Broken) -> Iterator[Hypothesis[TwoRecordings]]:
-    """In step 1 averages are other multiples of gradients, which are the same."""
+    """Yield one hypothesis: gradients were clipped by another factor, for in step 1 their averages are other multiples
+    of them.
+
+    Nothing in other steps, or if an average is not a known multiple of its gradient in both recordings.
+    """
     if STATE not in broken or evidence.step != 1:
         return
     if evidence.candidate.rescaled.get(1) and not evidence.baseline.norms.get(1):
@@ -66,7 +70,10 @@ def clipped_otherwise(evidence: TwoRecordings, broken: Broken) -> Iterator[Hypot
 
 
 def _clipped_state(evidence: TwoRecordings, factors: Mapping[str, tuple[float, float]]) -> dict[Key, np.ndarray]:
-    """Return the first recording's state, if its gradients were multiplied as the second one's are."""
+    """Return by key the first recording's state as if its gradients had been multiplied as the second one's are.
+
+    factors: fqn -> multiples in the first and the second recording.
+    """
     sketches: dict[Key, np.ndarray] = {}
     for key in (distance.key for distance in evidence.distances):
         if key[2] not in factors:
@@ -81,7 +88,10 @@ def _clipped_state(evidence: TwoRecordings, factors: Mapping[str, tuple[float, f
 
 
 def multiple_of_gradient(numbers: Numbers, average: TensorDistance) -> float | None:
-    """Return what a gradient was multiplied by before it came into its average; None where that is not known."""
+    """Return the factor by which a gradient of step 1 was multiplied before it came into its average.
+
+    None where not known. None as well if the average is no multiple of the gradient.
+    """
     _, kind, fqn = average.key
     taken = _part_taken(numbers, kind)
     gradient = numbers.whole.get((1, GRADIENT, fqn))
@@ -94,7 +104,10 @@ def multiple_of_gradient(numbers: Numbers, average: TensorDistance) -> float | N
 
 
 def _part_taken(numbers: Numbers, kind: str) -> float | None:
-    """Return how much of a gradient is in an average at first; None where the optimizer's settings do not say."""
+    """Return the part of a gradient that is in an average after step 1, such as 1 - beta1.
+
+    None where settings do not say.
+    """
     if len(numbers.optimizers) != 1:
         return None
     if kind == "momentum_buffer":
@@ -104,7 +117,10 @@ def _part_taken(numbers: Numbers, kind: str) -> float | None:
 
 
 def _clipping(factors: Mapping[str, tuple[float, float]], bound: float) -> Cause:
-    """Return the cause. factors: parameter -> what gradients are multiplied by in either recording, after they were seen."""
+    """Return the cause: another norm, clipping left out, or gradients enlarged.
+
+    factors: fqn -> what gradients are multiplied by in the first and the second recording, after they were seen.
+    """
     observed = [multiple for _, multiple in factors.values()]
     right, seen = next(iter(factors.values()))
     digits = next(number for number in (4, 8, 17) if number > 8 or _differ(right, seen, number))
@@ -127,7 +143,11 @@ def _differ(first: float, second: float, digits: int) -> bool:
 
 
 def decayed_otherwise(evidence: TwoRecordings, broken: Broken) -> Iterator[Hypothesis[TwoRecordings]]:
-    """An update or an average of gradients is wrong by a multiple of the weights."""
+    """Yield one hypothesis: an update or an average of gradients is off by a multiple of the weights before the step.
+
+    Nothing if these weights are not known, or if the multiple is above MOST_DECAY. Squares of gradients are left out
+    under the assumption, and a line says so.
+    """
     wrong = evidence.wrong if {STATE, UPDATE} & {*broken} else []
     keys = [distance.key for distance in wrong if distance.key[1] == wrong[0].key[1]]
     before = {key: (evidence.step - 1, WEIGHTS, key[2]) for key in keys}
@@ -172,7 +192,7 @@ def decayed_otherwise(evidence: TwoRecordings, broken: Broken) -> Iterator[Hypot
 
 
 def not_stepped(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """Updates of zero, where all that are wrong in the step are so."""
+    """Yield one fact: updates of the first wrong step are zero. Nothing unless all that are wrong are so."""
     check = next((check for check in (STATE, UPDATE) if check in broken), "")
     updates = [
         distance for distance in evidence.comparison.differences if distance.key[:2] == (evidence.step, OF_UPDATES)
@@ -191,7 +211,10 @@ def _is_still(update: TensorDistance) -> bool:
 
 
 def other_norm(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """A norm that torch's clipping function returned, and that is not the norm of the first recording's gradients."""
+    """Yield one fact: torch's clipping function returned another norm than that of all gradients, on these ranks.
+
+    Nothing if the check of norms passes.
+    """
     if "grad_norm" not in broken:
         return
     findings = broken["grad_norm"].findings
@@ -206,7 +229,8 @@ def other_norm(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
 
 
 def located_step(evidence: TwoRecordings) -> Cause:
-    """Return the first step whose state or update is wrong, and a factor that fits."""
+    """Return the cause "not explained": the first step whose state or update is wrong, its parameters, and a factor
+    that fits."""
     step = evidence.step
     names = evidence.names
     part = "optimizer's state" if evidence.first.check == STATE else "update"
@@ -219,7 +243,7 @@ def located_step(evidence: TwoRecordings) -> Cause:
 
 
 def _factor_text(wrong: Sequence[TensorDistance]) -> str:
-    """Return the one factor of all tensors of the first wrong kind; empty if they have none in common."""
+    """Return the one factor of all wrong tensors of the first wrong kind, in words; empty if they have none in common."""
     alike = [distance for distance in wrong if distance.key[1] == wrong[0].key[1]]
     fits = [distance.fit for distance in alike if math.isfinite(distance.fit)]
     if not fits or np.ptp(fits) > 2 * max(distance.bound for distance in wrong):

@@ -1,8 +1,9 @@
-"""Ranks that are alike: one is read and judged for all of them.
+"""Representatives of ranks that are alike: one is read and judged for all of them.
 
-Ranks are alike if their records differ only in the groups that they name (`evidence.alike`). Each group must also have the
-same relation to the rank and to the layout. So a check that looks at each rank says the same of all of them. `collective_order`
-compares ranks; it also gets the ranks whose sequences differ from those of another member of their group.
+Ranks are alike if their records differ only in the groups that they name (`evidence.alike`). Each group must also have
+the same relation to the rank and to the layout. So a check that looks at each rank says the same of all of them.
+`collective_order` compares ranks; it also gets the ranks whose sequences differ from those of another member of their
+group.
 """
 
 from __future__ import annotations
@@ -27,16 +28,20 @@ Representatives = dict[int, int]
 
 
 def find_representatives(summaries: Mapping[int, Summary], dims: ParallelDims) -> Representatives:
-    """Return by rank the one that is read instead.
+    """Return by rank the one that is read instead: the lowest rank of its class.
 
-    dims: of as many ranks as the job has; if they have not, ranks differ by their records alone.
+    A rank whose class is unknown stands for itself. dims: of as many ranks as the job has; if a rank lies outside of
+    it, ranks are classed by their records alone.
     """
     fits_layout = all(rank < dims.world_size for rank in summaries)
     coordinates = np.stack(np.unravel_index(np.arange(dims.world_size), dims.degrees), axis=1)  # [ranks, axes]
 
     @functools.cache
     def axes_and_distances(key: str) -> tuple[tuple[bool, ...], int]:
-        """Return along which axes of the layout these ranks are a whole line, or plane; else their distances."""
+        """Return (axes of the layout along which these ranks vary, 0) if they are a whole line or plane of it.
+
+        Else ((), a digest of their distances); a digest of the ranks themselves if some lie outside of the layout.
+        """
         ranks = np.array(ranks_from_key(key))
         if not len(ranks) or ranks[-1] >= dims.world_size:
             return (), stable_digest(key)
@@ -45,7 +50,10 @@ def find_representatives(summaries: Mapping[int, Summary], dims: ParallelDims) -
         return (tuple(varies.tolist()), 0) if whole else ((), stable_digest((ranks - ranks[0]).tolist()))
 
     def position_of_group(rank: int, key: str) -> Hashable:
-        """Return where the group lies, seen from the rank."""
+        """Return where a group lies, seen from the rank: along which axes, and how far away along the others.
+
+        Of a group that is no whole line or plane, a digest of its distances, and how far away its first rank is.
+        """
         along, distances = axes_and_distances(key)
         if not along:
             return distances, ranks_from_key(key)[0] - rank if key else 0
@@ -64,7 +72,10 @@ def find_representatives(summaries: Mapping[int, Summary], dims: ParallelDims) -
 
 
 def split_by_plan(like: Representatives, trial: Trial) -> Representatives:
-    """Return representatives so that no rank represents another whose slices the plan cuts to another size."""
+    """Return representatives so that no rank represents another whose slices the plan cuts to another size.
+
+    They stay as they are if the plan does not derive each rank's slices, as under tp or pp.
+    """
     planned = trial.plan.parameter_bytes
     if trial.plan.dims.tp * trial.plan.dims.pp > 1 or trial.plan.flat or not isinstance(planned, PerRank):
         return like
@@ -81,8 +92,12 @@ def split_by_plan(like: Representatives, trial: Trial) -> Representatives:
 def disagreeing_ranks(
     summaries: Mapping[int, Summary], records: Mapping[int, RankRecord], like: Representatives
 ) -> set[int]:
-    """Return one rank of each sequence in a group whose members issued different collectives, and both sides of sends and
-    receives that do not match."""
+    """Return ranks that members of their groups disagree with: one rank of each different sequence of collectives in a
+    group.
+
+    Both sides of sends and receives are in it whose bytes do not match. Empty if all agree. records: of the
+    representatives.
+    """
     orders = {rank: _sequences_and_bytes(record, summaries[rank]) for rank, record in records.items()}
     issued: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     sent: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
@@ -105,7 +120,7 @@ def disagreeing_ranks(
 
 
 def _first_ranks(key: str, digests: Mapping[int, int], like: Representatives) -> Iterable[int]:
-    """Return the first rank of each different digest in a group; none if all its ranks have the same.
+    """Return the first rank of each different digest in a group; empty if all its ranks have the same.
 
     Ranks that `like` does not have are left out. Ranks without a digest count as having the same one.
     """
@@ -117,9 +132,10 @@ def _first_ranks(key: str, digests: Mapping[int, int], like: Representatives) ->
 
 
 def _sequences_and_bytes(record: RankRecord, summary: Summary) -> tuple[dict[int, int], Counter[tuple[int, int, str]]]:
-    """Return each group's sequence, as one number, and the bytes sent and received.
+    """Return a digest of each group's sequence of collectives, by group; and the bytes by (group, peer, send or
+    receive).
 
-    Groups are named by their indices in the summary.
+    Groups and peers are indices in the summary's groups.
     """
     indices = {group: index for index, group in enumerate(summary.rank_class.groups)}
     calls_of_groups: dict[int, list[Collective]] = defaultdict(list)

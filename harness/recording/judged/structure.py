@@ -1,4 +1,4 @@
-"""The structure of a recorded job: what is the same when it runs again, in words and numbers that a person reviews.
+"""Structure of a recorded job: what is the same when it runs again, in words and numbers that a person reviews.
 
 Costs that no two runs have alike, step time and peak memory, are kept separately.
 """
@@ -18,13 +18,13 @@ from harness.recording.judged import outside_passes
 from harness.recording.judged.stored_recording import Recording
 
 BY_DEGREE = ("groups", "calls", "memory", "bytes", "replicas", "fed")
-"""What another number of ranks changes of the same script."""
+"""Keys of entries that change with the number of ranks of the same script."""
 TYPE = re.compile(r" of ((?:b?float|u?int|complex)\d\w*|bool)\b")
 """In the name of a collective."""
 
 
 def structure(recording: Recording) -> dict[str, Any]:
-    """Return the structure of a recorded job: section -> its entries."""
+    """Return the structure of a recording's first job: name of a section -> its entries, as text, number or mapping."""
     summaries = [summary for _, summary in sorted(recording.summaries.items())]
     ranks_by_end = group_ranks_by(summaries, lambda summary: summary.progress.ended)
     axes = {}
@@ -56,7 +56,7 @@ def _placements_text(summary: Summary) -> str:
 
 
 def _first_batch(summary: Summary) -> Any:
-    """Return the batch that a rank received in its first step; None if it received none."""
+    """Return the digest of the batch that a rank received in its first recorded step; None if it received none."""
     batches = summary.received.batches
     return batches.get(min(batches, default=0))
 
@@ -66,12 +66,12 @@ def _models_text(summary: Summary) -> str:
 
 
 def _count_texts(by_name: Mapping[str, int]) -> list[str]:
-    """Return a text for each: 2 fsdp2."""
+    """Return a text for each name, such as "2 fsdp2"."""
     return [f"{count} {name}" for name, count in by_name.items()]
 
 
 def _text_or_counts(summaries: list[Summary], make_text: Callable[[Summary], str]) -> Any:
-    """Return the text if all ranks have the same; else how many ranks have each."""
+    """Return the text if all ranks have the same, "" if there is no rank; else text -> number of ranks that have it."""
     ranks_of_texts = group_ranks_by(summaries, make_text)
     if len(ranks_of_texts) < 2:
         return next(iter(ranks_of_texts), "")
@@ -79,7 +79,7 @@ def _text_or_counts(summaries: list[Summary], make_text: Callable[[Summary], str
 
 
 def number_alike_axes(axes: tuple[Axis, ...]) -> Iterator[tuple[int, Axis]]:
-    """Yield each axis with its number, from 0, among axes that look alike."""
+    """Yield (number, axis) of each axis: its number, from 0, among axes that have the same name."""
     counts: dict[str, int] = {}
     for axis in axes:
         name = _axis_name(axis, 0)
@@ -88,12 +88,13 @@ def number_alike_axes(axes: tuple[Axis, ...]) -> Iterator[tuple[int, Axis]]:
 
 
 def _axis_name(axis: Axis, number: int) -> str:
+    """Return the claimed role of an axis, else "unnamed" with its collectives. number: 0 for the first axis of that name."""
     operators = "unnamed, " + ", ".join(sorted({moved.op for moved in axis.moved}))
     return (axis.role or operators) + (f" ({number + 1})" if number else "")
 
 
 def _axis_section(axis: Axis) -> dict[str, Any]:
-    """Return the degree and groups of an axis, and for each collective its dtype, bytes and calls."""
+    """Return the degree and groups of an axis, and for each collective and phase its dtype, bytes a rank and calls."""
     several = Counter((moved.op, moved.phase) for moved in axis.moved)
     collectives = {}
     for moved in axis.moved:
@@ -123,6 +124,10 @@ def _memory_sizes(summaries: list[Summary]) -> dict[str, Any]:
 
 
 def _settings(summaries: list[Summary]) -> dict[str, Any]:
+    """Return by name the settings that ranks run with: one text, or text -> number of ranks.
+
+    The number of threads is left out.
+    """
     names: set[str] = set()
     for summary in summaries:
         names.update(summary.environment.settings)
@@ -149,7 +154,10 @@ class Difference:
 
 
 def differences(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[Difference]:
-    """Return what differs. If numbers of ranks differ, what follows from them is left out: degrees, parameters, exits."""
+    """Return the entries in which two structures differ, in the order of sections; empty if they are the same.
+
+    If numbers of ranks differ, what follows from them is left out: degrees, parameters, exits.
+    """
     pairs = _value_pairs(*_with_common_steps(baseline, candidate), ())
     all_differences = [Difference(where, first, second) for where, first, second in pairs if first != second]
     if baseline.get("ranks") == candidate.get("ranks"):
@@ -161,7 +169,7 @@ def differences(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> li
 def _with_common_steps(
     baseline: Mapping[str, Any], candidate: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return both; outside of passes only the steps that both have on record."""
+    """Return both structures. Traffic outside of passes is restricted to the steps that both have on record."""
     name = outside_passes.SECTION
     if name not in baseline or name not in candidate:
         return baseline, candidate
@@ -170,7 +178,10 @@ def _with_common_steps(
 
 
 def outside_steps_text(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> str:
-    """Say which steps were compared. Empty where either is no structure."""
+    """Return in which steps traffic outside of passes was compared, in words.
+
+    Empty if a structure has no such section.
+    """
     name = outside_passes.SECTION
     if name not in baseline or name not in candidate:
         return ""
@@ -178,7 +189,10 @@ def outside_steps_text(baseline: Mapping[str, Any], candidate: Mapping[str, Any]
 
 
 def _value_pairs(expected: Any, observed: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """Yield pairs of values at the same place; what only one of them has comes all at once."""
+    """Yield (keys on the way, first value, second value) for each place, as texts. Equal pairs are not left out.
+
+    A value that only one of them has is paired whole with "none".
+    """
     if isinstance(expected, Mapping) and isinstance(observed, Mapping):
         expected, observed = _with_matched_types(expected, observed)
         for key in dict.fromkeys([*expected, *observed]):
@@ -190,7 +204,7 @@ def _value_pairs(expected: Any, observed: Any, where: tuple[str, ...]) -> Iterat
 def _with_matched_types(
     expected: Mapping[str, Any], observed: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return both, where a collective that each has in one type alone is one collective, whose type differs."""
+    """Return both sections with collectives that each has in one dtype alone under one name, whose dtype differs."""
     expected_names = _names_without_type(expected, observed)
     observed_names = _names_without_type(observed, expected)
     for name, names in expected_names.items():
@@ -201,7 +215,7 @@ def _with_matched_types(
 
 
 def _names_without_type(section: Mapping[str, Any], other_section: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return by name without a type the names that only the first section has."""
+    """Return by name without dtype the names that only the first section has. Names that have no dtype are left out."""
     by_name: dict[str, list[str]] = {}
     for name in section:
         if name not in other_section and TYPE.search(name):
@@ -210,12 +224,14 @@ def _names_without_type(section: Mapping[str, Any], other_section: Mapping[str, 
 
 
 def _rename_without_type(name: str, named: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section with an entry under its name without dtype; the dtype is its first value. named: its present name."""
     dtype = TYPE.findall(named)[0]
     moved = {name if key == named else key: value for key, value in section.items()}
     return {**moved, name: {"dtype": dtype, **section[named]}}
 
 
 def _value_text(value: Any) -> str:
+    """Return a value as text: "none" for an empty mapping or list, "" for None."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_value_text(part)}".strip() for key, part in value.items()) or "none"
     if isinstance(value, (list, tuple)):
@@ -227,7 +243,11 @@ def _value_text(value: Any) -> str:
 
 
 def costs(recording: Recording) -> dict[str, float]:
-    """Return the seconds of the step that is shown, on the slowest rank, and the most bytes of memory on any rank."""
+    """Return the seconds of the step that is shown, on the slowest rank, and the most bytes of memory on any rank, by
+    name.
+
+    A cost that was not measured is left out.
+    """
     summaries = list(recording.summaries.values())
     step_times = [summary.resources.seconds.get(summary.shown, 0.0) for summary in summaries]
     peaks = [summary.resources.peak for summary in summaries]

@@ -21,7 +21,10 @@ ALWAYS = ("collective_order",)
 
 
 def judge_traces(job: TracedJob, dims: ParallelDims | None) -> ResultsAndDiagnosis:
-    """Return what checks say, and the cause of what fails. A cause is proven by the ranks of which there are traces."""
+    """Return what checks say of traces, and the diagnosis of what fails, None if nothing does.
+
+    Without dims only the checks of ALWAYS are returned. A cause is proven by the ranks of which there are traces.
+    """
     world = job.recording.world
     trial = _trial_of_traces(job, dims or ParallelDims(dp_replicate=world))
     results = judge(trial)
@@ -34,6 +37,7 @@ def judge_traces(job: TracedJob, dims: ParallelDims | None) -> ResultsAndDiagnos
 
 
 def _trial_of_traces(job: TracedJob, dims: ParallelDims) -> Trial:
+    """Return the trial of the traced ranks for this layout."""
     records: Mapping[int, RankRecord] = job.records
     where = str(job.recording.directory)
     return trial_of(records, dims, where, job.recording.world, recording=job.recording)

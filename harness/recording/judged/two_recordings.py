@@ -1,8 +1,8 @@
-"""Two recordings of what should be the same training, as evidence that is judged again under an assumption.
+"""Evidence of two recordings of what should be the same training, which is judged again under an assumption.
 
-An assumption is judged by what is not later than the first wrong check: by that check, and all before it, up to its step. What
-comes later may follow from what is first wrong, in ways that sketches do not show. An optimizer squares gradients, for example,
-and later gradients are those of other weights.
+An assumption is judged by what is not later than the first wrong check: by that check, and all before it, up to its
+step. What comes later may follow from what is first wrong, in ways that sketches do not show. An optimizer squares
+gradients, for example, and later gradients are those of other weights.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class TwoRecordings:
 
     @classmethod
     def at_first_failure(cls, baseline: Numbers, candidate: Numbers, comparison: Comparison) -> Self | None:
-        """Return both with the first check that fails. None if no check fails."""
+        """Return both with the first check that fails: in the earliest step, then by the order of CHECKS.
+
+        None if no check fails. A wrong loss scale comes first in its step.
+        """
         failed = [result for result in comparison.results if result.verdict is Verdict.FAIL]
         if not failed:
             return None
@@ -61,7 +64,7 @@ class TwoRecordings:
 
     @functools.cached_property
     def judged(self) -> Comparison:
-        """Return what is judged of the recordings, as they are or as they are assumed, up to the first wrong check."""
+        """The comparison of the recordings up to the first wrong check, as they are or as they are assumed."""
         return compare_numbers(*self._until_first(), bounds=self.comparison.bounds)
 
     def result_of(self, check: str) -> Result:
@@ -74,22 +77,26 @@ class TwoRecordings:
 
     @property
     def names(self) -> list[str]:
-        """Return the parameters of the first findings."""
+        """The fqns of the first wrong check's findings in its step; empty if they are of no parameter."""
         findings = [finding for finding in self.first.findings if finding.kind == "parameter"]
         return list(dict.fromkeys(finding.name for finding in findings if (finding.step or 0) == self.step))
 
     @functools.cached_property
     def distances(self) -> list[TensorDistance]:
-        """Return the distances of all tensors that the first wrong check compares in its step."""
+        """The distances of all tensors that the first wrong check compares in its step; empty if it compares no tensors."""
         return [distance for distance in self.judged.differences if self._is_of_first(distance.key)]
 
     @property
     def wrong(self) -> list[TensorDistance]:
-        """Return those of tensors that differ, or that ranks have different copies of."""
+        """The distances beyond their bound, or of tensors that ranks have different copies of."""
         return [distance for distance in self.distances if distance.is_wrong or self.copies(distance.key)]
 
     def copies(self, key: Key) -> Mapping[str, Sequence[tuple[int, np.ndarray]]]:
-        """Return the different copies that ranks have of slices of a tensor: by slice, ranks and their sketches."""
+        """Return the different copies that ranks of the second recording have of a tensor: slice -> ranks and their
+        sketches.
+
+        Empty if all copies are the same, or the tensor is not known.
+        """
         return self.candidate.whole[key].replicas if key in self.candidate.whole else {}
 
     def expected_sketch(self, key: Key) -> np.ndarray:
@@ -113,15 +120,15 @@ class TwoRecordings:
     # ---- under an assumption
 
     def if_first_had(self, sketches: Mapping[Key, np.ndarray]) -> Self:
-        """Return both, with other sketches in the first recording."""
+        """Return the evidence with these sketches in place of the first recording's. Keys must be in that recording."""
         return replace(self, baseline=_with_sketches(self.baseline, sketches))
 
     def if_second_had(self, sketches: Mapping[Key, np.ndarray]) -> Self:
-        """Return both, with other sketches in the second recording, of which all ranks have the same copies."""
+        """Return the evidence with these sketches in place of the second recording's, the same on all ranks."""
         return replace(self, candidate=_with_sketches(self.candidate, sketches))
 
     def without_tensors(self, keys: Iterable[Key]) -> Self:
-        """Return both without tensors whose values do not follow from sketches."""
+        """Return the evidence without these tensors in either recording: their values do not follow from sketches."""
         gone = {*keys}
         return replace(self, baseline=_drop_tensors(self.baseline, gone), candidate=_drop_tensors(self.candidate, gone))
 
@@ -134,9 +141,10 @@ class TwoRecordings:
         fitted: int = 1,
         lines: Lines = (),
     ) -> Hypothesis[TwoRecordings]:
-        """Return a cause with where it is, and what to assume of it. names: the parameters that it is of.
+        """Return the hypothesis that this cause is so, with step and parameters added to the cause.
 
-        A second cause is not looked for under it: each sentence says what the second recording has, and not what it would have.
+        assume: makes the evidence as if it were so. names: fqns that it is of. A second cause is not looked for under
+        it: each sentence says what the second recording has, and not what it would have.
         """
         parameters = tuple(dict.fromkeys(names))
         details = (*cause.details, ("step", self.step), ("parameters", parameters))
@@ -147,13 +155,14 @@ class TwoRecordings:
     # ---- up to the first wrong check
 
     def _is_of_first(self, key: Key) -> bool:
+        """Return whether the first wrong check compares this tensor in its step."""
         step, kind, _ = key
         of_state = kind not in (GRADIENT, WEIGHTS, OF_UPDATES)
         of_check = {"gradients": kind == GRADIENT, "optimizer_state": of_state, "update": kind == OF_UPDATES}
         return step == self.step and of_check.get(self.first.check, False)
 
     def _is_until_first(self, key: Key) -> bool:
-        """Say whether a tensor is known in both recordings, and is no later than the first wrong check."""
+        """Return whether a tensor is known in both recordings, and is no later than the first wrong check."""
         step, kind, fqn = key
         if fqn not in self._known_in_both or key in self.baseline.unknown or key in self.candidate.unknown:
             return False
@@ -164,13 +173,18 @@ class TwoRecordings:
 
     @functools.cached_property
     def _known_in_both(self) -> set[str]:
-        """Return the first recording's parameters. Where a rank left nothing, those that the second lacks are not known."""
+        """The first recording's parameters.
+
+        Where a rank of the second left nothing, without those that the second lacks.
+        """
         lost = {*self.baseline.shapes} - {*self.candidate.shapes} if missing_ranks(self.candidate) else set()
         return {*self.baseline.shapes} - lost
 
     def _until_first(self) -> tuple[Numbers, Numbers]:
-        """Return what both recordings show up to the first wrong check. Ranks that left nothing are left out of account: what
-        they had is as open with an assumption as without it."""
+        """Return both recordings' numbers up to the first wrong check, as if each rank had left some.
+
+        What missing ranks had is as open with an assumption as without it.
+        """
         shapes = {fqn: shape for fqn, shape in self.candidate.shapes.items() if fqn in self.baseline.shapes}
         has_norms = CHECKS.index(self.first.check) >= CHECKS.index("grad_norm")
         kept = []
@@ -183,16 +197,18 @@ class TwoRecordings:
 
 
 def first_step(result: Result) -> int:
-    """Return the step of the first finding; 0 for what training starts with."""
+    """Return the step of the first finding; 0 for what training starts with, and without findings."""
     return min((finding.step or 0 for finding in result.findings), default=0)
 
 
 def _is_loss_scale(result: Result) -> bool:
-    """Say whether the first finding is a loss scale: one that is too large leaves steps out, and later samples are others."""
+    """Return whether a finding of the first step is a loss scale: one that is too large leaves steps out, and later
+    samples are others."""
     return any(finding.name == SCALE and finding.step == first_step(result) for finding in result.findings)
 
 
 def _with_sketches(numbers: Numbers, sketches: Mapping[Key, np.ndarray]) -> Numbers:
+    """Return the numbers with these sketches in place of their own, of which all ranks have the same copies."""
     changed = {}
     for key, sums in sketches.items():
         changed[key] = replace(numbers.whole[key], sums=sums, squares=float(sums @ sums), replicas={})

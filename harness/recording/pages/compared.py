@@ -1,4 +1,4 @@
-"""Two recordings, or the traces of two jobs: what differs in structure, by axis, and separately in what they took."""
+"""Lines on two recordings, or the traces of two jobs: differences in structure, by axis, and separately in what they took."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def comparison_lines(
     outside: str = "",
     notes: Sequence[str] = (),
 ) -> list[str]:
-    """Return the lines on what differs in structure, then on figures that differ.
+    """Return the page: a title with the number of differences, those in structure, notes, and a table of figures that
+    differ.
 
-    shifts: figures that differ. outside: in which steps collectives outside of passes were compared. notes: what was not
-    compared.
+    shifts: figures that differ. outside: in which steps collectives outside of passes were compared. notes: what was
+    not compared.
     """
     title = difference_count_text(differences) if differences or not notes else "no difference in what was compared"
     if outside:
@@ -45,7 +46,7 @@ def comparison_lines(
 
 
 def difference_count_text(differences: Sequence[Difference]) -> str:
-    """Return how many differences in structure there are, in words."""
+    """Return how many differences in structure there are, in words; "the same structure" if there is none."""
     if not differences:
         return "the same structure"
     plural = "" if len(differences) == 1 else "s"
@@ -53,7 +54,10 @@ def difference_count_text(differences: Sequence[Difference]) -> str:
 
 
 def difference_lines(differences: Sequence[Difference]) -> list[str]:
-    """Return the lines on differences in structure, below the place that each is in."""
+    """Return the lines on differences in structure, below the place that each is in; empty if there is none.
+
+    At most MOST_LINES differences; a last line says how many more there are.
+    """
     lines: list[str] = []
     previous_place: tuple[str, ...] = ()
     for difference in differences[:MOST_LINES]:
@@ -70,14 +74,20 @@ def difference_lines(differences: Sequence[Difference]) -> list[str]:
 
 
 def _difference_amount_text(name: str, text: str) -> str:
-    """Return the text; of bytes, in a unit for a person, beside the exact number."""
+    """Return the text of a value. An exact number of bytes gets a readable unit in front: "1.051 MB (1051000)".
+
+    name: the entry's key, which says whether it is in bytes.
+    """
     sized = name in ("bytes", "parameters", "gradients", "optimizer_state", "parameters as forward ends")
     return f"{bytes_text(int(text))} ({text})" if sized and text.isdigit() else text
 
 
 def shift_lines(cases_and_shifts: Sequence[tuple[str, Shift]], where: str = "") -> list[str]:
-    """Return a table of figures, each with the case that it is of, in the order of the list, and what lies within the noise.
-    where: on what seconds were measured."""
+    """Return a table of the figures that differ, in their order, and below it those within the noise.
+
+    Empty if there is none. cases_and_shifts: each figure with the case that it is of, empty for none. where: on what
+    seconds were measured. At most MOST_LINES of either; a line says how many more there are.
+    """
     clear_shifts = [case_and_shift for case_and_shift in cases_and_shifts if case_and_shift[1].within is not True]
     shifts_in_noise = [case_and_shift for case_and_shift in cases_and_shifts if case_and_shift[1].within is True]
     if not cases_and_shifts:
@@ -103,7 +113,10 @@ def shift_lines(cases_and_shifts: Sequence[tuple[str, Shift]], where: str = "") 
 
 
 def _shift_row(case: str, shift: Shift) -> tuple[str, str, str, str]:
-    """Return the table's row of a figure: name, before, after, change."""
+    """Return the table's row of a figure: name, before, after, change.
+
+    The change is "new" from 0 and "gone" to 0. A star behind it: too few steps to show the noise.
+    """
     name = ": ".join(filter(None, (case, figure_name(shift))))
     if not shift.one:
         change = "new"
@@ -117,12 +130,12 @@ def _shift_row(case: str, shift: Shift) -> tuple[str, str, str, str]:
 
 
 def figure_name(shift: Shift) -> str:
-    """Return the figure's name, which for some begins with its kind."""
+    """Return the figure's name behind its kind; the name alone if it begins with its kind."""
     return shift.of if shift.of.startswith(shift.kind) else f"{shift.kind}, {shift.of}"
 
 
 def _noise_text(case: str, shift: Shift) -> str:
-    """Return the figure's name, and from where to where it spreads in both jobs."""
+    """Return the figure's name, and the range of its values in both jobs. case: empty for none."""
     ranges = (
         f"{amount_text(shift.unit, lowest)} to {amount_text(shift.unit, highest)}" for lowest, highest in shift.spread
     )
@@ -130,14 +143,14 @@ def _noise_text(case: str, shift: Shift) -> str:
 
 
 def change_text(ratio: float) -> str:
-    """Return the change in words: +12 %, -3.5 %, x 4."""
+    """Return a ratio as a change: "+12 %", "-3.5 %"; from 2 on as "x 4"."""
     if ratio >= 2:
         return f"x {ratio:.3g}"
     return f"{100 * (ratio - 1):+.3g} %"
 
 
 def amount_text(unit: str, value: float) -> str:
-    """Write seconds or bytes."""
+    """Return an amount with its unit, as "1.5 s", "20 ms" or "1.051 MB". unit: TIME for seconds, anything else for bytes."""
     if unit != TIME:
         return bytes_text(value) if value else "0 B"
     return f"{value:.3g} s" if value >= 1 or not value else f"{1e3 * value:.3g} ms"

@@ -1,4 +1,4 @@
-"""Why a job hung, on a page: who is to blame, which groups wait and for whom, and what torch's own analyzer says."""
+"""The page on a job that hung: who is to blame, which groups wait and for whom, and what torch's own analyzer says."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ MOST_GROUPS = 8
 
 
 def hang_page(hang: Hang, analysis: Analysis, directory: object) -> str:
-    """Return the page on why a job hung."""
+    """Return the page as text: the verdict, ranks to blame, groups that wait, and what torch's analyzer names."""
     title = f"{directory}: {count_text(len(hang.dumped), 'Flight Recorder dump')}"
     return "\n".join([f"{hang.verdict} {_headline(hang)}", *wrapped_table(_hang_rows(hang, analysis)), "", title])
 
 
 def _headline(hang: Hang) -> str:
+    """Return in a sentence which ranks are to blame, that none is known, or that no collective is unfinished."""
     if hang.blamed:
         return f"hung: {some_ranks_text(hang.blamed)} to blame"
     if hang.stuck:
@@ -29,6 +30,10 @@ def _headline(hang: Hang) -> str:
 
 
 def _hang_rows(hang: Hang, analysis: Analysis) -> Rows:
+    """Return the rows on ranks to blame, groups that wait, ranks without a dump, and torch's analyzer.
+
+    At most MOST_GROUPS ranks and as many groups.
+    """
     rows: Rows = [(f"rank {rank}", why) for rank, why in list(hang.blamed.items())[:MOST_GROUPS]]
     rows += [("waits", _waiting_text(group)) for group in hang.stuck[:MOST_GROUPS]]
     if len(hang.stuck) > MOST_GROUPS:
@@ -39,7 +44,8 @@ def _hang_rows(hang: Hang, analysis: Analysis) -> Rows:
 
 
 def _waiting_text(group: StuckGroup) -> str:
-    """Return the text on a group that waits: which ranks issued the collective, and which did not."""
+    """Return the text on a group that waits: which ranks issued the collective, which did not, and of which it is
+    not known."""
     text = f"{describe_call(group.call)}: issued by {some_ranks_text(group.issued)}"
     text += f", not by {some_ranks_text(group.behind)}" if group.behind else ""
     text += f"; not known of {some_ranks_text(group.unknown_ranks)}" if group.unknown_ranks else ""
@@ -51,7 +57,7 @@ def _waiting_text(group: StuckGroup) -> str:
 
 
 def analyzer_text(hang: Hang, analysis: Analysis) -> str:
-    """Say whether torch's analyzer names the same ranks."""
+    """Return whether torch's analyzer names the same ranks as are blamed here, in words; or why it says nothing."""
     if analysis.failed:
         return f"analyzer says nothing: {analysis.failed}"
     names = some_ranks_text(analysis.ranks) if analysis.ranks else "no rank"
@@ -61,7 +67,7 @@ def analyzer_text(hang: Hang, analysis: Analysis) -> str:
 
 
 def hang_document(hang: Hang, analysis: Analysis, directory: object) -> dict[str, Any]:
-    """Return the same as data."""
+    """Return the same as data for JSON: verdict, ranks to blame with reasons, groups that wait, and the analyzer's ranks."""
     return {
         "directory": directory,
         "dumped": hang.dumped,

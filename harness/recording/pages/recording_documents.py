@@ -1,4 +1,4 @@
-"""The data of documents on a recording, on traces, and on what checks say of either."""
+"""Data of documents on a recording, on traces, and on what checks say of either."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.recording.traces.times import Times
 
 
 def verdict_document(results: Sequence[Result], diagnosis: Diagnosis | None) -> dict[str, Any]:
-    """Return the verdict of all results, and its cause."""
+    """Return the fields on checks: the verdict of all results, the cause as a sentence, the results and the diagnosis."""
     return {
         "verdict": verdict_of_all(results),
         "cause": diagnosis_line(diagnosis),
@@ -32,8 +32,13 @@ def verdict_document(results: Sequence[Result], diagnosis: Diagnosis | None) -> 
 def recording_document(
     recording: Recording, dims: ParallelDims | None = None, jobs: Sequence[JudgedJob] = (), *, with_layout: bool = False
 ) -> dict[str, Any]:
-    """Return what is anomalous, what ran, in words and as structure, of which jobs and over which of the trainer's own groups.
-    jobs: what is judged of each, where a layout was declared. with_layout: whether one was, and is not judged yet."""
+    """Return the document of a recording: anomalies, what ran, in words and as structure, costs, jobs and the trainer's
+    own groups.
+
+    jobs: results and diagnosis of each job, where a layout was declared; the fields on checks are those of the first,
+    the verdict that of all. with_layout: whether one was declared, and is not judged yet. Facts and structure are empty
+    if no rank left evidence.
+    """
     summaries = [summary for _, summary in sorted(recording.summaries.items())]
     rows = fact_rows(recording, summaries, with_layout=with_layout or dims is not None) if summaries else []
     own_groups: list[dict[str, Any]] = []
@@ -63,7 +68,10 @@ def recording_document(
 def traces_document(
     job: TracedJob, dims: ParallelDims | None, results_and_diagnosis: JudgedJob, times: Times | None
 ) -> dict[str, Any]:
-    """Return what traces show and do not say, and what checks say of it."""
+    """Return the document of traces: ranks and steps on record, what ran, and what checks say of it.
+
+    Layout and times are left out where there are none.
+    """
     optional_fields: dict[str, Any] = ({"layout": dims} if dims else {}) | ({"times": times} if times else {})
     return {
         "directory": job.recording.directory,
@@ -77,7 +85,8 @@ def traces_document(
 
 
 def _job_document(job: Recording, *judged_jobs: JudgedJob) -> dict[str, Any]:
-    """Return the data on one of several jobs, with its verdict where a layout was declared."""
+    """Return the data on one of several jobs. judged_jobs: its results and diagnosis, or nothing where no layout was
+    declared."""
     return {
         "directory": job.directory,
         "name": job.job,

@@ -13,7 +13,10 @@ MOST_JOBS = 6
 
 
 def job_rows(recording: Recording) -> list[tuple[str, str]]:
-    """Return a row for each job, and what those that ran the same steps hold in common. Empty if there is one job."""
+    """Return a row for each job, and which of them hold the same bytes. Empty if the command has one job.
+
+    At most MOST_JOBS jobs are listed.
+    """
     jobs = [recording, *recording.others]
     if len(jobs) == 1:
         return []
@@ -25,7 +28,7 @@ def job_rows(recording: Recording) -> list[tuple[str, str]]:
 
 
 def _job_text(jobs: Sequence[Recording], number: int) -> str:
-    """Return a line on one job: its ranks, steps and end, and which earlier job it is again."""
+    """Return a line on a job: its ranks, steps and end, and which earlier job of the same name it is again. number: from 1."""
     job = jobs[number - 1]
     ranks = sorted(job.summaries)
     steps = max((summary.progress.steps_seen for summary in job.summaries.values()), default=0)
@@ -45,13 +48,14 @@ def _job_text(jobs: Sequence[Recording], number: int) -> str:
 
 
 def _ending_text(job: Recording) -> str:
-    """Return how the job's ranks ended, as far as they report it."""
+    """Return how the job's ranks ended, in words; "no evidence" if no rank left any."""
     ends = {summary.progress.ended or "unheard" for summary in job.summaries.values()}
     text_of_ending = {"ok": "ended by themselves", "raised": "raised", "unheard": "killed or still running"}
     return ", ".join(text_of_ending.get(end, end) for end in sorted(ends)) or "no evidence"
 
 
 def _came_back_text(earlier_job: Recording) -> str:
+    """Return that the job's processes had left and came back; empty if all of the earlier job's ranks ended well."""
     if all(summary.progress.ended == "ok" for summary in earlier_job.summaries.values()):
         return ""
     return ": it had left, and came back"
@@ -62,7 +66,10 @@ def _steps_with_contents(job: Recording) -> set[int]:
 
 
 def _contents_lines(jobs: Sequence[Recording]) -> list[str]:
-    """Say which jobs hold the same bytes in the last step that all recorded. Each counts its own steps."""
+    """Return a line on which jobs hold the same bytes in the last step that all recorded.
+
+    Empty if they have no step in common. Each job counts its own steps.
+    """
     jobs_by_contents: dict[tuple[int, ...], list[int]] = defaultdict(list)
     steps = [_steps_with_contents(job) for job in jobs]
     last = max(set.intersection(*steps), default=None)

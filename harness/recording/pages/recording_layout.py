@@ -1,4 +1,4 @@
-"""A recording judged by a layout, on the page: the cause first, as of a case of the matrix, then each check in a line."""
+"""Lines on a recording judged by a layout: the cause first, as of a case of the matrix, then each check in a line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def results_of(jobs: Sequence[JudgedJob]) -> list[Result]:
 
 
 def jobs_report(dims: ParallelDims, jobs: Sequence[JudgedJob]) -> list[str]:
-    """Return the report of the only job; of several, a line of each, and the report of the first."""
+    """Return the lines on the only job; of several, the verdict of all, a line for each, and the report of the first."""
     if len(jobs) == 1:
         return layout_report(dims, *jobs[0])
     rows = [(f"job {number}", _verdict_text(job)) for number, job in enumerate(jobs, start=1)]
@@ -31,7 +31,7 @@ def jobs_report(dims: ParallelDims, jobs: Sequence[JudgedJob]) -> list[str]:
 
 
 def _verdict_text(job: JudgedJob) -> str:
-    """Return a job's verdict, and the reason if it does not pass."""
+    """Return a job's verdict. If it is not PASS, with the cause, or else the first result that has this verdict."""
     results, diagnosis = job
     verdict = verdict_of_all(results)
     telling = next(result for result in results if result.verdict is verdict)
@@ -50,9 +50,11 @@ def _degrees_text(dims: ParallelDims) -> str:
 
 
 def layout_report(dims: ParallelDims, results: Sequence[Result], diagnosis: Diagnosis | None) -> list[str]:
-    """Return the report: the cause, or where nothing explains it the first failing check's finding, then a line for each check.
+    """Return the lines on one job: the verdict, the cause, or the first failing check's finding, then a line for each
+    check.
 
-    The first finding of an unexplained check goes below. If no check fails, what is unknown comes before what passes.
+    The first finding of a check that the cause does not explain goes below its line. If no check fails, what is unknown
+    comes before what passes. Checks that do not apply come last.
     """
     verdict = verdict_of_all(results)
     lines = [f"{verdict} layout {_degrees_text(dims)}"]
@@ -72,7 +74,7 @@ def layout_report(dims: ParallelDims, results: Sequence[Result], diagnosis: Diag
 
 
 def not_applicable_texts(results: Sequence[Result]) -> list[str]:
-    """Return the checks that do not apply, by reason."""
+    """Return a text for each reason why checks do not apply, with these checks; empty if all apply."""
     checks_by_reason: dict[str, list[str]] = {}
     for result in results:
         if result.verdict is Verdict.NOT_APPLICABLE:
@@ -81,7 +83,10 @@ def not_applicable_texts(results: Sequence[Result]) -> list[str]:
 
 
 def _check_lines(result: Result, *, with_finding: bool) -> list[str]:
-    """Return a check's line, and its first finding if asked for."""
+    """Return a check's line.
+
+    Below it comes the first finding, if asked for and there is one; of UNKNOWN the whole note follows.
+    """
     if result.verdict is Verdict.UNKNOWN:
         first, *rest = wrap_text(check_line(result).strip(), "  ", " " * 18)
         return [first, *rest]
@@ -90,6 +95,10 @@ def _check_lines(result: Result, *, with_finding: bool) -> list[str]:
 
 
 def _first_finding_text(result: Result) -> str:
-    """Return the first finding, and how many more there are: without them a reader takes other ranks to be right."""
+    """Return the first finding, and how many more there are: without their number a reader takes other ranks to be
+    right.
+
+    Precondition: the result has a finding.
+    """
     first, *other_findings = result.findings
     return finding_sentence(first) + (f" (and {len(other_findings)} more)" if other_findings else "")

@@ -1,4 +1,4 @@
-"""The rows of a recording's page on process groups that the trainer made itself, and on groups that two threads use."""
+"""Rows of a recording's page on process groups that the trainer made itself, and of which torch has no ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ MOST_ORIGINS = 4
 
 
 def own_rows(summaries: Sequence[Summary]) -> list[tuple[str, str]]:
-    """Return rows on each place in the code that makes own groups: what they are and what a rank moved over them."""
+    """Return rows on each place in the code that makes own groups: what they are and what a rank moved over them.
+
+    Empty if no group has more ranks than one. At most MOST_ORIGINS places.
+    """
     groups_by_origin: dict[tuple[str, str], dict[int, list[OwnGroup]]] = defaultdict(lambda: defaultdict(list))
     for summary in summaries:
         for group in summary.groups.own:
@@ -43,7 +46,11 @@ def _has_peers(groups: Sequence[OwnGroup]) -> bool:
 
 
 def _origin_texts(by_rank: dict[int, list[OwnGroup]]) -> list[str]:
-    """Return the texts on the groups of rank 0, or of the first rank that has one."""
+    """Return the texts on the groups made at one place, of the lowest rank that has one: the first group, and what
+    moved over all.
+
+    by_rank: rank -> its groups of that place.
+    """
     rank, groups = min(by_rank.items())
     others_text = f", and others on {count_text(len(by_rank) - 1, 'more rank')}" if len(by_rank) > 1 else ""
     first = f"{own_group_text(groups[0])}: rank {groups[0].place} of it on rank {rank}{others_text}"
@@ -59,7 +66,10 @@ def _origin_texts(by_rank: dict[int, list[OwnGroup]]) -> list[str]:
 
 
 def _traffic_texts(groups: Sequence[OwnGroup]) -> list[str]:
-    """Return how much was moved in which steps, by collective and phase."""
+    """Return a text for each collective, phase and amount: bytes and calls of a rank, and in which steps.
+
+    Empty if none ran.
+    """
     amounts: dict[tuple[str, str, str], dict[int, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for call in itertools.chain.from_iterable(group.calls for group in groups):
         amounts[call.op, call.phase, call.dtype][call.step].update(calls=call.calls, bytes=call.bytes)

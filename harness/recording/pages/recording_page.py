@@ -1,4 +1,4 @@
-"""A recording on one page: anomalies first, then what really ran. At most 40 lines of 100 columns."""
+"""Page on a recording: anomalies first, then what really ran. At most 40 lines of 100 columns."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ MOST_KINDS = 4
 
 
 def outside_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequence[str]], str]) -> list[tuple[str, str]]:
-    """Return rows on what moved outside of forward and backward, also where nothing did.
+    """Return rows on what moved outside of forward and backward, or a row that nothing did: forgotten clipping shows in
+    that.
 
-    Gradient clipping that was forgotten shows in that.
+    Empty for one rank, without a whole step, or if nothing is known to have moved and some rank was not fully recorded.
+    groups_text: words for groups.
     """
     steps = whole_steps(summaries)
     if not steps or len(summaries) == 1:
@@ -58,7 +60,10 @@ def outside_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequence[s
 
 
 def background_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequence[str]], str]) -> list[tuple[str, str]]:
-    """Return rows on what other threads issue, such as a checkpoint that is written while training goes on."""
+    """Return rows on what other threads issue, such as a checkpoint that is written while training goes on.
+
+    Empty if nothing. At most MOST_KINDS kinds of collectives.
+    """
     groups: dict[tuple[str, str, int, int], set[str]] = {}
     for summary in summaries:
         for use in summary.traffic.background:
@@ -81,7 +86,7 @@ def _operator_text(op: str, dtype: str) -> str:
 
 
 def _line_amount_text(line: Line) -> str:
-    """Return how much a collective moved, by step where steps differ."""
+    """Return the bytes and calls of a collective in a step; by steps where they differ."""
     steps_by_text: dict[str, list[int]] = {}
     for step in line.calls:
         steps_by_text.setdefault(_step_amount_text(line, step), []).append(step)
@@ -91,7 +96,8 @@ def _line_amount_text(line: Line) -> str:
 
 
 def _step_amount_text(line: Line, step: int) -> str:
-    """Return how much a collective moved in one step, in how many calls."""
+    """Return the bytes and calls of a collective in one step: "1.051 MB in 3 calls", "3 calls" if no bytes, "none"
+    if no calls."""
     fewest_calls, most_calls = line.calls[step]
     least_bytes, most_bytes = line.bytes[step]
     if not most_calls:
@@ -131,7 +137,8 @@ PHASES = ("forward", "pipeline", "backward")
 def recording_text(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", whole: bool = False) -> str:
     """Return the page of a recording, in at most MOST_LINES lines unless `whole` is set.
 
-    judged: the report of checks on a layout that was declared. layout: as it was typed.
+    judged: the report of checks on a declared layout, empty for none. It goes first; anomalies that no check sees
+    follow its first line. layout: as it was typed.
     """
     summaries = [summary for _, summary in sorted(recording.summaries.items())]
     jobs = job_rows(recording)
@@ -152,26 +159,29 @@ def anomalies_text(recording: Recording) -> str:
 
 
 def anomaly_rows(recording: Recording) -> Rows:
-    """Return what is anomalous: kind and text."""
+    """Return a row for each anomaly: its kind, and text. Empty if nothing is anomalous."""
     return [(anomaly.label, anomaly.text) for anomaly in anomalies(recording)]
 
 
 def _title_text(recording: Recording) -> str:
-    """Return the page's title: the recording, how many ranks left evidence, and the exit code."""
+    """Return the page's title: the folder, how many ranks left evidence, and the exit code unless it is 0 or unknown."""
     evidence_text = f"{len(recording.summaries)} of {recording.world or 'an unknown number of'} ranks left evidence"
     job_text = f"job 1 of {1 + len(recording.others)}: " if recording.others else ""
     return f"{recording.directory}: {job_text}{evidence_text}{_exit_text(recording.code)}"
 
 
 def _exit_text(code: int | None) -> str:
-    """Name the command's exit, unless it is 0 or unknown."""
+    """Return the command's exit as the end of a sentence; empty if the exit code is 0 or unknown."""
     if not code:
         return ""
     return f", exit code {code}" if code > 0 else f", ended by {signal.Signals(-code).name}"
 
 
 def _cut_lines(lines: list[str], recording: Recording, layout: str) -> list[str]:
-    """Return the first lines of a page that is too long. Anomalies come first, so facts are cut from below."""
+    """Return the lines; of a page that is too long the first ones, and the command that shows all.
+
+    Anomalies come first, so facts are cut from below.
+    """
     if len(lines) <= MOST_LINES:
         return lines
     options = ["--layout", layout] if layout else []
@@ -183,7 +193,11 @@ def _cut_lines(lines: list[str], recording: Recording, layout: str) -> list[str]
 
 
 def fact_rows(recording: Recording, summaries: Sequence[Summary], *, with_layout: bool = False) -> Rows:
-    """Return the rows on what really ran."""
+    """Return the rows on what ran: command, model, traffic, parameters, inputs, memory, costs, and what is not judged.
+
+    Precondition: there is a summary. with_layout: whether a layout was declared. Without a step that is shown, a row
+    says why.
+    """
     has_step = any(summary.shown for summary in summaries)
     rows: Rows = [
         ("command", _command_text(recording.command or " ".join(summaries[0].environment.argv))),
@@ -204,14 +218,15 @@ def fact_rows(recording: Recording, summaries: Sequence[Summary], *, with_layout
 
 
 def rows_of_step(summaries: Sequence[Summary]) -> Rows:
-    """Return the rows on what moved in the step that is shown."""
+    """Return the rows on what moved in the step that is shown: inside passes, over own groups, outside of passes;
+    idle groups."""
     inside = [*(rows_of_axes(summaries) or _no_axes_rows(summaries)), *own_rows(summaries)]
     outside = (*outside_rows(summaries, groups_text), *background_rows(summaries, groups_text))
     return [*inside, *outside, *_idle_rows(summaries)]
 
 
 def _no_steps_text(summaries: Sequence[Summary]) -> str:
-    """Return why no step is shown."""
+    """Return why no step is shown, with a hint at optimizers if all ranks ended well and ended no step."""
     no_step = "none was recorded from its beginning to its end"
     if all(not summary.progress.steps_seen and summary.progress.ended == "ok" for summary in summaries):
         no_step += "; a step ends where an optimizer that derives from torch.optim.Optimizer has stepped"
@@ -219,13 +234,13 @@ def _no_steps_text(summaries: Sequence[Summary]) -> str:
 
 
 def _command_text(command: str, longest: int = 150) -> str:
-    """Shorten files to their names, behind "...", and a long command to its beginning."""
+    """Return the command with paths shortened to file names behind ".../", and cut to `longest` characters."""
     text = re.sub(r"(^|(?<= ))/\S*/(?=\S)", ".../", command)
     return text if len(text) <= longest else f"{text[:longest]} .."
 
 
 def _model_text(summaries: Sequence[Summary]) -> str:
-    """Return the row on model, optimizers and steps."""
+    """Return the row on model, optimizers and steps: of the most frequent kind of ranks, and how many kinds there are."""
     kinds = group_ranks_by(
         summaries, lambda summary: (summary.modules.classes, summary.parameters.count, summary.parameters.elements)
     )
@@ -253,7 +268,7 @@ def rows_of_axes(summaries: Sequence[Summary]) -> Rows:
 
 
 def _axis_rows(observed_axes: Sequence[Axis]) -> Iterator[tuple[str, str]]:
-    """Yield the rows of each axis: its groups, then what moved over them."""
+    """Yield the rows of each axis: its role and groups, then at most six of the collectives that moved over them."""
     for axis in observed_axes:
         yield f"over {axis.size} ranks", f"{_role_text(axis)}{groups_text(axis.groups)}"
         for moved in sorted(axis.moved, key=lambda moved: PHASES.index(moved.phase))[:6]:
@@ -261,7 +276,7 @@ def _axis_rows(observed_axes: Sequence[Axis]) -> Iterator[tuple[str, str]]:
 
 
 def _no_axes_rows(summaries: Sequence[Summary]) -> Rows:
-    """Return a row that says that no collective ran in forward or backward, if that is known.
+    """Return a row that no collective ran in forward or backward. Empty for one rank, or where that is not known.
 
     Ranks train alone where nothing ran at all: a pipeline's own loop sends between passes.
     """
@@ -282,7 +297,7 @@ def _role_text(axis: Axis) -> str:
 
 
 def _moved_text(moved: Moved) -> str:
-    """Return what one operator moved in one phase."""
+    """Return the bytes, dtype and calls of one collective in one phase, and in which steps it moved so much."""
     size = bytes_text(moved.most)
     size = size if moved.least == moved.most else f"{bytes_text(moved.least)} to {size}"
     calls = "once" if moved.calls == 1 else f"in {moved.calls} calls"
@@ -294,7 +309,7 @@ def _steps_phrase(steps: str) -> str:
 
 
 def _idle_rows(summaries: Sequence[Summary]) -> Rows:
-    """Return a row on groups over which nothing ran, if every rank recorded a step."""
+    """Return a row on groups over which nothing ran. Empty if there is none, or if some rank recorded no step."""
     if not all(summary.saw_a_step for summary in summaries):
         return []
     idle = sorted(set(itertools.chain.from_iterable(summary.groups.idle for summary in summaries)), key=ranks_from_key)
@@ -302,7 +317,7 @@ def _idle_rows(summaries: Sequence[Summary]) -> Rows:
 
 
 def _placements_text(summaries: Sequence[Summary]) -> str:
-    """Return how the parameters of the first rank are placed, and its wrappers."""
+    """Return how the parameters of the first rank are placed, the four most frequent placements, and its wrappers."""
     total: Counter[str] = Counter()
     for text, count in summaries[0].parameters.placements.items():
         total[text] += count
@@ -312,9 +327,10 @@ def _placements_text(summaries: Sequence[Summary]) -> str:
 
 
 def _contents_text(summaries: Sequence[Summary]) -> str:
-    """Return which ranks hold equal bytes of the parameters, in how many different parts, and replicas as claimed.
+    """Return which ranks hold equal bytes of the parameters after the last common step, and how many different parts
+    there are.
 
-    Where nothing is claimed, equal bytes are called that and no more.
+    It ends with replicas as claimed, or why none are. "not examined" if no contents are on record.
     """
     steps = [set(summary.contents.by_step) for summary in summaries if summary.contents.by_step]
     if not steps:
@@ -338,7 +354,7 @@ def _contents_text(summaries: Sequence[Summary]) -> str:
 
 
 def _ignored_text(summaries: Sequence[Summary], step: int) -> str:
-    """Say which parameters the contents leave out, because DDP was configured to ignore them."""
+    """Return how many parameters the contents leave out, because DDP was configured to ignore them. Empty if none."""
     contents_by_fqn: dict[str, set[int | None]] = {}
     for summary in summaries:
         for fqn, contents in summary.contents.ignored.items():
@@ -351,10 +367,10 @@ def _ignored_text(summaries: Sequence[Summary], step: int) -> str:
 
 
 def _no_replicas_text(summaries: Sequence[Summary]) -> str:
-    """Return why no replicas are claimed.
+    """Return why no replicas are claimed, in words.
 
-    Tensor parallelism replicates some parameters of ranks that hold other parts of the rest. FSDP1 says over which ranks it
-    replicates, and not which parts its vectors are.
+    Tensor parallelism replicates some parameters of ranks that hold other parts of the rest. FSDP1 says over which
+    ranks it replicates, and not which parts its vectors are.
     """
     roles = itertools.chain.from_iterable(summary.groups.roles.values() for summary in summaries)
     if any(role.startswith("replicated") for role in roles):
@@ -365,7 +381,10 @@ def _no_replicas_text(summaries: Sequence[Summary]) -> str:
 
 
 def _received_rows(summaries: Sequence[Summary]) -> Rows:
-    """Return a row on how many different inputs the ranks received in the first step on record."""
+    """Return a row on how many different inputs the ranks received in the first step on record.
+
+    Empty if none is on record.
+    """
     steps = sorted(set(itertools.chain.from_iterable(summary.received.batches for summary in summaries)))
     if not steps:
         return []
@@ -381,7 +400,11 @@ def _received_rows(summaries: Sequence[Summary]) -> Rows:
 
 
 def _memory_text(summaries: Sequence[Summary]) -> str:
-    """Return memory by kind. A step that an optimizer began and did not end has what was measured before."""
+    """Return the bytes of parameters, gradients, optimizer state and peak on a rank, with the range over ranks.
+
+    Kinds that were not measured are left out. A step that an optimizer began and did not end has what was measured
+    before.
+    """
     words = {"parameters": "parameters", "gradients": "gradients", "optimizer_state": "optimizer state"}
     parts = []
     for kind, word in words.items():
@@ -394,13 +417,20 @@ def _memory_text(summaries: Sequence[Summary]) -> str:
 
 
 def _bytes_range_text(sizes: Sequence[int]) -> str:
+    """Return the sizes with a unit: one if all are equal, else the least and the largest.
+
+    Precondition: there is one.
+    """
     smallest = min(sizes)
     largest = max(sizes)
     return bytes_text(largest) if smallest == largest else f"{bytes_text(smallest)} to {bytes_text(largest)}"
 
 
 def cost_rows(summaries: Sequence[Summary]) -> Rows:
-    """Return rows on what takes time, and may well be meant."""
+    """Return rows on what takes time, and may well be meant: barriers, gradients reduced again, costly switches.
+
+    Empty if none.
+    """
     rows: Rows = []
     waiting = [summary.rank for summary in summaries if summary.traffic.waits]
     if waiting:
@@ -413,7 +443,7 @@ def cost_rows(summaries: Sequence[Summary]) -> Rows:
 
 
 def _repeated_reduction_rows(summaries: Sequence[Summary]) -> Rows:
-    """Return rows on gradients that DDP reduces several times a step.
+    """Return a row for each axis over which DDP reduces gradients several times a step; empty if there is none.
 
     DDP looks at no_sync as its forward pass ends: around backward alone it spares nothing.
     """
@@ -441,7 +471,10 @@ def _repeated_reduction_rows(summaries: Sequence[Summary]) -> Rows:
 
 
 def _not_judged_text(recording: Recording, with_layout: bool) -> str:
-    """Say what judges the rest; only what was not named when the command was recorded."""
+    """Return what is not judged, and which command or option judges it.
+
+    The command is one if another recording was named (--same-as) when this one was made.
+    """
     if not recording.same_as:
         return NOT_JUDGED + NEED + ("" if with_layout else NO_LAYOUT)
     after = ["--after", str(recording.after)] if recording.after else []
@@ -450,7 +483,7 @@ def _not_judged_text(recording: Recording, with_layout: bool) -> str:
 
 
 def _uncompared_buffers_text(summaries: Sequence[Summary]) -> str:
-    """Return how many buffers no check compares.
+    """Return how many buffers no check compares, as the end of a sentence; empty if there are none.
 
     Each rank may rightly have other averages, since batch norm's come from the rank's samples.
     """
@@ -464,7 +497,7 @@ def _uncompared_buffers_text(summaries: Sequence[Summary]) -> str:
 
 
 def _recorder_time_text(summaries: Sequence[Summary]) -> str:
-    """Return how long the recorder itself took."""
+    """Return the most seconds that the recorder took on a rank, and how long the shown step took without it, where known."""
     shown_step = summaries[0].shown
     seconds_by_rank = [
         summary.resources.seconds[shown_step] for summary in summaries if summary.resources.seconds.get(shown_step)
@@ -483,7 +516,7 @@ def groups_text(keys: Sequence[str], shown_groups: int = 4) -> str:
 
 
 def _group_text(key: str) -> str:
-    """Return a group's ranks: a few are listed; of many, their stride, or their number."""
+    """Return a group's ranks in brackets; of many, their stride, or the first two, the last and their number."""
     ranks = ranks_from_key(key)
     if len(ranks) > 6 and ":" in key:
         return f"[{key.replace(':', ' by ')}]"
@@ -492,7 +525,7 @@ def _group_text(key: str) -> str:
 
 
 def wrapped_table(rows: Rows) -> list[str]:
-    """Return the rows as lines, each text wrapped behind its label."""
+    """Return the rows as lines, each text wrapped behind its label. A text that begins with two spaces is indented."""
     lines: list[str] = []
     for label, text in rows:
         indent = "  " if text.startswith("  ") else ""

@@ -1,4 +1,4 @@
-"""Whether two recordings are the same training, for a person and as data."""
+"""Text and data on two recordings that are judged to be the same training or not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ MOST_FINDINGS = 3
 
 
 def same_training_text(judgement: SameTraining) -> str:
-    """Return the verdict, its cause, and a line for each check; findings of the check that fails first."""
+    """Return the page: the verdict, its cause, a line for each check, and how bounds came about.
+
+    The first MOST_FINDINGS findings of the check that the cause explains are listed.
+    """
     steps = judgement.comparison.steps
     scope = str(len(steps))
     if len(steps) < judgement.recorded:
@@ -66,7 +69,10 @@ def _is_first_explained(judgement: SameTraining, result: Result) -> bool:
 
 
 def _check_lines(result: Result, after: int) -> list[str]:
-    """Return a check's verdict, what it is about, and what was seen."""
+    """Return the lines on a check: its verdict, what it is about, and how many were compared or differ, or its note.
+
+    after: the step that a job resumed from, 0 for none.
+    """
     text = result.note
     if result.verdict is Verdict.FAIL:
         text = f"{len(result.findings)} of {max(result.examined, len(result.findings))} differ"
@@ -81,13 +87,13 @@ def _check_lines(result: Result, after: int) -> list[str]:
 
 
 def verdict_of(judgement: SameTraining) -> Verdict:
-    """Return the verdict; a job that did not end well proves nothing."""
+    """Return the verdict of all checks; UNKNOWN in place of PASS for jobs that did not end well, which prove nothing."""
     verdict = judgement.comparison.verdict
     return Verdict.UNKNOWN if judgement.unproven and verdict is Verdict.PASS else verdict
 
 
 def same_training_document(judgement: SameTraining) -> dict[str, Any]:
-    """Return the same as data."""
+    """Return the judgement as data for JSON, with the results that are shown."""
     diagnosis = judgement.diagnosis
     return {
         "one": judgement.baseline,

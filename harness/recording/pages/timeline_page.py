@@ -1,4 +1,4 @@
-"""The page of traces or of a recording for a browser: what the report says, one step of each rank drawn, and who came last."""
+"""Page for a browser on traces or a recording: what the report says, one step of each rank drawn, and who came last."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ MOST_BARS = 300
 
 
 def page_of_times(title: str, text: str, timeline: Timeline | None, *, kernels: bool) -> Page:
-    """Return the page with the report, one step of each rank drawn, and who waited for whom.
+    """Return the page with one step of each rank drawn, who waited for whom, and the report.
 
-    text: the report. kernels: whether bars are kernels, and not calls of the thread that trains.
+    text: the report. timeline: None or an empty one if no step has times; a section then says so. kernels: whether bars
+    are kernels, and not calls of the thread that trains.
     """
     report = Section("What the report says", False, text=text)
     if timeline is None or not timeline.length:
@@ -33,7 +34,11 @@ def page_of_times(title: str, text: str, timeline: Timeline | None, *, kernels: 
 
 
 def _step_section(timeline: Timeline, *, kernels: bool) -> Section:
-    """Return the section with one step of each rank drawn."""
+    """Return the section with one step drawn: the MOST_RANKS ranks for which others waited longest, a row for each
+    lane.
+
+    A row has its MOST_BARS longest bars.
+    """
     ranks_by_caused = sorted(timeline.ranks, key=lambda rank: (-timeline.caused_waiting.get(rank, 0.0), rank))
     ranks = sorted(ranks_by_caused[:MOST_RANKS])
     rows = []
@@ -55,7 +60,7 @@ def _step_section(timeline: Timeline, *, kernels: bool) -> Section:
 
 
 def _stretch_bars(stretch: Stretch) -> Sequence[Bar]:
-    """Return the bars of a stretch: one, or the wait and the rest."""
+    """Return the bars of a stretch: one, or a hatched one for the wait and one for the rest."""
     text = f"{stretch.text}: {amount_text('seconds', stretch.stop - stretch.start)}"
     if not stretch.waited:
         return [Bar(stretch.start, stretch.stop, text)]
@@ -67,7 +72,7 @@ def _stretch_bars(stretch: Stretch) -> Sequence[Bar]:
 
 
 def _waiting_sections(timeline: Timeline) -> Sequence[Section]:
-    """Say who came last, in all steps."""
+    """Return one section with a table of ranks by how long others waited for them, in all steps; or that it is not known."""
     if not timeline.compared_collectives:
         why = "not known: no collective has the times of all its members on one clock, or their kernels"
         return (Section("Who waited for whom", False, text=why),)

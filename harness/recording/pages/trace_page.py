@@ -1,4 +1,4 @@
-"""The traces of a job on a page: what ran over which ranks, in which step, and what the traces do not say."""
+"""Page on the traces of a job: what ran over which ranks, in which step, and what the traces do not say."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from harness.recording.traces.times import Times
 def trace_page(
     job: TracedJob, judged: Sequence[str], times: Times | None, case: Case | None = None, gpu: str = ""
 ) -> str:
-    """Return the page of a job's traces.
+    """Return the page of a job's traces as text.
 
-    judged: what checks say. times: None where traces have no kernels of collectives.
+    judged: the lines on what checks say. times: None where traces have no kernels of collectives. case: the plan, where
+    one is known. gpu: whose links are compared, in words; empty for none.
     """
     recording = job.recording
     title = f"{recording.directory}: traces of {len(job.ranks)} of {recording.world} ranks"
@@ -34,7 +35,7 @@ def trace_page(
 
 
 def trace_rows(job: TracedJob) -> Rows:
-    """Return the rows on what ran, and on what the traces lack."""
+    """Return the rows on missing traces, steps, what ran in them, and collectives without a group or outside of steps."""
     summaries = [summary for _, summary in sorted(job.recording.summaries.items())]
     missing = sorted({*range(job.recording.world)} - job.ranks.keys())
     rows: Rows = [("no trace", f"of {some_ranks_text(missing)}")] if missing else []
@@ -50,6 +51,7 @@ def trace_rows(job: TracedJob) -> Rows:
 
 
 def _steps_text(job: TracedJob) -> str:
+    """Return how many steps all ranks traced, and their numbers in the traces; or that there is none."""
     if not job.step_numbers:
         return "none that all ranks traced from its beginning to its end"
     named = steps_text(job.step_numbers).replace("step", "ProfilerStep")

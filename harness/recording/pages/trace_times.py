@@ -1,4 +1,4 @@
-"""The rows of a page of traces on time: what collectives took, what was hidden, who was waited for, and a drawing of ranks."""
+"""Rows of a page of traces on time: what collectives took, what was hidden, who was waited for, and a drawing of ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ BAR_WIDTH = 40
 
 
 def time_rows(times: Times, case: Case | None = None, gpu: str = "") -> Rows:
-    """Return what is exposed most first. All times are of a step and a rank, on average. case: the plan, where one is known.
-    gpu: whose links are compared, in words."""
+    """Return the rows on time: a drawing of ranks, what each spends on what, and collectives, the longest exposed
+    first.
+
+    All times are seconds of a step and a rank, on average. case: the plan, where one is known; with pp it adds a row on
+    the bubble. gpu: whose links are compared, in words. At most MOST_ROWS ranks and collectives.
+    """
     rows: Rows = [("time", f"{_seconds_text(times.step)} a step, of which on each rank:")]
     drawn_ranks = sorted(times.ranks, key=lambda rank: times.ranks[rank].computes)
     drawn_ranks = (
@@ -46,7 +50,11 @@ def time_rows(times: Times, case: Case | None = None, gpu: str = "") -> Rows:
 
 
 def _bubble_text(times: Times, case: Case) -> str:
-    """Say what the schedule leaves idle beside what was seen, which holds more than the bubble."""
+    """Return the idle time that the schedule plans, and the idle time seen on the busiest rank, which holds more than
+    the bubble.
+
+    Both are percentages of what that rank computes. Precondition: a case with pp.
+    """
     planned = pipeline_time(case, lambda stage: matmul_operations(case, stage)).bubble_ratio
     busiest = max(times.ranks, key=lambda rank: times.ranks[rank].computes)
     computes = times.ranks[busiest].computes
@@ -63,7 +71,7 @@ def _bubble_text(times: Times, case: Case) -> str:
 
 
 def _seconds_range_text(seconds_by_rank: Mapping[int, float]) -> str:
-    """Return the shortest and the longest time, with their ranks."""
+    """Return the shortest and the longest time, with their ranks; one time if both read the same."""
     shortest = min(seconds_by_rank, key=lambda rank: seconds_by_rank[rank])
     longest = max(seconds_by_rank, key=lambda rank: seconds_by_rank[rank])
     if _seconds_text(seconds_by_rank[shortest]) == _seconds_text(seconds_by_rank[longest]):
@@ -74,7 +82,12 @@ def _seconds_range_text(seconds_by_rank: Mapping[int, float]) -> str:
 
 
 def _collective_time_text(kind: CollectiveTime) -> str:
-    """Return the text on one kind of collective: its time, how much is exposed and waited, and its rate."""
+    """Return the text on one kind of collective: seconds that it takes, is exposed and waited, and bytes a second over
+    a link.
+
+    The rate is "at least" so much where it is not known how long it waited. With a known link, it is also a part of
+    that.
+    """
     collective_text = f"{kind.op} {PHASE_TEXTS.get(kind.phase, f'in {kind.phase}')} over {groups_text(kind.groups, 2)}"
     text = f"{collective_text}: {_seconds_text(kind.seconds)}, exposed {_seconds_text(kind.exposed)}"
     link_text = f", {100 * kind.rate / kind.link:.3g} % of {bytes_text(kind.link)}/s" if kind.link else ""
@@ -84,7 +97,8 @@ def _collective_time_text(kind: CollectiveTime) -> str:
 
 
 def _last_rank_text(times: Times) -> str:
-    """Say which rank came last to collectives, by how long the others waited for it."""
+    """Return the rank for which the others waited longest in collectives, and its part of all waiting; or that it is
+    not known."""
     if not times.compared:
         return "not known: no collective has the kernels of all its members"
     total = sum(rank_time.caused for rank_time in times.ranks.values())
@@ -96,7 +110,7 @@ def _last_rank_text(times: Times) -> str:
 
 
 def _step_bar(rank_time: RankTime, step: float) -> str:
-    """Return one step of a rank, drawn in letters."""
+    """Return one step of a rank, drawn in letters: # computes, = only a collective runs, . no kernel runs."""
     parts = [round(BAR_WIDTH * part / step) for part in (rank_time.computes, rank_time.exposed)] if step else [0, 0]
     return f"[{'#' * parts[0]}{'=' * parts[1]}".ljust(BAR_WIDTH + 1, ".")[: BAR_WIDTH + 1] + "]"
 

@@ -27,6 +27,10 @@ class AfterImport(importlib.abc.MetaPathFinder):
         self.awaited = set(AWAITED)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of an awaited module, with a loader that then calls the recorder; None for any other module.
+
+        If the recorder fails, no further module is awaited.
+        """
         if name not in self.awaited:
             return None
         self.awaited.discard(name)
@@ -45,7 +49,10 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def tell_recorder(name: str) -> bool:
-    """Return whether the recorder took it."""
+    """Return whether the recorder was installed for this module, which has just been imported. Never raises.
+
+    If not, the reason is written to the recording and to stderr. A process that is recorded as a lone rank then exits.
+    """
     try:
         if os.environ["HARNESS_RECORD_CODE"] not in sys.path:
             sys.path.append(os.environ["HARNESS_RECORD_CODE"])
@@ -63,12 +70,19 @@ def tell_recorder(name: str) -> bool:
 
 
 def note_state(state: str, text: str = "") -> None:
-    """Write how far this process got, for the case that no rank leaves evidence."""
+    """Write a file in the recording with the state that this process reached, for the case that no rank leaves
+    evidence.
+
+    Its content is the text and the process' command line.
+    """
     write_state(state, " ".join([text, *sys.orig_argv]))
 
 
 def write_state(state: str, text: str) -> None:
-    """Write a file in the recording's folder whose suffix is the state that this process reached."""
+    """Write a file in the recording's folder whose suffix is the state that this process reached.
+
+    An OSError goes to stderr.
+    """
     folder = os.path.join(os.environ["HARNESS_RECORD"], "processes")
     try:
         with open(os.path.join(folder, f"{os.uname().nodename}-{os.getpid()}.{state}"), "w") as file:
@@ -82,7 +96,7 @@ def first_line(kind: type[BaseException], error: BaseException) -> str:
 
 
 def record_errors() -> None:
-    """Record errors that are raised before torch is imported. Later ones are the recorder's."""
+    """Install an excepthook that records errors raised before torch is imported. Later ones are the recorder's."""
     hook = sys.excepthook
 
     def note_raised(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -94,7 +108,7 @@ def record_errors() -> None:
 
 
 def record_rank_ends() -> None:
-    """Record how the ranks of torch's launcher ended, if not well: by rank the exit code, or minus the signal."""
+    """Install an excepthook in torch's launcher that records how its ranks ended, if not well, or the launcher's own error."""
     hook = sys.excepthook
 
     def note_raised(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -108,7 +122,10 @@ def record_rank_ends() -> None:
 
 
 def note_ends(codes: dict[int, int]) -> None:
-    """Write how a launcher's ranks ended. codes: by rank, its exit code or minus the signal."""
+    """Write how a launcher's ranks ended. codes: by rank, its exit code or minus the signal.
+
+    An OSError goes to stderr.
+    """
     file = os.path.join(os.environ["HARNESS_RECORD"], "processes", f"{os.uname().nodename}-{os.getpid()}.ends")
     try:
         with open(file, "w") as opened_file:
@@ -118,7 +135,7 @@ def note_ends(codes: dict[int, int]) -> None:
 
 
 def exit_as_unable(reason: str) -> None:
-    """Exit as a rank that reports only why it is unable to."""
+    """Write why this rank cannot be recorded, and exit with code 1 without cleanup."""
     file = os.path.join(os.environ["HARNESS_RECORD"], "processes", f"rank_{int(os.environ['RANK']):05d}.unable")
     with open(file, "w") as opened_file:
         opened_file.write(reason)
@@ -127,7 +144,7 @@ def exit_as_unable(reason: str) -> None:
 
 
 def run_hidden_sitecustomize() -> None:
-    """Run the sitecustomize that Python would have found without ours."""
+    """Run the sitecustomize that Python would have found without ours, if there is one."""
     other_folders = [folder for folder in sys.path if os.path.abspath(folder or ".") != HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", other_folders)
     if spec is not None and spec.loader is not None:
@@ -135,7 +152,7 @@ def run_hidden_sitecustomize() -> None:
 
 
 def launches_ranks() -> bool:
-    """Return whether this is torchrun or another launcher, which import torch and train nothing."""
+    """Return whether this process is torchrun or another launcher, which import torch and train nothing."""
     words = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed", "fabric")
     return "RANK" not in os.environ and any(os.path.basename(word) in words for word in sys.orig_argv[:4])
 

@@ -1,4 +1,7 @@
-"""torch's own analyzer of Flight Recorder dumps, run beside. It loads pickles, so it gets plain values that were read here."""
+"""torch's own analyzer of Flight Recorder dumps, run as a process of its own.
+
+It loads pickles, so it gets plain values that were read here.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,11 @@ class Analysis:
 
 
 def analysis_of(dumps: Sequence[Dump]) -> Analysis:
-    """Return what torch's analyzer reports of these dumps. If it cannot run, `failed` has the reason; nothing is raised."""
+    """Return the ranks that torch's analyzer names for these dumps, and the first lines that it printed.
+
+    It runs as a subprocess on copies of the dumps in a temporary folder. If it cannot run, `failed` has the reason;
+    nothing is raised.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for dump in dumps:
             (Path(folder) / f"rank_{dump.rank}").write_bytes(pickle.dumps(_with_groups(dump, dumps), protocol=2))
@@ -51,7 +58,10 @@ def analysis_of(dumps: Sequence[Dump]) -> Analysis:
 
 
 def _with_groups(dump: Dump, dumps: Sequence[Dump]) -> Mapping[str, Any]:
-    """Return the content of the dump's file, with the ranks of this rank's groups where the file lists none."""
+    """Return the content of the dump's file.
+
+    If it lists no ranks of its groups, they are added from the calls of all dumps.
+    """
     if any(
         group_entry.get("ranks") not in (None, "", "[]") for group_entry in dump.plain.get("pg_config", {}).values()
     ):

@@ -1,4 +1,4 @@
-"""What the traces of two jobs can be compared in: what ran over which ranks, traffic, step time and exposed communication."""
+"""Structure and figures in which the traces of two jobs can be compared: groups, traffic, step time, exposed communication."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ NEEDED_EVIDENCE = ("structure", "uses", "members", "groups")
 
 
 def with_common_ranks(first_job: TracedJob, second_job: TracedJob) -> tuple[TracedJob, TracedJob]:
-    """Return both jobs of the ranks that both have traces of, unless the jobs have other numbers of ranks."""
+    """Return both jobs with only the ranks that both have traces of.
+
+    They stay as they are if the jobs have other numbers of ranks, or no traced rank in common.
+    """
     common_ranks = first_job.ranks.keys() & second_job.ranks.keys()
     if first_job.recording.world != second_job.recording.world or not common_ranks:
         return first_job, second_job
@@ -27,14 +30,17 @@ def with_common_ranks(first_job: TracedJob, second_job: TracedJob) -> tuple[Trac
 
 
 def _with_ranks(job: TracedJob, ranks: set[int]) -> TracedJob:
-    """Return the job with these ranks only."""
+    """Return the job with the traces and summaries of these ranks only. Its records stay."""
     summaries = {rank: summary for rank, summary in job.recording.summaries.items() if rank in ranks}
     traced_ranks = {rank: traced_rank for rank, traced_rank in job.ranks.items() if rank in ranks}
     return replace(job, ranks=traced_ranks, recording=replace(job.recording, summaries=summaries))
 
 
 def not_compared_texts(first_job: TracedJob, second_job: TracedJob) -> list[str]:
-    """Say what of either job was not seen."""
+    """Return what of either job was not seen, and so is not compared, in words; empty if all was.
+
+    Also how many ranks were traced.
+    """
     reasons = set[str]()
     for job in (first_job, second_job):
         lacking = job.recording.provides.lacking
@@ -48,7 +54,10 @@ def not_compared_texts(first_job: TracedJob, second_job: TracedJob) -> list[str]
 
 
 def traced_structure(job: TracedJob) -> Mapping[str, Any]:
-    """Return the structure, as far as traces show one: empty without a step that all ranks traced."""
+    """Return the sections of a structure that traces show, by name. Empty without a step that all ranks traced.
+
+    Idle groups are left out if some trace lists no groups.
+    """
     all_sections = structure(job.recording) if job.step_numbers else {}
     lists_groups = all(traced_rank.trace.groups is not None for traced_rank in job.ranks.values())
     return {
@@ -59,7 +68,10 @@ def traced_structure(job: TracedJob) -> Mapping[str, Any]:
 
 
 def traced_figures(job: TracedJob) -> Figures:
-    """Return the figures of a job; none without a step that all ranks traced. A trace's first step is like the others."""
+    """Return the figures of a job by (kind, name). Empty without a step that all ranks traced.
+
+    A trace's first step counts as the others do.
+    """
     if not job.step_numbers:
         return {}
     exposed = [

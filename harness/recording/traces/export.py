@@ -1,7 +1,8 @@
-"""A recording as profiler traces, a file per rank, in the words of PyTorch's Kineto, for tools that read those.
+"""Writer of a recording as profiler traces, a file per rank, in the words of PyTorch's Kineto, for tools that read
+those.
 
-A recorder sees calls and no kernels. So a trace has the steps, the phases in which something was issued, and each collective
-for as long as it blocked its thread. The recorder's own work is in them.
+A recorder sees calls and no kernels. So a trace has the steps, the phases in which something was issued, and each
+collective for as long as it blocked its thread. The recorder's own work is in them.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ SHOWN_RANKS = 30
 
 
 def export_traces(recording: Recording, folder: Path) -> tuple[list[Path], int]:
-    """Write a file for each rank that has times; return them, and how many collectives have none. Raises EvidenceError and
-    OSError."""
+    """Write a trace into the folder for each rank that has times.
+
+    Return these files, and the number of collectives without times. Raises EvidenceError for a damaged record, and for
+    a file that is there and is no earlier export. Raises OSError.
+    """
     files = []
     untimed = 0
     for rank in sorted(recording.summaries):
@@ -56,7 +60,7 @@ def export_traces(recording: Recording, folder: Path) -> tuple[list[Path], int]:
 
 
 def refuse_other_file(file: Path) -> None:
-    """Raise EvidenceError for a file that exists and that no export of a recording wrote."""
+    """Raise EvidenceError if the file exists, and no export of a recording wrote it."""
     if not os.path.lexists(file):
         return
     try:
@@ -68,7 +72,10 @@ def refuse_other_file(file: Path) -> None:
 
 
 def trace_of(record: RankRecord, calls: Sequence[Collective]) -> dict[str, Any]:
-    """Return the trace of one rank. calls: those of its collectives that have times."""
+    """Return the trace of one rank as Kineto's JSON object, its events in order of time.
+
+    calls: those of its collectives that have times.
+    """
     evidence = record.evidence
     ordered = sorted(calls, key=lambda call: call.began or 0.0)
     process_name = {"name": "process_name", "ph": "M", "pid": evidence.rank, "tid": 0, "ts": 0}
@@ -90,7 +97,7 @@ NamedSpan = tuple[str, str, float, float, int, dict[str, Any]]
 def _event(
     rank: int, kind: str, name: str, began: float, ended: float, thread: int, args: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return one event of Kineto's format. Its times are microseconds."""
+    """Return one complete event of Kineto's format. began, ended: in seconds; in the event they are microseconds."""
     times = {"ts": round(1e6 * began, 3), "dur": round(1e6 * (ended - began), 3)}
     return {"ph": "X", "cat": kind, "name": name, "pid": rank, "tid": thread, **times, "args": args}
 
@@ -123,7 +130,11 @@ def _end_time(call: Collective) -> float:
 
 
 def _step_spans(record: RankRecord, calls: Sequence[Collective]) -> Iterator[NamedSpan]:
-    """Yield each step from its first pass until the next one's, or until its last collective where that is not known."""
+    """Yield each step that ended, from its first pass until the next step's, or until its last collective if that is
+    not known.
+
+    Steps without a time are left out.
+    """
     began = {step.step: step.began for step in record.steps if step.step and step.began}
     for number in record.ended_steps:
         last = max((_end_time(call) for call in calls if call.step == number), default=0.0)
@@ -133,7 +144,10 @@ def _step_spans(record: RankRecord, calls: Sequence[Collective]) -> Iterator[Nam
 
 
 def _phase_spans(calls: Sequence[Collective]) -> Iterator[NamedSpan]:
-    """Yield from the first to the last collective of each stretch of one phase, as an annotation."""
+    """Yield a span for each stretch of collectives in one phase of one step, from the first one to the end of the last.
+
+    Collectives of other threads are left out.
+    """
     foreground_calls = [call for call in calls if call.phase != BACKGROUND]
     for (step, phase), phase_calls in itertools.groupby(foreground_calls, key=lambda call: (call.step, call.phase)):
         calls_of_phase = list(phase_calls)
@@ -148,7 +162,7 @@ def _phase_spans(calls: Sequence[Collective]) -> Iterator[NamedSpan]:
 
 
 def _collective_span(call: Collective) -> NamedSpan:
-    """Return a collective as a span with the arguments that torch's events have."""
+    """Return a collective as a span, with the arguments that torch's events have: operator, dtype, elements, group, peer."""
     word = EVENT_DTYPES.get(call.dtype, call.dtype)
     size = dict(DTYPES.values()).get(call.dtype, 1)
     elements = call.bytes // size

@@ -1,4 +1,4 @@
-"""Which files are profiler traces, and which are Flight Recorder dumps: a look at the beginning of each."""
+"""Finder of profiler traces and Flight Recorder dumps among files, by the first bytes of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _DUMP_KEYS = re.compile(rb'"(entries|pg_status|pg_config|comm_lib_version|nccl_v
 
 
 def kind_of_file(path: Path) -> str:
-    """Return TRACE or DUMP; empty for another file, also one that cannot be read."""
+    """Return TRACE or DUMP; "" for another file.
+
+    A file that cannot be read, or is damaged at its beginning, counts as a trace if its name is one of a trace.
+    """
     try:
         with open_trace(path) as file:
             begin = file.read(4096)
@@ -34,7 +37,11 @@ def kind_of_file(path: Path) -> str:
 
 
 def files_of_kind(path: Path, kind: str) -> list[Path]:
-    """Return the files of that kind in a folder, or such a file itself."""
+    """Return the files of that kind in a folder, without its subfolders, sorted; or the path itself if it is such a
+    file.
+
+    Empty if there is none.
+    """
     if not path.is_dir():
         return [path] if kind_of_file(path) == kind else []
     return [file for file in sorted(path.iterdir()) if file.is_file() and kind_of_file(file) == kind]

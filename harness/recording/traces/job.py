@@ -1,4 +1,4 @@
-"""The traces of one job, a file per rank, as a recording of it: for the same page and the same checks."""
+"""Traces of one job, a file per rank, made into a recording of it: for the same page and the same checks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class TracedJob:
 
 
 def job_of(traces: Sequence[Trace]) -> TracedJob:
-    """Return the job that these traces are of. Raises EvidenceError for traces that are not of one job."""
+    """Return the job that these traces are of, with the steps that all ranks traced, numbered from 1.
+
+    Raises EvidenceError for traces that are not of one job. Precondition: there is a trace.
+    """
     world = _world_size(traces)
     spans = {trace.rank: training_steps(trace) for trace in traces}
     numbers = tuple(sorted(set.intersection(*({*steps} for steps in spans.values()))))
@@ -75,7 +78,11 @@ def job_of(traces: Sequence[Trace]) -> TracedJob:
 
 
 def _world_size(traces: Sequence[Trace]) -> int:
-    """Return the number of ranks. Older traces do not say it: then there are at least those that are named."""
+    """Return the number of ranks of the job.
+
+    Older traces do not say it: then it is one more than the largest rank named. Raises EvidenceError for two traces of
+    one rank, or of jobs of different sizes.
+    """
     by_rank: dict[int, Trace] = {}
     for trace in traces:
         if (earlier_trace := by_rank.setdefault(trace.rank, trace)) is not trace:
@@ -96,7 +103,10 @@ def _world_size(traces: Sequence[Trace]) -> int:
 
 
 def _traced_rank(trace: Trace, steps: Mapping[int, Span]) -> TracedRank:
-    """Return a rank's collectives in these steps, with step, phase and number."""
+    """Return a rank's collectives in these steps, with step, phase, and position in their group.
+
+    Collectives outside of the steps or of other threads are only counted.
+    """
     phases = Phases(trace, steps)
     calls = []
     beside = 0
@@ -118,7 +128,10 @@ def _traced_rank(trace: Trace, steps: Mapping[int, Span]) -> TracedRank:
 
 
 def _rank_record(traced_rank: TracedRank, world: int) -> RankRecord:
-    """Return a rank's trace as the record of a recording."""
+    """Return a rank's trace as the record of a recording: its groups, collectives, and seconds of steps.
+
+    It has no parameters.
+    """
     empty_step = StepEvidence(0, (), None, None, None, {}, {}, {}, {})
     collectives: tuple[Collective, ...] = tuple(call.collective for call in traced_rank.calls)
     evidence = RankEvidence(
@@ -137,7 +150,7 @@ def _rank_record(traced_rank: TracedRank, world: int) -> RankRecord:
 
 
 def _provided_evidence(ranks: Mapping[int, TracedRank], world: int) -> Provided:
-    """Return what the traces of a job provide, and for what they lack, why."""
+    """Return which kinds of evidence the traces provide to checks, with reasons for what they lack or have in part only."""
     provided = TRACED
     if not any(traced_rank.steps for traced_rank in ranks.values()):
         why = "no step is in the traces of all ranks: call step() of the profiler in each step, on all ranks alike"

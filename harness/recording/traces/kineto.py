@@ -1,4 +1,5 @@
-"""What one rank's profiler trace (PyTorch's Kineto JSON) shows: its groups, its collectives, its steps, and when they were.
+"""Reader of one rank's profiler trace (PyTorch's Kineto JSON): its groups, its collectives, its steps, and when they
+were.
 
 The names of fields and events are those of torch's profiler. Times are microseconds on the rank's own clock.
 """
@@ -58,7 +59,7 @@ REMEDY = "export it again by torch.profiler's export_chrome_trace"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something with a beginning and an end."""
+    """Time in which an event of a trace ran, in microseconds, and its thread or stream."""
 
     start: float
     """When it began, in microseconds."""
@@ -111,7 +112,10 @@ class Trace:
 
 
 def load_trace(path: Path) -> Trace:
-    """Return what a profiler trace shows. Raises EvidenceError, in one sentence with the remedy."""
+    """Return what a profiler trace shows: steps, passes, collectives and kernels, with the rank and its groups.
+
+    Raises EvidenceError, in one sentence with the remedy, if the file is no whole trace or does not name its rank.
+    """
     reader = _Reader(Trace(path))
     try:
         with open_trace(path) as file:
@@ -125,7 +129,7 @@ def load_trace(path: Path) -> Trace:
 
 
 class _Reader:
-    """Takes each event once, and keeps little of it."""
+    """Reader of events, each taken once, of which it keeps little."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -138,7 +142,10 @@ class _Reader:
         self.raw_kernels: list[tuple[Span, dict[str, Any], str]] = []
 
     def read_event(self, event: dict[str, Any]) -> None:
-        """Keep what the trace shows of this event. Times, ranks and groups are resolved once all are read."""
+        """Keep what the trace shows of this event; most events are dropped.
+
+        Times, ranks and groups are resolved once all are read.
+        """
         kind = event.get("cat")
         name = event.get("name", "")
         if kind == "cpu_op":
@@ -153,7 +160,7 @@ class _Reader:
             self._kernel(event, name)
 
     def _operator(self, span: Span, name: str, args: dict[str, Any]) -> None:
-        """Keep an operator: backward passes, and the calls of collectives."""
+        """Keep an operator: backward passes, and the calls of collectives. Others, such as a wait, are dropped."""
         if name.startswith(BACKWARD_OP):
             self.trace.passes["backward"].append(span)
         elif name.startswith("c10d::"):
@@ -163,7 +170,10 @@ class _Reader:
             self.raw_calls.append((span, args))
 
     def _annotation(self, event: dict[str, Any], name: str) -> None:
-        """Keep a range: a step, an optimizer's step, a backend's collective, or a pass of a wrapper."""
+        """Keep a range: a step, an optimizer's step, a backend's collective, or a pass of a wrapper.
+
+        Others are dropped.
+        """
         if name.startswith(STEP):
             number = int(name.removeprefix(STEP))
             self.trace.steps[number] = _span_of(event)
@@ -179,7 +189,7 @@ class _Reader:
                     break
 
     def _kernel(self, event: dict[str, Any], name: str) -> None:
-        """Keep a kernel: of a collective with its arguments, of others only the times."""
+        """Keep a kernel: of a collective (NCCL) its times and arguments, of others only the times."""
         span = _span_of(event)
         args = event.get("args", {})
         if "nccl" in name.lower():
@@ -188,7 +198,10 @@ class _Reader:
             self.compute.extend((span.start, span.end))
 
     def build_trace(self) -> Trace:
-        """Return the trace, once all is read: what the groups are may stand behind the events."""
+        """Return the trace, once all is read: what the groups are may stand behind the events.
+
+        Raises EvidenceError if the trace does not name its rank, ValueError for a rank that cannot be.
+        """
         trace = self.trace
         info = self.around.get("distributedInfo", {})
         if "rank" not in info:
@@ -218,7 +231,11 @@ class _Reader:
         return trace
 
     def _calls_without_group(self) -> list[tuple[float, str]]:
-        """Return the collectives without arguments. Most are an operator and an annotation; gloo's is on another thread."""
+        """Return (time, operator) of the collectives for which the trace has no event with arguments, and so no group.
+
+        Most are an operator and an annotation; gloo's annotation is on another thread, and counts only if no operator
+        is traced.
+        """
         named_spans = [span for span, _ in self.raw_calls]
         issued_spans = [span for span, _ in self.issued]
         annotated = [*self.annotated["nccl"], *([] if issued_spans else self.annotated["gloo"])]
@@ -265,7 +282,11 @@ def _listed_groups(listed_groups: Any) -> tuple[Group, ...] | None:
 
 
 def _collective_of(args: dict[str, Any], ranks_of_group: dict[str, tuple[int, ...]], op: str) -> Collective | None:
-    """Return what its arguments say; None where they do not say over which ranks it ran."""
+    """Return the collective that an event's arguments describe; None where they do not say over which ranks it ran, or
+    `op` is "".
+
+    Step and position are 0. Without a phase in the arguments it is BACKGROUND.
+    """
     name = str(args.get("Process Group Name", args.get("Process Group ID", "")))
     ranks = _ranks_of_call(args, ranks_of_group.get(name))
     if ranks is None or not op:
@@ -305,7 +326,7 @@ def _ranks_of_call(args: dict[str, Any], listed_ranks: tuple[int, ...] | None) -
 
 
 def _unnamed_calls(candidates: Sequence[tuple[Span, str]], named_spans: Sequence[Span]) -> list[tuple[float, str]]:
-    """Return what overlaps with none of these on its thread."""
+    """Return (time, operator) of the candidates that overlap with none of the named spans on their thread."""
     by_thread: dict[Any, list[tuple[float, float]]] = {}
     for span in sorted(named_spans, key=lambda span: span.start):
         by_thread.setdefault(span.thread, []).append((span.start, span.end))
@@ -321,7 +342,10 @@ def _unnamed_calls(candidates: Sequence[tuple[Span, str]], named_spans: Sequence
 
 
 def operators_text(ops: Sequence[str]) -> str:
-    """Return how often each operator occurs, the most frequent first: 18 all_gather, 9 reduce_scatter."""
+    """Return how often each operator occurs, the most frequent first, such as "18 all_gather, 9 reduce_scatter".
+
+    Empty for none.
+    """
     return ", ".join(f"{count} {op}" for op, count in Counter(ops).most_common())
 
 

@@ -1,7 +1,7 @@
-"""In which step and phase of it a collective was issued, by the ranges of a trace.
+"""Step and phase in which a collective was issued, by the ranges of a trace.
 
-A range of autograd or of a wrapper says so itself. Between such ranges the order does: what comes before a backward pass is
-forward, what comes after the last one is between passes.
+A range of autograd or of a wrapper says so itself. Between such ranges the order does: what comes before a backward
+pass is forward, what comes after the last one is between passes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from harness.recording.traces.kineto import Call, Span, Trace
 
 @dataclass(frozen=True)
 class Ranges:
-    """Ranges of one kind and thread that do not overlap, in order."""
+    """Ranges of time, in microseconds, of one kind and thread that do not overlap, in order."""
 
     starts: np.ndarray
     """When each begins."""
@@ -57,7 +57,7 @@ class Ranges:
         return float(self.starts[index]) if index < len(self.starts) else np.inf
 
     def overlap(self, start: float, end: float) -> float:
-        """Return how much of a time is in these ranges."""
+        """Return how much of the time from start to end is in these ranges."""
         overlapping = slice(int(np.searchsorted(self.ends, start)), int(np.searchsorted(self.starts, end)))
         parts = np.minimum(self.ends[overlapping], end) - np.maximum(self.starts[overlapping], start)
         return float(parts.clip(0).sum())
@@ -83,7 +83,8 @@ class Phases:
         self.forward = forward_times[~is_in_backward]
 
     def step_and_phase(self, call: Call) -> tuple[int, str]:
-        """Return step and phase; step 0 for what is in no step, and for what another thread issues."""
+        """Return (step, phase) in which a collective was issued. (0, BACKGROUND) if it is in no step, or another
+        thread issued it."""
         when = call.span.start
         thread = call.span.thread
         for start, end, number in self.steps:
@@ -92,7 +93,11 @@ class Phases:
         return 0, BACKGROUND
 
     def _phase(self, when: float, thread: str, step: Span) -> str:
-        """Return the phase of a time in a step: by a range that it is in, else by the ranges before and after it."""
+        """Return the phase of a time in a step: "forward", "backward", "optimizer", or "other" after the last backward
+        pass.
+
+        The range that it is in says so; else the ranges before and after it.
+        """
         if self.optimizer.contains(when):
             return "optimizer"
         for kind in ("backward", "forward"):
@@ -110,7 +115,7 @@ class Phases:
 
 
 def _by_thread(spans: Iterable[Span]) -> dict[Any, Ranges]:
-    """Return the ranges of each thread."""
+    """Return by thread its ranges; those that overlap are merged."""
     spans_by_thread: dict[Any, list[Span]] = {}
     for span in spans:
         spans_by_thread.setdefault(span.thread, []).append(span)
@@ -118,8 +123,11 @@ def _by_thread(spans: Iterable[Span]) -> dict[Any, Ranges]:
 
 
 def training_steps(trace: Trace) -> dict[int, Span]:
-    """Return the steps that trained: the spans of ProfilerStep, joined until an optimizer has stepped in them; where none is on
-    record, until a backward pass has run. What is left at the end is no whole step."""
+    """Return by number the steps that trained: spans of ProfilerStep, joined until an optimizer has stepped in them.
+
+    Where no optimizer is on record, they are joined until a backward pass has run; without that, each is a step. A
+    joined step has the number of its last span. What is left at the end is no whole step.
+    """
     marks = [span.start for span in trace.optimizer] or [span.start for span in trace.passes["backward"]]
     ends = np.sort(np.array(marks))
     steps = {}

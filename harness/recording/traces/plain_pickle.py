@@ -1,4 +1,4 @@
-"""A pickle of plain values, read without running anything: numbers, texts, lists, tuples and dicts, and nothing else."""
+"""Reader of pickles of plain values that runs nothing of them: numbers, texts, lists, tuples and dicts, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ PLAIN_LISTS = {("torch.jit._pickle", f"build_{kind}list"): list for kind in ("in
 
 
 class NotPlain(ValueError):
-    """The pickle has something else than plain values."""
+    """Error of a pickle that has something else than plain values, or is none."""
 
 
 class _Reader(pickle._Unpickler):
-    """The reader that is written in Python: the one in C makes room for as many values as a damaged number says."""
+    """Unpickler that makes plain values alone.
+
+    It is the one written in Python: the one in C makes room for as many values as a damaged number says.
+    """
 
     dispatch = {code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]}
 

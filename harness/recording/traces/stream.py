@@ -1,4 +1,4 @@
-"""A profiler trace read in pieces, however large the file is: its events in batches, and what stands around them."""
+"""Reader of a profiler trace in pieces, however large the file is: its events in batches, and what stands around them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ _DECODER = json.JSONDecoder(strict=False)
 
 
 class NotJson(ValueError):
-    """The text is no JSON, or ends too early."""
+    """Error of a text that is no JSON, or ends too early."""
 
 
 @contextlib.contextmanager
 def open_trace(path: Path) -> Iterator[BinaryIO]:
-    """Open a file, through gzip where it is compressed. Raises EvidenceError with the remedy, also for what is read later."""
+    """Open a file for reading bytes, through gzip where it is compressed; it is closed afterwards.
+
+    Raises EvidenceError with the remedy, also for an error in what is read later.
+    """
     try:
         with open_regular_file(path) as file:
             is_compressed = file.read(2) == b"\x1f\x8b"
@@ -58,7 +61,10 @@ class PartialText:
         return len(self.text) - self.position
 
     def read_more(self) -> None:
-        """Read a piece more, as long as what is here, and forget what is behind. Raises NotJson where nothing is left."""
+        """Read a further piece, at least as long as what is left, and drop what is behind the position.
+
+        Raises NotJson where nothing is left, or one value is longer than LONGEST_VALUE.
+        """
         if self.is_read or self.remaining > LONGEST_VALUE:
             raise NotJson(
                 "the file ends too early" if self.is_read else f"one value has more than {LONGEST_VALUE} characters"
@@ -70,7 +76,10 @@ class PartialText:
         self.position = 0
 
     def next_letter(self) -> str:
-        """Go to the next character that is neither space nor comma, and return it."""
+        """Go to the next character that is neither space nor comma, and return it without going past it.
+
+        Raises NotJson at the end.
+        """
         while True:
             self.position = cast(Any, _SPACE.match(self.text, self.position)).end()
             if self.remaining:
@@ -78,7 +87,10 @@ class PartialText:
             self.read_more()
 
     def read_value(self) -> Any:
-        """Return the value that begins here. A number at the end of a piece may go on."""
+        """Return the JSON value that begins here, and go past it.
+
+        Raises NotJson. A number at the end of a piece may go on.
+        """
         self.next_letter()
         while True:
             try:
@@ -92,7 +104,7 @@ class PartialText:
             self.read_more()
 
     def expect(self, *letters: str) -> str:
-        """Go past the next letter, which must be one of these, and return it. Raises NotJson."""
+        """Go past the next letter and return it. Raises NotJson if it is none of these."""
         letter = self.next_letter()
         if letter not in letters:
             raise NotJson(f"character {self.offset + self.position}: expected {' or '.join(letters)}, found {letter!r}")
@@ -101,7 +113,10 @@ class PartialText:
 
 
 def event_batches(file: BinaryIO, around: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
-    """Yield the events of a trace in batches; `around` gets the other values of the file as they come. Raises NotJson."""
+    """Yield the events of a trace in batches. Other keys of the file are written into `around` as they come.
+
+    The file is an array of events, or an object that has one. Raises NotJson.
+    """
     text = PartialText(file)
     if text.expect("{", "[") == "[":
         yield from _array_batches(text)
@@ -117,7 +132,10 @@ def event_batches(file: BinaryIO, around: dict[str, Any]) -> Iterator[list[dict[
 
 
 def _array_batches(text: PartialText) -> Iterator[list[dict[str, Any]]]:
-    """Yield its elements: many at once as long as a piece of the file has nothing else, then one by one."""
+    """Yield the elements of an array in batches: as many as a piece of the file holds.
+
+    Where it cannot be cut between two elements, they are read one by one, up to 1000 a batch.
+    """
     while text.next_letter() != "]":
         while text.remaining < PIECE // 2 and not text.is_read:
             text.read_more()
@@ -132,7 +150,8 @@ def _single_elements(text: PartialText) -> Iterator[dict[str, Any]]:
 
 
 def _many_elements(text: PartialText) -> list[dict[str, Any]]:
-    """Return the elements up to one of the last places that may lie between two; nothing where none does."""
+    """Return the elements up to one of the last places that may lie between two, and go past them; empty where there
+    is none."""
     end = len(text.text)
     boundaries = [match.start() + 1 for match in _BETWEEN.finditer(text.text, max(text.position, end - 100_000), end)]
     for boundary in boundaries[:-4:-1]:

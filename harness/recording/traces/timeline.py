@@ -1,7 +1,7 @@
-"""One step of each rank as a picture: when it computes, when it is in a collective, and which part of that it waits.
+"""Picture of one step of each rank: when it computes, when it is in a collective, and which part of that it waits.
 
-Ranks of traces are drawn by their own clocks, each from the beginning of its step. Ranks of a recording have one clock if they
-are on one machine. If they are not, it is not known who came last.
+Ranks of traces are drawn by their own clocks, each from the beginning of its step. Ranks of a recording have one clock
+if they are on one machine. If they are not, it is not known who came last.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SMALLEST_GAP = 1 / 1500
 
 @dataclass(frozen=True)
 class Stretch:
-    """Something that a rank is in for a time."""
+    """Time in which a rank computes or is in one collective, as a bar of the picture."""
 
     lane: str
     """Its row: computes, or a collective's operator and the size of its group."""
@@ -63,7 +63,10 @@ class Timeline:
 
 
 def timeline_of_traces(job: TracedJob) -> Timeline | None:
-    """Return the last step; None where no trace has kernels of collectives."""
+    """Return the last step of a traced job, each rank by its own clock, and who came last in all steps.
+
+    None where no trace has kernels of collectives, or no step is in all traces.
+    """
     kernels = {rank: list(kernels_of(traced_rank)) for rank, traced_rank in job.ranks.items()}
     if not job.step_numbers or not any(kernels.values()):
         return None
@@ -99,7 +102,10 @@ def timeline_of_traces(job: TracedJob) -> Timeline | None:
 
 
 def _ranges_within(busy: Ranges, begin: float, end: float) -> list[tuple[float, float]]:
-    """Return the ranges within this time, in its unit, with small gaps closed."""
+    """Return the (start, end) of the ranges between `begin` and `end`, in their unit, with small gaps closed.
+
+    Empty if there is none.
+    """
     overlapping = slice(int(np.searchsorted(busy.ends, begin)), int(np.searchsorted(busy.starts, end)))
     joined: list[tuple[float, float]] = []
     for start, stop in zip(
@@ -113,7 +119,10 @@ def _ranges_within(busy: Ranges, begin: float, end: float) -> list[tuple[float, 
 
 
 def timeline_of_records(records: Mapping[int, RankRecord]) -> Timeline | None:
-    """Return the last step that all ranks recorded with times; None where there is none."""
+    """Return the last step that all ranks recorded with times, and who came last in all steps.
+
+    None where there is no such step, or no collective has times. Nobody came last if ranks are on several machines.
+    """
     began: dict[int, dict[int, float]] = {}
     for rank, record in records.items():
         began[rank] = {step.step: step.began for step in record.steps if step.began and step.step in record.ended_steps}
@@ -154,7 +163,10 @@ Arrivals = Mapping[tuple[str, tuple[int, ...], int], Mapping[int, float]]
 
 
 def _arrivals_by_call(calls: Mapping[int, Iterable[Collective]]) -> Arrivals:
-    """Return when each rank came to each collective that all members of its group issued."""
+    """Return by collective the seconds at which each rank came to it.
+
+    Only collectives that all members of their group issued.
+    """
     arrivals_by_key: dict[tuple[str, tuple[int, ...], int], dict[int, float]] = defaultdict(dict)
     for rank, rank_calls in calls.items():
         for call in rank_calls:
@@ -164,7 +176,10 @@ def _arrivals_by_call(calls: Mapping[int, Iterable[Collective]]) -> Arrivals:
 
 
 def _blocked_stretch(call: Collective, start: float, arrivals_by_key: Arrivals) -> Stretch:
-    """Return a collective as a stretch, as long as it blocked its thread."""
+    """Return a collective as a stretch, as long as it blocked its thread. start: seconds at which the drawing begins.
+
+    It waited until the last rank came, as far as that is known.
+    """
     rank_arrivals = arrivals_by_key.get((call.group, call.ranks, call.seq), {})
     began = call.began or 0.0
     blocked = call.blocked or 0.0

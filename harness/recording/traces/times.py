@@ -1,7 +1,8 @@
-"""How long collectives took on the devices, how much of that computation hid, and which rank the others waited for.
+"""Times of collectives on the devices, how much of them computation hid, and which rank the others waited for.
 
-A collective ends on all its ranks at one time, and its kernel runs from when a rank has come to it. So the rank with the
-shortest kernel came last, and each other one waited for as much longer as its own took. No clocks of ranks are compared.
+A collective ends on all its ranks at one time, and its kernel runs from when a rank has come to it. So the rank with
+the shortest kernel came last, and each other one waited for as much longer as its own took. No clocks of ranks are
+compared.
 """
 
 from __future__ import annotations
@@ -76,7 +77,10 @@ class Times:
 
 
 def times_of(job: TracedJob) -> Times | None:
-    """Return where the time of the job went, per step. None where no trace has kernels of collectives."""
+    """Return where the time of the job went, in seconds per step.
+
+    None where no trace has kernels of collectives, or no step is in all traces.
+    """
     kernels = {rank: list(kernels_of(traced_rank)) for rank, traced_rank in job.ranks.items()}
     if not job.step_numbers or not any(kernels.values()):
         return None
@@ -101,7 +105,10 @@ def times_of(job: TracedJob) -> Times | None:
 
 
 def with_links(times: Times, machine: Machine, nodes_of: int) -> Times:
-    """Return them with the speed of links. Ranks are taken to fill nodes in their order."""
+    """Return the times with the speed of the links that each kind of collective uses, by a data sheet.
+
+    Ranks are taken to fill nodes of `nodes_of` ranks in their order. A link is across nodes if any group spans several.
+    """
 
     def link_speed(kind: CollectiveTime) -> float:
         nodes_of_groups = (_count_nodes(group, nodes_of) for group in kind.groups)
@@ -116,7 +123,11 @@ def _count_nodes(group: str, nodes_of: int) -> int:
 
 
 def exposed_by_step(job: TracedJob) -> dict[tuple[int, str, str], tuple[float, ...]]:
-    """Return, by size of group, operator and phase, the seconds of each step that are exposed on a rank, on average."""
+    """Return by (group size, operator, phase) the seconds of each step in which a rank's collective ran and no other
+    kernel.
+
+    They are averages over the ranks that have any.
+    """
     exposed_times: dict[tuple[int, str, str], list[float]] = defaultdict(lambda: [0.0] * len(job.step_numbers))
     ranks: dict[tuple[int, str, str], set[int]] = defaultdict(set)
     for rank, traced_rank in job.ranks.items():
@@ -135,7 +146,11 @@ def exposed_by_step(job: TracedJob) -> dict[tuple[int, str, str], tuple[float, .
 
 
 def kernels_of(traced_rank: TracedRank) -> Iterator[Call]:
-    """Yield its kernels in these steps, as the calls that issued them: of each group and operator the next that began later."""
+    """Yield the kernels of a rank in its steps, each with the collective that issued it.
+
+    A call gets the next kernel of its group and operator that began after it and that no earlier call has. Calls
+    without a kernel are left out.
+    """
     free_spans: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for kernel in sorted(traced_rank.trace.kernels, key=lambda kernel: -kernel.span.start):
         free_spans[kernel.collective.group, kernel.collective.op].append(kernel.span)
@@ -154,9 +169,9 @@ class Waits(NamedTuple):
     """Who waited for whom, in the collectives whose members all have kernels."""
 
     waits: dict[tuple[int, int], float]
-    """Rank and place among its kernels -> how long it waited."""
+    """Rank and place among its kernels -> microseconds that it waited."""
     caused: dict[int, float]
-    """Rank -> how long all others waited for it."""
+    """Rank -> microseconds that all others waited for it."""
     last: Counter[int]
     """Rank -> to how many collectives it came last; one to which several came last is nobody's."""
     compared: int
@@ -164,7 +179,10 @@ class Waits(NamedTuple):
 
 
 def find_waits(kernels: Mapping[int, Sequence[Call]]) -> Waits:
-    """Return who waited for whom. kernels: by rank, its kernels of collectives."""
+    """Return who waited for whom, in microseconds. Only collectives whose members all have kernels; sends are left out.
+
+    kernels: by rank, its kernels of collectives. The rank with the shortest kernel came last.
+    """
     kernel_times: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[int, float]]] = defaultdict(dict)
     for rank, calls in kernels.items():
         for index, call in enumerate(calls):
@@ -187,7 +205,7 @@ def find_waits(kernels: Mapping[int, Sequence[Call]]) -> Waits:
 
 
 def _exposed_time(kernels: Sequence[Call], computes: Ranges, begin: float, end: float) -> float:
-    """Return how long collectives ran in this time and nothing else did."""
+    """Return how long, within this time, collectives ran and no other kernel did, in microseconds."""
     ranges = Ranges.from_spans(kernel.span for kernel in kernels)
     pairs = zip(ranges.starts.clip(begin, end), ranges.ends.clip(begin, end), strict=True)
     return float(sum(stop - start - computes.overlap(start, stop) for start, stop in pairs if stop > start))
@@ -199,7 +217,10 @@ def _collective_times(
     waits: Mapping[tuple[int, int], float],
     steps: int,
 ) -> Iterator[CollectiveTime]:
-    """Yield the cost of each kind of collective, the longest exposed first. Groups of one size are of one kind."""
+    """Yield the cost of each kind of collective per rank and step, the longest exposed first.
+
+    Groups of one size are of one kind.
+    """
     costs_by_key: dict[tuple[int, str, str], list[tuple[float, float, float, float]]] = defaultdict(list)
     known_keys = set[tuple[int, str, str]]()
     groups: dict[tuple[int, str, str], set[str]] = defaultdict(set)
