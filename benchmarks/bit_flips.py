@@ -42,6 +42,11 @@ BITS = {"float64": 64, "float32": 32, "bfloat16": 16}
 
 
 def _trained(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Train with the flip of the file in FLIP; return the trainer's result. It runs in a rank, in place of Trainer.train.
+
+    The step of the flip is written to the file `told`. For kind "count" nothing is flipped: the numbers of matmuls and
+    collectives are written.
+    """
     import torch
     import torch.distributed as dist
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -97,7 +102,7 @@ flipped = fault(
 
 
 def made(case: Case, out: Path, flip: dict[str, Any] | None) -> tuple[Any, Run]:
-    """Return what became of it, and its evidence."""
+    """Run the case, with this flip (None: without), and return its judgement and its evidence."""
     Path(os.environ[FLIP]).write_text(json.dumps(flip), encoding="utf-8")
     options = Options(out=out, fault=f"{Path(__file__).resolve()}:flipped" if flip else None)
     judgement = run_case(case, options)
@@ -105,7 +110,10 @@ def made(case: Case, out: Path, flip: dict[str, Any] | None) -> tuple[Any, Run]:
 
 
 def flips(case: Case, out: Path, number: int, draw: random.Random) -> Counter[str]:
-    """Make so many flips in this case, and count what became of them."""
+    """Make `number` flips in this case, and count what became of them, in all and by kind.
+
+    A flip reported as a mistake is printed.
+    """
     counts: list[dict[str, int]] = []
     for rank in range(case.dims.world_size):
         made(case, out, {"rank": rank, "kind": "count", "nth": 0, "told": str(out / "told")})
@@ -126,6 +134,10 @@ def flips(case: Case, out: Path, number: int, draw: random.Random) -> Counter[st
 
 
 def became(judgement: Any, run: Run, usual: Run, rank: int, step: int) -> list[str]:
+    """Return the words that describe what became of a flip: "flips", "seen", "missed", "caught", "step located" and so on.
+
+    usual: the run without a flip. rank, step: where the flip was made.
+    """
     moved = _moved(run, usual)
     if moved <= SEEN and judgement.verdict is not Verdict.FAIL:
         return ["flips", "moves nothing that is seen"]
@@ -140,11 +152,15 @@ def became(judgement: Any, run: Run, usual: Run, rank: int, step: int) -> list[s
 
 
 def _located(kinds: tuple[str, ...]) -> bool:
+    """Return whether a diagnosis only says where it is, and names no mistake of the code."""
     return all("explained" in kind or "wrong" in kind or "differ" in kind for kind in kinds)
 
 
 def _moved(run: Run, usual: Run) -> float:
-    """Return by how much any gradient or loss differs at most, as a part of its largest entry."""
+    """Return the largest difference of any gradient or loss, relative to its largest entry.
+
+    inf if ranks or steps are missing.
+    """
     most = 0.0
     for rank, evidence in usual.ranks.items():
         if rank not in run.ranks or len(run.ranks[rank].steps) != len(evidence.steps):
@@ -164,6 +180,7 @@ def _moved(run: Run, usual: Run) -> float:
 
 
 def main() -> None:
+    """Make flips in each case and print the counts."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -60,7 +60,12 @@ MARK = "KILLS_MARK"
 
 @dataclass(frozen=True)
 class Kill:
-    """What was done, and what came of it. right: the verdict named the rank, or the exit code is the one that is due."""
+    """A kill and its result.
+
+    number: the signal. where: what was killed, and when. told: the first line that the harness printed. right: the
+    verdict named the rank, or the exit code is the one that is due. seconds: until the harness ended. left: the number
+    of processes, or unfinished files, that were left.
+    """
 
     number: signal.Signals
     where: str
@@ -74,6 +79,7 @@ class Kill:
 
 
 def kill_ranks(times: int, draw: random.Random, out: Path, jobs: int) -> Iterator[Kill]:
+    """Yield so many kills of random ranks of random cases, `jobs` at a time. Kills that came too late are drawn again."""
     cases = [find_case(name, load_all()) for name in CASES]
     spans = {case.name: lifetime(case, out / "unharmed") for case in cases}
     seeds = iter(range(draw.randrange(10**6), 10**7))
@@ -88,12 +94,19 @@ def kill_ranks(times: int, draw: random.Random, out: Path, jobs: int) -> Iterato
 
 
 def lifetime(case: Case, out: Path) -> float:
-    """Return the seconds that its ranks live without any kill, the reference not counted."""
+    """Return the seconds that the case's ranks live without any kill, the reference not counted.
+
+    It runs the case twice.
+    """
     run_case(case, Options(out=out))
     return run_case(case, Options(out=out)).seconds
 
 
 def kill_rank(cases: list[Case], spans: dict[str, float], draw: random.Random, out: Path) -> Kill | None:
+    """Run a random case and send a random signal to a random rank at a random moment. None if the rank had ended by then.
+
+    spans: the lifetime of each case, in seconds.
+    """
     case, number = draw.choice(cases), draw.choice(SIGNALS["ranks"])
     rank, moment = draw.randrange(case.dims.world_size), draw.uniform(0, spans[case.name])
     folder = Path(tempfile.mkdtemp(dir=out))
@@ -115,7 +128,10 @@ def kill_rank(cases: list[Case], spans: dict[str, float], draw: random.Random, o
 
 
 def shoot(folder: Path, rank: int, number: int, moment: float, hit: list[float]) -> None:
-    """Once the rank is there and `moment` seconds old. A rank that is no more is no longer hit."""
+    """Wait until the rank has lived for `moment` seconds, send it the signal and append the time to `hit`.
+
+    Nothing is sent if the rank has ended, or does not begin within a minute.
+    """
     give_up = time.monotonic() + 60
     while (ranks := job_in(folder)) is None or rank not in ranks.pids:
         if time.monotonic() > give_up:
@@ -128,6 +144,7 @@ def shoot(folder: Path, rank: int, number: int, moment: float, hit: list[float])
 
 
 def job_in(folder: Path) -> LocalRanks | None:
+    """Return the job of this process's rank server whose files are in the folder; None if there is none."""
     jobs = list(default_server().jobs.values())
     return next((job for job in jobs if folder.resolve() in job.job_file.parents), None)
 
@@ -136,6 +153,10 @@ def job_in(folder: Path) -> LocalRanks | None:
 
 
 def kill_processes(what: str, kind: str, times: int, draw: random.Random, out: Path) -> Iterator[Kill]:
+    """Yield so many kills of a process of the harness: "server", "harness" or "resident".
+
+    Kills that came too late are drawn again.
+    """
     done = 0
     while done < times:
         number, name = draw.choice(SIGNALS[what]), draw.choice(CASES)
@@ -146,6 +167,11 @@ def kill_processes(what: str, kind: str, times: int, draw: random.Random, out: P
 
 
 def kill_process(what: str, kind: str, name: str, number: signal.Signals, moment: float, out: Path) -> Kill | None:
+    """Start `harness run` on a case and send the signal to one of its processes, `moment` * 2 seconds after ranks have
+    begun.
+
+    None if the command or its ranks had ended by then.
+    """
     folder, mark = Path(tempfile.mkdtemp(dir=out)), f"{MARK}={time.time_ns()}"
     command = [sys.executable, "-m", "harness", "run", name, "--out", str(folder), "--timeout", str(LIMIT)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -175,7 +201,8 @@ def kill_process(what: str, kind: str, name: str, number: signal.Signals, moment
 
 
 def alive_of_residents(folder: Path) -> list[int]:
-    """Ranks, what they started, and servers of commands: all but the resident servers, which lead sessions of their own."""
+    """Return the pids of living ranks, their children, and servers of commands, all but the resident servers, which
+    lead sessions."""
     found = {each.pid for launch in folder.glob("*/job.json") for each in find_leftovers(launch.parent, range(16))}
     found |= {each.pid for launch in folder.glob("*/*/job.json") for each in find_leftovers(launch.parent, range(16))}
     for process in Path("/proc").glob("[0-9]*"):
@@ -189,12 +216,18 @@ def alive_of_residents(folder: Path) -> list[int]:
 
 
 def heed() -> None:
-    """Also where this is a shell's background job, which ignores Ctrl-C."""
+    """Let Ctrl-C end the process, also where it is a shell's background job, which ignores Ctrl-C.
+
+    Called in the child.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def victim(what: str, harness: int, folder: Path) -> int | None:
-    """Its pid, once ranks of the case have been started."""
+    """Return the pid of the process to kill, once ranks of the case have begun.
+
+    None if they, or the command, have ended.
+    """
     give_up = time.monotonic() + 120
     while not (ranks := forked_in(folder)):
         if time.monotonic() > give_up or Path(f"/proc/{harness}/stat").read_text().split()[2] == "Z":
@@ -208,6 +241,7 @@ def victim(what: str, harness: int, folder: Path) -> int | None:
 
 
 def forked_in(folder: Path) -> list[int]:
+    """Return the pids of the living ranks of the first launch in the folder."""
     launches = [path.parents[1] for path in folder.glob("*/run/inflight/*.groups")]
     found = [each for launch in launches[:1] for each in find_leftovers(launch, range(16))]
     return [each.pid for each in found if each.command == "forked from the rank"]
@@ -218,6 +252,7 @@ def parent_of(pid: int) -> int:
 
 
 def alive_with(mark: str) -> list[int]:
+    """Return the pids of the processes whose environment has this mark."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -232,6 +267,8 @@ def alive_with(mark: str) -> list[int]:
 
 
 def table(kills: list[Kill]) -> str:
+    """Return a table of kills by signal, and of all: their number, how many were right, median and longest seconds, and
+    left."""
     lines = [f"{'signal':<10}{'kills':>6}{'right':>7}{'median s':>10}{'longest s':>11}{'left':>6}"]
     for number, count in sorted(Counter(kill.number for kill in kills).items()):
         some = [kill for kill in kills if kill.number is number]
@@ -246,6 +283,7 @@ def row(name: str, count: int, kills: list[Kill]) -> str:
 
 
 def main() -> None:
+    """Make the kills, print those that were not right or left something, and the table."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -30,6 +30,7 @@ LISTED = DATA + TENSOR
 
 
 def seconds(case: Case, options: Options) -> float:
+    """Return the seconds that the case takes with these options. SystemExit unless it passes."""
     started = time.monotonic()
     judgement = run_case(case, options)
     if judgement.verdict is not Verdict.PASS:
@@ -38,6 +39,7 @@ def seconds(case: Case, options: Options) -> float:
 
 
 def main() -> None:
+    """Run each case through both launchers and print seconds and ratios."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

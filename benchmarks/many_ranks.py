@@ -43,13 +43,15 @@ PLACEMENTS = ("Replicate", "Shard(0)", "Shard(1)")
 
 
 def line(dims: ParallelDims, rank: int, axis: str) -> tuple[int, ...]:
+    """Return the ranks along an axis through this rank, itself among them."""
     at = coordinate_of_rank(dims, rank)
     return tuple(rank_grid(dims)[tuple(slice(None) if one == axis else at[one] for one in AXES)].tolist())
 
 
 @functools.cache
 def mesh_of(dims: ParallelDims, stage: int) -> list[object]:
-    """The same object for all ranks of a stage, nested by the axes above 1."""
+    """Return the mesh of a stage's ranks, as lists nested by the axes above 1; the same object for all ranks of the
+    stage."""
     grid = rank_grid(dims)[stage].reshape([getattr(dims, axis) for axis in _nested(dims)])
     return grid.tolist()
 
@@ -59,6 +61,7 @@ def _nested(dims: ParallelDims) -> list[str]:
 
 
 def evidence(rank: int, dims: ParallelDims, odd: int | None) -> RankEvidence:
+    """Return made-up evidence of a rank; if it is `odd`, with the differences that the module's docstring lists."""
     stage, axes = coordinate_of_rank(dims, rank)["pp"], _nested(dims)
     placements = tuple(PLACEMENTS[NESTED.index(axis)] for axis in axes)
     held = array_without_values((WIDTH // dims.dp_shard, WIDTH // dims.tp), "float32")
@@ -89,7 +92,10 @@ def evidence(rank: int, dims: ParallelDims, odd: int | None) -> RankEvidence:
 
 
 def moved(rank: int, step: int, lines: dict[str, tuple[int, ...]], size: int) -> Iterator[Collective]:
-    """size: bytes of a parameter, as tp leaves it."""
+    """Yield the collectives of a rank in a step.
+
+    lines: by axis, the ranks along it. size: bytes of a parameter, as tp leaves it.
+    """
     kinds = [
         ("all_reduce", "tp", "forward"),
         ("all_gather", "dp_shard", "forward"),
@@ -107,6 +113,7 @@ def moved(rank: int, step: int, lines: dict[str, tuple[int, ...]], size: int) ->
 
 
 def record(rank: int, dims: ParallelDims, odd: int | None) -> RankRecord:
+    """Return a made-up record of a rank."""
     at, told = coordinate_of_rank(dims, rank), evidence(rank, dims, odd)
     held = at["dp_shard"] * dims.tp + at["tp"] + (rank == odd)
     fed = at["dp_replicate"] * dims.dp_shard + at["dp_shard"]
@@ -154,8 +161,11 @@ def _with_more(by_step: dict[int, int], *more: int) -> dict[int, int]:
 
 
 def write(dims: ParallelDims, folder: Path, odd: int | None) -> int:
-    """Return the bytes of all files. Behind its own summary each rank has the record of its stage's first rank, the only one
-    that is read of ranks that are alike. The rank of --odd and the members of its groups have their own records."""
+    """Write the recording into the folder and return the bytes of all files.
+
+    Behind its own summary each rank has the record of its stage's first rank, the only one that is read of ranks that
+    are alike. The rank `odd` and the members of its groups have their own records.
+    """
     record_file(folder, 0).parent.mkdir(parents=True)
     for ranks in rank_grid(dims).reshape(dims.pp, -1).tolist():
         one = record(ranks[0], dims, None)
@@ -170,7 +180,7 @@ def write(dims: ParallelDims, folder: Path, odd: int | None) -> int:
 
 
 def main() -> None:
-    """Writes and reads in two processes, so that the memory is that of who reads."""
+    """Write and read in two processes, so that the memory is that of reading alone."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("layout")
     parser.add_argument("folder", type=Path)
@@ -189,6 +199,7 @@ def main() -> None:
 
 
 def read(folder: Path, text: str | None) -> None:
+    """Show the recording with the layout `text`, or without one, and print exit code, seconds and memory."""
     began, cpu = time.monotonic(), time.process_time()
     code = show_recording(argparse.Namespace(json=False), folder, text)
     took, memory = time.process_time() - cpu, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -56,7 +56,10 @@ def parameters(stage: int) -> Iterator[tuple[str, int, int, int | None]]:
 
 
 def slice_of(rows: int, columns: int, dim: int | None, data: int, tensor: int) -> Box:
-    """Return what a rank holds: rows of its data rank, of what its tensor rank holds."""
+    """Return the slice of a matrix that a rank holds: its data rank's rows of its tensor rank's part.
+
+    dim: which tp cuts, or None.
+    """
     top, of_tensor = (rows * tensor // TENSOR, rows // TENSOR) if dim == 0 else (0, rows)
     left, width = (columns * tensor // TENSOR, columns // TENSOR) if dim == 1 else (0, columns)
     edges = [top + of_tensor * at // DATA for at in (data, data + 1)]
@@ -64,6 +67,8 @@ def slice_of(rows: int, columns: int, dim: int | None, data: int, tensor: int) -
 
 
 def rank_sketches(rank: int, random: np.random.Generator) -> RankSketches:
+    """Return made-up sketches of a rank: of each of its parameters, the weights before, and gradient, weights and
+    averages after."""
     stage, rest = divmod(rank, DATA * TENSOR)
     data, tensor = divmod(rest, TENSOR)
     held = [*parameters(stage)]
@@ -87,6 +92,7 @@ def rank_sketches(rank: int, random: np.random.Generator) -> RankSketches:
 
 
 def main() -> None:
+    """Write the numbers of all ranks, load them, and print bytes, seconds and memory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder

@@ -34,13 +34,13 @@ from harness.core.run.selection import select_matching, select_tier
 
 
 def sleep(options: dict[str, float]) -> None:
-    """What a pretended rank does."""
+    """Sleep for `seconds`: the entry that a pretended rank runs."""
     time.sleep(options["seconds"])
 
 
 @dataclass
 class Use:
-    """Slots that were held, from when to when."""
+    """The launches that held slots: when each began and ended (monotonic), and how many slots it had."""
 
     held: list[tuple[float, float, int]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -50,14 +50,14 @@ class Use:
             self.held.append((began, ended, slots))
 
     def busy(self, slots: int, until: float) -> float:
-        """The part of all slots that was held, from the first case to `until`."""
+        """Return the share of all slots' time that was used, from the first launch to `until`."""
         start = min(began for began, _, _ in self.held)
         area = sum(max(0.0, min(ended, until) - began) * width for began, ended, width in self.held)
         return area / (slots * (until - start))
 
 
 def packed(order: list[CaseLoad], slots: int) -> Use:
-    """Every load as a launch of ranks that sleep."""
+    """Run every load as a launch of ranks that sleep, on pretended GPUs, and return when each had its slots."""
     use = Use()
     default_server().wait_until_ready()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(slots + 1) as threads:
@@ -75,6 +75,7 @@ def packed(order: list[CaseLoad], slots: int) -> Use:
 
 
 def pretended(cases: list[Case], slots: int, seed: int) -> str:
+    """Return a text on how busy pretended GPUs are, with seconds for each case drawn by `seed`."""
     draw = random.Random(seed)
     seconds = {case.name: draw.uniform(0.5, 4.0) for case in cases}
     order = order_loads(estimate_loads(cases, seconds, slots), slots)
@@ -92,6 +93,7 @@ def pretended(cases: list[Case], slots: int, seed: int) -> str:
 
 
 def real(cases: list[Case], folder: Path, jobs: int) -> str:
+    """Run the cases here, `jobs` at a time, and return a text on how busy the slots were."""
     slots = len(slot_pool("cpu").slots)
     done: list[Outcome] = []
     with open(os.devnull, "w") as nowhere:
@@ -106,6 +108,7 @@ def real(cases: list[Case], folder: Path, jobs: int) -> str:
 
 
 def main() -> None:
+    """Print how busy slots are, of pretended or real cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("pretended", "cases"))
     parser.add_argument("--slots", type=int, default=8)

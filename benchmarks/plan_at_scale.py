@@ -30,12 +30,13 @@ SIDE_BY_SIDE = "llama3_70b_512"
 
 
 def looked_at(plan: Plan) -> int:
-    """Every field of every rank; how many there are."""
+    """Compute every field of every rank of a plan, and return how many there are."""
     values = [getattr(plan, field.name) for field in fields(plan)]
     return sum(len([value[rank] for rank in value]) for value in values if isinstance(value, PerRank))
 
 
 def one_layout(case: Case) -> None:
+    """Plan a case, and print its ranks, kinds, fields, processor seconds and memory of this process."""
     began = time.process_time()
     plan = make_plan(case)
     count = looked_at(plan)
@@ -45,6 +46,7 @@ def one_layout(case: Case) -> None:
 
 
 def seconds_of(case: Case) -> float:
+    """Return the processor seconds of planning all fields of all ranks of a case."""
     began = time.process_time()
     looked_at(make_plan(case))
     return time.process_time() - began
@@ -55,6 +57,8 @@ def of_its_own(kinds: Mapping[int, object], make: object) -> PerRank[object]:
 
 
 def main() -> None:
+    """Print the cost of planning each layout of layouts/, or of the one that is named; then compare kinds with single
+    ranks."""
     layouts = load_all(case_files.LAYOUTS)
     if sys.argv[1:]:
         one_layout(find_case(sys.argv[1], layouts))

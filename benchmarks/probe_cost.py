@@ -36,7 +36,8 @@ Seconds = tuple[float, float]
 
 
 def measure(options: dict[str, Any]) -> None:
-    """On every rank: step times of alternating blocks; rank 0 writes them down."""
+    """Train on this rank in blocks of steps, without and with the probe in turn; rank 0 writes all times to `result`,
+    as JSON."""
     from harness.core.probe import Probe
 
     if options["unfrozen"]:
@@ -64,7 +65,8 @@ def measure(options: dict[str, Any]) -> None:
 
 
 def stepping(trainer: Any) -> Callable[[], Any]:
-    """One step of a trainer: of ours, or of torchtitan's own, which counts and feeds itself in its loop."""
+    """Return a function that runs one step of a trainer: of ours, or of torchtitan's, which counts and feeds itself in
+    its loop."""
     if hasattr(trainer, "train_step"):
         return lambda: trainer.metrics.append(trainer.train_step())
     theirs = trainer._trainer
@@ -78,6 +80,7 @@ def stepping(trainer: Any) -> Callable[[], Any]:
 
 
 def _block(step: Callable[[], Any]) -> list[Seconds]:
+    """Run a block of steps and return the times of each."""
     import torch
 
     times = []
@@ -91,6 +94,7 @@ def _block(step: Callable[[], Any]) -> list[Seconds]:
 
 
 def main() -> None:
+    """Measure on all ranks and print medians and ratios. SystemExit if a rank fails."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -126,7 +130,7 @@ def main() -> None:
 
 
 def told(blocks: list[list[float]]) -> str:
-    """blocks: without the probe and with it, in turn."""
+    """Return a text on medians and ratios. blocks: seconds of steps, without the probe and with it in turn."""
     without, probed = ([statistics.median(times) for times in blocks[start::2]] for start in (0, 1))
     ratios = [b / a for a, b in zip(without, probed, strict=True)]
     medians = (
@@ -136,6 +140,7 @@ def told(blocks: list[list[float]]) -> str:
 
 
 def usual(ranks: int) -> Case:
+    """Return the case of a model of 4 million parameters, over FSDP on so many ranks."""
     model = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 768, "vocab_size": 1024}
     training = {"dtype": "float32", "seq_len": 128, "global_batch": 8 * ranks, "steps": 1000}
     dims = {"dp_shard": ranks}
@@ -143,7 +148,7 @@ def usual(ranks: int) -> Case:
 
 
 def of_file(where: str) -> Case:
-    """FILE::NAME, trained for as long as this takes."""
+    """Return the case FILE::NAME, with 1000 steps, which are more than are run."""
     path, _, name = where.partition("::")
     case = find_case(name, load_cases(Path(path)))
     return replace(case, training=replace(case.training, steps=1000))

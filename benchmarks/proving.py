@@ -18,6 +18,8 @@ from harness.reference import counterfactual  # noqa: F401  what proving imports
 
 
 def main() -> int:
+    """Judge and diagnose each folder of the command line, and print processor seconds, their ratio and the cause;
+    return 0."""
     print(f"{'case':48} ranks  judged  proven  ratio  cause")
     for folder in map(Path, sys.argv[1:]):
         trial = load_trial(folder)

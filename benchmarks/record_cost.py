@@ -53,7 +53,7 @@ def train(size: str) -> None:
 
 
 class Training:
-    """A process that trains, on request."""
+    """A process that trains, one step at each request. steps: which it records; empty: without the recorder."""
 
     def __init__(self, stack: ExitStack, size: str, *, steps: str = "") -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -65,7 +65,7 @@ class Training:
         stack.callback(_end_of(self._process.stdin).close)
 
     def step(self) -> float:
-        """Milliseconds of CPU."""
+        """Run one step and return its milliseconds of CPU."""
         requests = _end_of(self._process.stdin)
         requests.write("step\n")
         requests.flush()
@@ -78,6 +78,10 @@ def _end_of(pipe: IO[str] | None) -> IO[str]:
 
 
 def _pair(one: Training, other: Training, *, first: bool) -> tuple[float, float]:
+    """Run a step of each and return their milliseconds, in the order of the arguments.
+
+    first: whether `one` goes first.
+    """
     if first:
         taken = one.step()
         return taken, other.step()
@@ -86,7 +90,10 @@ def _pair(one: Training, other: Training, *, first: bool) -> tuple[float, float]
 
 
 def compare(what: str, size: str, steps: str = "", pairs: int = PAIRS) -> None:
-    """Print the median of the ratios of neighbouring steps. steps: what the second process records; empty: no recorder."""
+    """Print the median of the ratios of neighbouring steps.
+
+    steps: those that the second process records; empty: no recorder.
+    """
     with ExitStack() as stack:
         one, other = Training(stack, size), Training(stack, size, steps=steps)
         taken = [_pair(one, other, first=number % 2 == 0) for number in range(SKIPPED + pairs)]

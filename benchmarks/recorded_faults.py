@@ -43,7 +43,7 @@ ADAMW = "AdamW(betas (0.9, 0.95), weight_decay 0.1, amsgrad False)"
 
 
 def record_of(case: Case, run: Run, rank: int) -> RankRecord:
-    """Return the record that the recorder would have left. A rank of which nothing came back has none."""
+    """Return the record that the recorder would have left of a rank. KeyError for a rank that left no evidence."""
     evidence, end = run.ranks[rank], next(one for one in run.exits if one.rank == rank)
     ended = {"ok": "ok", "raised": "raised"}.get(end.how, "")
     steps = tuple(_recorded(step) for step in evidence.steps)
@@ -62,7 +62,7 @@ def record_of(case: Case, run: Run, rank: int) -> RankRecord:
 
 
 def _cut(evidence: RankEvidence) -> RankEvidence:
-    """Return the evidence without what only the matrix sees."""
+    """Return the evidence without the fields that only the matrix sees."""
     bare = tuple(
         dataclasses.replace(t, value=array_without_values(t.value.shape, str(t.value.dtype)))
         for t in evidence.parameters
@@ -72,6 +72,7 @@ def _cut(evidence: RankEvidence) -> RankEvidence:
 
 
 def _step(step: StepEvidence) -> StepEvidence:
+    """Return a step's evidence without the fields that a recording does not have."""
     gone: dict[str, Any] = {
         "gradients": {},
         "parameters": {},
@@ -86,6 +87,7 @@ def _step(step: StepEvidence) -> StepEvidence:
 
 
 def _recorded(step: StepEvidence) -> RecordedStep:
+    """Return a recorded step: digests of parameters, the names of those that are not finite, and the samples received."""
     digests = {fqn: _digest(value) for fqn, value in step.parameters.items()}
     bad = tuple(fqn for fqn, value in step.parameters.items() if not np.isfinite(value).all())
     return RecordedStep(
@@ -104,7 +106,7 @@ def _digest(value: np.ndarray) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Noticed:
-    """What a recording shows of one fault."""
+    """The findings that a recording shows of one fault."""
 
     broken: tuple[str, ...]  # failed checks, and labels of what the page calls anomalous
     unknown: tuple[str, ...]  # checks that could not be judged
@@ -113,7 +115,7 @@ class Noticed:
 
 
 def noticed(folder: Path) -> Noticed:
-    """Judge the last launch of the case."""
+    """Return what the last launch of a case in this folder shows if it is judged as a recording. Raises EvidenceError."""
     case, _ = load_case(folder)
     name, launched = list(case.launches.items())[-1]
     run = load_run(folder / name)
@@ -129,6 +131,7 @@ def noticed(folder: Path) -> Noticed:
 
 
 def main() -> None:
+    """Judge all folders as recordings, print what is noticed, and write it as JSON if requested."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("-k", default="", help="a part of the folder's name, or several separated by commas")
@@ -156,7 +159,8 @@ def main() -> None:
 
 
 def _of_correct(folder: Path) -> str:
-    """Whether anything false is said, in a word."""
+    """Return "false" if anything is noticed in a correct run, which is printed; else "right", or "unread" without
+    evidence."""
     try:
         found = noticed(folder)
     except EvidenceError:
@@ -167,7 +171,7 @@ def _of_correct(folder: Path) -> str:
 
 
 def _of_faulty(folder: Path, attempt: Attempt, said: list[dict[str, Any]]) -> str:
-    """What became of a fault, in a word. What is said of it is added to `said`."""
+    """Return in a word what became of a fault, and print it. Its judgement is appended to `said`."""
     try:
         found = noticed(folder)
     except (EvidenceError, ValueError) as error:
@@ -188,6 +192,8 @@ STRUCTURE = RECORDED.without(("contents", "samples", "uses"), "no structure")
 
 
 def _word(found: Noticed, attempt: Attempt) -> str:
+    """Return how well a fault was noticed: named, in part, noticed, missed, unread; besides or neither if it changes no
+    structure."""
     structural = bool(applicable_checks(STRUCTURE) & {*attempt.broken})
     if not found.broken:
         return ("unread" if "completed" in found.unknown else "missed") if structural else "neither"

@@ -45,7 +45,7 @@ JOBS: dict[str, tuple[str, Job]] = {}
 
 
 def job(layout: str) -> Callable[[Job], Job]:
-    """Register a job under its function's name, with its layout."""
+    """Return a decorator that registers a job under its function's name, with its layout."""
 
     def added(function: Job) -> Job:
         JOBS[function.__name__] = (layout, function)
@@ -88,6 +88,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, between: Callable[[], None] = lambda: None) -> None:
+    """Train for STEPS steps, with clipping; `between` is called after each."""
     for step in range(STEPS):
         model(batch(step)).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -97,6 +98,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, between: Callable[
 
 
 def sharded(model: Network, **how: Any) -> Network:
+    """Apply FSDP2 to each block and the whole model, in place, and return it."""
     for block in model.blocks:
         fully_shard(block, **how)
     return fully_shard(model, **how)
@@ -257,7 +259,10 @@ def ranks_of(layout: str) -> int:
 
 
 def record(name: str, folder: Path) -> None:
-    """Trap: atexit and its handlers are those of the process forked from."""
+    """Run a job on forked ranks, each of which records into folder/name, and print their exit statuses.
+
+    Trap: atexit and its handlers are those of the process forked from.
+    """
     from harness.recording import recorder
 
     layout, run = JOBS[name]
@@ -284,7 +289,7 @@ def record(name: str, folder: Path) -> None:
 
 
 def shown(name: str, folder: Path) -> tuple[bool, str]:
-    """Whether all is right, and the page."""
+    """Return whether the page of a recorded job has no false word, and the page."""
     page = io.StringIO()
     with contextlib.redirect_stdout(page):
         alone = command_line(["report", str(folder / name)])
@@ -294,13 +299,14 @@ def shown(name: str, folder: Path) -> tuple[bool, str]:
 
 
 def said(name: str, folder: Path) -> dict[str, Any]:
-    """What is said of a job with the layout that it has, as data."""
+    """Return the judgement of a job with the layout that it has, as data."""
     recording = load_recording(folder / name)
     results, diagnosis = judge_recording(recording, layouts.parse_layout(JOBS[name][0], recording.world))
     return said_of(name, results, diagnosis, [anomaly.label for anomaly in anomalies(recording)])
 
 
 def main() -> int:
+    """Record all jobs, print whether each is right, and return the exit code: 1 if any is not."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-k", default="", help="a part of a job's name")
     parser.add_argument(

@@ -32,7 +32,8 @@ SECONDS = 300
 
 
 def job(file: Path, fault: str) -> None:
-    """Train as a script does, which knows nothing of the harness but its trainer."""
+    """Train the case of a file, with a fault if one is named, as a script does that uses no part of the harness but its
+    trainer."""
     from harness.core.trainers.llama3 import adapter
 
     case = from_json(json.loads(file.read_text(encoding="utf-8")))
@@ -45,13 +46,16 @@ def job(file: Path, fault: str) -> None:
 
 
 def alone(case: Case) -> Case:
-    """Return the same training in one process, a sample a pass."""
+    """Return the case of the same training in one process, a sample a pass."""
     features = Features(accumulation=case.training.global_batch)
     return dataclasses.replace(case, name="alone", dims=ParallelDims(), features=features, runs=1)
 
 
 def recorded(folder: Path, case: Case, fault: str = "", same_as: Path | None = None) -> None:
-    """Record one job."""
+    """Record one job into the folder, compared with `same_as` if given; do nothing if it was recorded before.
+
+    subprocess.TimeoutExpired after SECONDS.
+    """
     if (folder / "recording.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,11 +72,13 @@ def recorded(folder: Path, case: Case, fault: str = "", same_as: Path | None = N
 
 
 def compared(one: Path, other: Path) -> dict[str, Any]:
+    """Return the document of `harness compare --numbers` on two recordings."""
     words = [sys.executable, "-m", "harness", "compare", "--numbers", "--json", str(one), str(other)]
     return json.loads(subprocess.run(words, capture_output=True, text=True, check=False).stdout)
 
 
 def main() -> None:
+    """Record the faults that change numbers, print the causes, and count the verdicts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("-k", default="", help="a part of CASE+FAULT")
@@ -97,7 +103,10 @@ def main() -> None:
 
 
 def _noticed(folder: Path, reference: Path, case: Case, attempt: Attempt) -> str:
-    """Record a fault and print its cause. Return the verdict, and whether the cause is of a kind of the matrix's."""
+    """Record a fault and print its cause.
+
+    Return the verdict, and ", named alike" if the cause's kind is one of the matrix's.
+    """
     try:
         recorded(folder, case, attempt.fault, reference)
     except subprocess.TimeoutExpired:

@@ -33,7 +33,7 @@ PATIENCE = 3600.0  # seconds that the last of the runs, without a kill, may take
 
 
 def cases_of(names: list[str]) -> str:
-    """Return a file of cases, with one rank and two in turn."""
+    """Return the text of a file of small cases with these names, on one rank and on two in turn."""
     dims = (f"{{{SMALL}, dims: {{dp_replicate: {1 + number % 2}}}}}" for number in range(len(names)))
     return "cases:\n" + "".join(f"  {name}: {each}\n" for name, each in zip(names, dims, strict=True))
 
@@ -47,7 +47,7 @@ class Moment:
 
 
 def killed(arguments: list[str], where: Path, out: str, moment: Moment) -> bool:
-    """Runs the matrix; whether it was killed before its end."""
+    """Run the matrix, and kill it at this moment; return whether it was killed before its end."""
     command = [sys.executable, "-m", "harness", "matrix", *arguments, "--out", out]
     began, before = time.monotonic(), _size(where / out)
     with open(where / "told.txt", "ab") as told:
@@ -64,7 +64,8 @@ def killed(arguments: list[str], where: Path, out: str, moment: Moment) -> bool:
 
 
 def environment(where: Path) -> dict[str, str]:
-    """Return a separate environment, so the matrix uses a separate resident process."""
+    """Return an environment with separate slots, temporary folder and runtime folder, so with a separate resident
+    process."""
     folders = {"HARNESS_SLOTS_FOLDER": "slots", "TMPDIR": "temporary", "XDG_RUNTIME_DIR": "runtime"}
     own = {name: str(where / folder) for name, folder in folders.items()}
     return {**os.environ, "PYTHONPATH": str(ROOT), "HARNESS_SLOTS": "4", **own}
@@ -76,7 +77,10 @@ def _size(out: Path) -> int:
 
 
 def run_part(shard: str, out: str, where: Path, draw: random.Random, longest: float, most: int) -> int:
-    """Until it came to its end; how often it was killed."""
+    """Run a shard, killing and resuming it, until it ends; return the number of kills.
+
+    longest: seconds until a kill. most: the most kills. TimeoutError if it does not end within PATIENCE.
+    """
     for kills in range(most + 1):
         last = kills == most
         seconds, more = draw.uniform(0.0, longest), draw.randint(1, 4000)
@@ -88,7 +92,7 @@ def run_part(shard: str, out: str, where: Path, draw: random.Random, longest: fl
 
 
 def once(shards: int, names: list[str], draw: random.Random, longest: float, most: int) -> tuple[int, list[str]]:
-    """How many kills there were, and what is wrong afterwards."""
+    """Run, kill and resume a matrix in a temporary folder; return the number of kills, and what is wrong afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         for name in ("cases", "temporary", "runtime"):
@@ -107,7 +111,8 @@ def once(shards: int, names: list[str], draw: random.Random, longest: float, mos
 
 
 def wrong_verdicts(names: list[str], outs: list[Path]) -> list[str]:
-    """Cases that are lost, doubled or not judged, by the lines of verdicts.jsonl and the folders of cases."""
+    """Return lines on cases that are lost, doubled or not judged, by the lines of verdicts.jsonl and the folders of
+    cases."""
     runs = [verdicts.last_run(out)[0] for out in outs]
     found = Counter(one.case for one in merge_outcomes(runs))
     ended = Counter(name for run in runs for name in (*run.outcomes, *run.ended_twice))
@@ -124,7 +129,10 @@ def wrong_verdicts(names: list[str], outs: list[Path]) -> list[str]:
 
 
 def left(where: Path) -> list[str]:
-    """Processes that outlive the resident one, and files in the temporary folder. Torch makes a cache there when imported."""
+    """End the resident process; return lines on processes that outlive it, and on files in the temporary folder.
+
+    torch makes a cache there when it is imported, which is left out.
+    """
     stop = [sys.executable, "-m", "harness", "run", "--server", "end"]
     subprocess.run(stop, env=environment(where), cwd=where, stdout=subprocess.DEVNULL, check=True)
     time.sleep(3.0)  # what is left may see by itself that it is alone
@@ -141,6 +149,7 @@ def left(where: Path) -> list[str]:
 
 
 def main() -> None:
+    """Do so many runs and print what is wrong with each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--shards", type=int, default=1)

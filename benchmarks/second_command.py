@@ -20,6 +20,7 @@ from harness.core.case.launching import SERVERS
 
 
 def seconds(case: str, kind: str, out: str) -> float:
+    """Return the seconds of a whole `harness run`. CalledProcessError if it fails."""
     command = [sys.executable, "-m", "harness", "run", case, "--server", kind, "--out", out]
     began = time.monotonic()
     subprocess.run(
@@ -33,6 +34,7 @@ def text(found: list[float]) -> str:
 
 
 def main() -> None:
+    """Run each case with both kinds of server in turn, and print medians and ratios."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -39,7 +39,7 @@ COMMANDS = {
 
 @dataclass
 class Taken:
-    """What one command took."""
+    """The time that one command took."""
 
     wall: float
     """Seconds until it ended."""
@@ -71,7 +71,10 @@ def timed(words: Sequence[str], checkout: Path, out: Path) -> Taken:
 
 
 def _watch(process: subprocess.Popen[bytes], file: Path, began: float, verdicts: dict[int, float]) -> None:
-    """Note when so many lines more than at first have verdicts."""
+    """Note the seconds at which the numbers of verdicts in VERDICTS were reached, until the process ends.
+
+    Lines from before are not counted.
+    """
     already = _outcomes(file)
     while process.poll() is None:
         count = _outcomes(file) - already
@@ -82,6 +85,7 @@ def _watch(process: subprocess.Popen[bytes], file: Path, began: float, verdicts:
 
 
 def _outcomes(file: Path) -> int:
+    """Return the number of lines in the file that have a verdict; 0 without a file."""
     if not file.exists():
         return 0
     return sum('"verdict"' in line for line in file.read_text(encoding="utf-8", errors="replace").splitlines())
@@ -95,6 +99,7 @@ def row(name: str, label: str, before: Sequence[float], after: Sequence[float]) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run all commands in both checkouts and print the table; return 0."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks.times", description=__doc__, formatter_class=raw)
     parser.add_argument("before", type=Path)

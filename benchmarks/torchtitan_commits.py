@@ -50,7 +50,7 @@ PAGE = ROOT / "docs" / "results" / "torchtitan_commits.md"
 
 @dataclass(frozen=True)
 class Defect:
-    """A known one of torchtitan's."""
+    """A known defect of torchtitan."""
 
     name: str
     """What is wrong, with the pull requests that brought and ended it."""
@@ -133,26 +133,26 @@ DEFECTS = (
 
 @dataclass(frozen=True)
 class Found:
-    """What one case came to."""
+    """The result of one case on a commit."""
 
     verdict: str
     told: str = ""  # the cause of a FAIL or UNKNOWN, or the reason why the case was not requested
 
     def on(self, date: str) -> str:
-        """Return what to tell of a commit of this date."""
+        """Return the text on this result for a commit of this date: the verdict, and the known defect or the cause."""
         if self.verdict == Verdict.PASS:
             return "PASS"
         return f"{self.verdict}: {self.defect(date) or self.told}"
 
     def defect(self, date: str) -> str:
-        """Return the known defect of a commit of this date that this is; empty where it is none."""
+        """Return the name of the known defect that this result shows on a commit of this date; empty if none."""
         at_that_time = (one for one in DEFECTS if one.since <= date <= one.until)
         return next((one.name for one in at_that_time if any(words in self.told for words in one.words)), "")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one commit came to with one release of torch."""
+    """The results of one commit with one release of torch."""
 
     commit: str
     date: str
@@ -165,7 +165,7 @@ class Row:
 
     @property
     def passes(self) -> bool:
-        """Whether all that was asked of it does."""
+        """Return whether all cases that were requested pass, or fail as expected."""
         return all(told.verdict in ("PASS", "XFAIL", "not asked") for told in self.found.values())
 
     def has(self, commit: str, cases: Iterable[str]) -> bool:
@@ -173,19 +173,20 @@ class Row:
 
 
 def touching(repo: Path, since: str) -> list[str]:
-    """Return the commits that touch these cases, newest first."""
+    """Return the commits since that month that touch the code that these cases run, newest first."""
     words = ("rev-list", "--first-parent", f"--since={since}-01T00:00:00Z", "main", "--", *TOUCHED)
     return [commit[:9] for commit in run_git(repo, *words).split()]
 
 
 def ends_of_months(repo: Path, since: str) -> Iterator[str]:
-    """Return the last commit of each month that is over on main, by the date of the commit."""
+    """Yield the last commit of each month that is over on main, by the date of the commit."""
     newest = run_git(repo, "show", "--no-patch", "--format=%cs", "main")[:7]
     for _, after in itertools.takewhile(lambda pair: pair[0] < newest, itertools.pairwise(months(since))):
         yield run_git(repo, "rev-list", "-1", "--first-parent", f"--before={after}-01T00:00:00Z", "main").strip()[:9]
 
 
 def months(since: str) -> Iterator[str]:
+    """Yield the months from `since` on, "2026-01", without end."""
     year, month = map(int, since.split("-"))
     while True:
         yield f"{year:04}-{month:02}"
@@ -193,6 +194,7 @@ def months(since: str) -> Iterator[str]:
 
 
 def judged(repo: Path, commit: str, cases: Iterable[str], out: Path) -> Row:
+    """Run the cases on a commit of a temporary clone, and return the results."""
     with temporary_clone(repo, source.FILES) as checkout:
         run_git(checkout, "checkout", "--quiet", "--detach", commit)
         date = run_git(checkout, "show", "--no-patch", "--format=%cs").strip()
@@ -204,6 +206,7 @@ def judged(repo: Path, commit: str, cases: Iterable[str], out: Path) -> Row:
 
 
 def found(case: Case, options: Options) -> Found:
+    """Return the result of a case; "not asked" with the reason if the trainer does not support it."""
     try:
         judgement = run_case(case, options)
     except Unsupported as reason:
@@ -212,16 +215,18 @@ def found(case: Case, options: Options) -> Found:
 
 
 def cause(judgement: Judgement) -> str:
+    """Return the cause in a judgement's headline; empty if it has none."""
     return headline(judgement).partition("    ")[2]
 
 
 def stored() -> list[Row]:
+    """Return all rows that are stored; none without a file."""
     records = json.loads(STORED.read_text()) if STORED.exists() else []
     return [Row(**{**one, "found": {case: Found(**told) for case, told in one["found"].items()}}) for one in records]
 
 
 def keep(row: Row) -> list[Row]:
-    """Return all rows that are known now. What it says replaces what was known of the same cases."""
+    """Store a row, make the page anew, and return all rows, newest first. Results of the same cases are replaced."""
     known = {(one.date, one.commit, one.torch): one for one in stored()}
     key = (row.date, row.commit, row.torch)
     before = known[key].found if key in known else {}
@@ -233,7 +238,7 @@ def keep(row: Row) -> list[Row]:
 
 
 def page(rows: list[Row]) -> Iterator[str]:
-    """Return a table by month, torch and cases. A commit that stands alone is named."""
+    """Yield the lines of the page: a table by month, torch and cases. A commit that stands alone is named."""
     every, some = (", ".join(f"`{name}`" for name in names) for names in (CASES, OF_MONTHS))
     yield from (
         "# torchtitan's commits",
@@ -254,6 +259,7 @@ def page(rows: list[Row]) -> Iterator[str]:
 
 
 def line(month: str, torch: str, names: tuple[str, ...], rows: list[Row]) -> str:
+    """Return a line of the table: the results of some commits of one month with one torch, on the same cases."""
     others = Counter(
         f"`{case}` {told.on(row.date)}"
         for row in rows
@@ -269,6 +275,8 @@ def line(month: str, torch: str, names: tuple[str, ...], rows: list[Row]) -> str
 
 
 def main() -> None:
+    """Judge the commits that are not known yet, newest first; exit with 1 if any failure is not explained by a known
+    defect."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repo", type=Path)
     parser.add_argument("--months", action="store_true", help="each month's last commit")

@@ -39,7 +39,7 @@ class Change:
 
     @property
     def asked(self) -> str:
-        """What differs from the case that it names."""
+        """Return what differs from the case that it names, as text; empty if nothing does."""
         told = {**self.recipe, **self.features, **self.options, **self.chosen}
         words = [f"{name} {'as it comes' if value is None and '.' in name else value}" for name, value in told.items()]
         return ", ".join([*words, *([] if self.shows else ["what it reports is not judged"])])

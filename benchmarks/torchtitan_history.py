@@ -48,7 +48,10 @@ SELECTED = "<!-- table: benchmarks/torchtitan_history.py --changed -->\n"
 
 @dataclass(frozen=True)
 class Bisected:
-    """The commit that bisecting found, empty where none; how many it judged, both ends among them, in how many seconds."""
+    """The result of bisecting. first: the bad commit that was found; empty if none was.
+
+    commits: how many it judged, both ends among them. seconds: how long it took.
+    """
 
     first: str
     commits: int
@@ -57,7 +60,7 @@ class Bisected:
 
 @dataclass(frozen=True)
 class Sides:
-    """What a change's case came to on the commit before it, and on itself."""
+    """The results of a change's case on the commit before it, and on itself."""
 
     before: Found
     after: Found
@@ -68,6 +71,8 @@ class Sides:
     """How many of the functions that changed the bug's case ran."""
 
     def shows(self, change: Change) -> bool:
+        """Return whether the two sides are as the change claims: FAIL then PASS for a fix, PASS then FAIL for what
+        brought a bug."""
         wrong, right = (self.after, self.before) if change.breaks else (self.before, self.after)
         return wrong.verdict == Verdict.FAIL and right.verdict == Verdict.PASS
 
@@ -77,7 +82,10 @@ class Sides:
 
 
 def case_of(change: Change) -> Case:
-    """The case that it names, with valid labels only where that is asked: before 2026-01-25 others fail for the loss alone."""
+    """Return the case that a change names, with its recipe and features.
+
+    It has valid labels only unless the change needs others: before 2026-01-25 others fail for the loss alone.
+    """
     case = find_case(change.case, load_all())
     if change.features or change.recipe:
         recipe = dataclasses.replace(case.training, **change.recipe)
@@ -90,7 +98,11 @@ def case_of(change: Change) -> Case:
 
 
 def trainer_of(change: Change, checkout: Path | str, out: Path) -> str:
-    """The adapter itself, or a file with one that has what the change asks for. checkout: "" for that of each commit."""
+    """Return the trainer with which a change is judged: torchtitan's adapter, or a written file with one that has its
+    options.
+
+    checkout: "" for that of each commit.
+    """
     asked = {"options": change.options, "chosen": change.chosen, "shows": change.shows}
     if asked == {"options": {}, "chosen": {}, "shows": True}:
         return trainers.absolute_spec("torchtitan", str(checkout))
@@ -101,18 +113,21 @@ def trainer_of(change: Change, checkout: Path | str, out: Path) -> str:
 
 
 def judged(repo: Path, change: Change, out: Path) -> Sides:
+    """Return the results of the change's case before it and on it, in a temporary clone."""
     with temporary_clone(repo, source.FILES) as checkout:
         before = judged_at(checkout, change.before or f"{change.commit}^", change, out / "before")
         return Sides(before, judged_at(checkout, change.commit, change, out / "after"))
 
 
 def judged_at(checkout: Path, commit: str, change: Change, out: Path) -> Found:
+    """Check out a commit and return the result of the change's case on it."""
     run_git(checkout, "checkout", "--quiet", "--detach", commit)
     options = Options(out=out / change.commit, trainer=trainer_of(change, checkout, out), timeout=240.0)
     return found(case_of(change), options)
 
 
 def bisected(repo: Path, change: Change, out: Path) -> Bisected:
+    """Look for the commit that brought the bug, between the change's good and bad commit, and return the result."""
     good, bad = change.between
     options = Options(out=out / change.commit, trainer=trainer_of(change, "", out), timeout=240.0)
     found = bisect(repo, good, bad, [case_of(change)], options, print)
@@ -121,9 +136,10 @@ def bisected(repo: Path, change: Change, out: Path) -> Bisected:
 
 
 def selected(repo: Path, change: Change, out: Path) -> tuple[dict[str, str], int]:
-    """Return `Sides.selected` and `Sides.ran` where the bug comes in. A fix is taken back for that.
+    """Return `Sides.selected` and `Sides.ran` for the commit where the bug comes in.
 
-    The map is of the commit without the bug, and has the case that shows the bug, and two others.
+    For a fix that is the commit before it. The map is of the commit without the bug, and has the case that shows the
+    bug, and two others.
     """
     with_bug, without = change.before or f"{change.commit}^", change.commit
     if change.breaks:
@@ -154,6 +170,7 @@ def sides_of(record: Mapping[str, Any]) -> Sides:
 
 
 def keep(change: Change, sides: Sides) -> None:
+    """Store the results of a change, and make both tables of the page anew."""
     known = stored() | {change.key: sides}
     rows = {one.key: known[one.key] for one in (*FIXES, *BREAKS) if one.key in known}
     write_text(STORED, json.dumps({key: asdict(one) for key, one in rows.items()}, indent=1) + "\n")
@@ -177,6 +194,7 @@ def tables(rows: Mapping[str, Sides]) -> Iterator[str]:
 
 
 def table(head: str, wanted: str, changes: Sequence[Change], rows: Mapping[str, Sides]) -> Iterator[str]:
+    """Yield the lines of a table of changes, of those that were judged, after a line on how many show what they claim."""
     judged = [(one, rows[one.key]) for one in changes if one.key in rows and rows[one.key].judged]
     yield f"Of {len(judged)} that were judged {sum(sides.shows(one) for one, sides in judged)} {wanted}."
     yield from ("", f"| {head} | what is wrong | case | before | after |", "|---|---|---|---|---|")
@@ -185,13 +203,14 @@ def table(head: str, wanted: str, changes: Sequence[Change], rows: Mapping[str, 
 
 
 def row(change: Change, sides: Sides) -> str:
+    """Return a row of the table: the change, its case, and both results."""
     asked = f", {change.asked}" if change.asked else ""
     run = f"`{case_of(change).name}`{asked}"
     return f"| {change.name} | {change.bug} | {run} | {line(sides.before)} | {line(sides.after)} |"
 
 
 def origins(rows: Mapping[str, Sides]) -> Iterator[str]:
-    """What bisecting came to."""
+    """Yield the lines of the table of bisected changes."""
     looked = [(one, found) for one in BREAKS if one.key in rows and (found := rows[one.key].bisected)]
     yield f"Of {len(looked)} that were bisected {sum(found.first == one.commit for one, found in looked)} are found."
     yield from (
@@ -206,7 +225,7 @@ def origins(rows: Mapping[str, Sides]) -> Iterator[str]:
 
 
 def selections(rows: Mapping[str, Sides]) -> Iterator[str]:
-    """Return what --changed selects where a bug comes in: by a fix that is taken back, or by what broke it."""
+    """Yield the lines on what --changed selects where a bug comes in: by a fix that is taken back, or by what broke it."""
     asked = [(one, case_of(one).name, rows[one.key]) for one in (*FIXES, *BREAKS) if one.key in rows]
     found = [(one, case, sides.selected, sides.ran) for one, case, sides in asked if sides.selected]
     missed = sum(not why[case] for _, case, why, _ in found)
@@ -229,6 +248,7 @@ def line(found: Found) -> str:
 
 
 def main() -> None:
+    """Judge, bisect or select the chosen changes; exit with 1 if any does not show what it claims."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repo", type=Path)
     parser.add_argument("-k", default="", metavar="WORDS")
@@ -246,7 +266,10 @@ def main() -> None:
 
 
 def by_both_sides(repo: Path, change: Change, out: Path) -> bool:
-    """Judge both sides; return whether they show what the change claims. What bisecting and selecting found before is kept."""
+    """Judge and store both sides; return whether they show what the change claims, True also if they could not be judged.
+
+    The results of bisecting and selecting from before are kept.
+    """
     known, sides = stored().get(change.key), judged(repo, change, out)
     if known:
         sides = dataclasses.replace(known, before=sides.before, after=sides.after)
@@ -256,7 +279,7 @@ def by_both_sides(repo: Path, change: Change, out: Path) -> bool:
 
 
 def by_bisecting(repo: Path, change: Change, out: Path) -> bool:
-    """Whether it is what was found. Both sides have been judged before."""
+    """Bisect and store it; return whether the change's own commit was found. Both sides must have been judged before."""
     found = bisected(repo, change, out)
     keep(change, dataclasses.replace(stored()[change.key], bisected=found))
     print(f"{change.name}: {found}", flush=True)
@@ -264,7 +287,10 @@ def by_bisecting(repo: Path, change: Change, out: Path) -> bool:
 
 
 def by_selecting(repo: Path, change: Change, out: Path) -> bool:
-    """Return whether the case that shows it is selected. Both sides have been judged before."""
+    """Select and store it; return whether the case that shows the bug is selected.
+
+    Both sides must have been judged before.
+    """
     found, ran = selected(repo, change, out)
     keep(change, dataclasses.replace(stored()[change.key], selected=found, ran=ran))
     print(f"{change.name}: {found}", flush=True)

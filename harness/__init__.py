@@ -1,4 +1,4 @@
-"""Proves that a distributed Llama 3 trainer does what its configuration says."""
+"""A harness that proves that a distributed Llama 3 trainer does what its configuration says."""
 
 from pathlib import Path
 

@@ -5,6 +5,10 @@ import sys
 
 
 def main() -> int:
+    """Run the harness's command line and return its exit code.
+
+    2, with a message, if standard output is closed or Python removes docstrings; 130 for Ctrl-C while it imports.
+    """
     if sys.stderr is None:  # it was closed: without a stream, messages would go to stdout
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     if sys.stdout is None:

@@ -1,4 +1,5 @@
-"""What adapters, notes to the probe and faults import, in one place, which stays: CHANGELOG.md says what changes in it.
+"""The public names for adapters, notes to the probe and faults, in one place, which stays: CHANGELOG.md says what
+changes in it.
 
     from harness.adapter import Adapter, Case, Metrics, StartedTrainer, beyond, pairs, renamed
 

@@ -167,7 +167,8 @@ ROOMS = frozenset(name.partition(".")[0] for name in NOW)
 
 
 def name_of_today(name: str) -> str | None:
-    """Return the module that has an old name; None for a name that is not old."""
+    """Return today's name of a module with an old name, such as harness.core.probe of harness.probe; None for any other
+    name."""
     top, _, rest = name.partition(".")
     if top != "harness" or rest.partition(".")[0] not in ROOMS:
         return None
@@ -179,13 +180,18 @@ def name_of_today(name: str) -> str | None:
 
 
 class OldNames:
-    """Finds a module of today by its old name. It comes before other finders, which would load the file once more."""
+    """A finder of imports that finds a module of today by its old name, with a FutureWarning, once a process.
+
+    It comes before other finders, which would load the file once more.
+    """
 
     warned = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return the spec of the module of today for an old name; None for any other name, which other finders then
+        look up."""
         now = name_of_today(name)
         if now is None:
             return None
@@ -197,7 +203,7 @@ class OldNames:
 
 
 class _SameModule:
-    """Gives the module of today in place of a new one."""
+    """A loader that returns the module of today in place of a new one."""
 
     def __init__(self, now: str) -> None:
         self.now = now

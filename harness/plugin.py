@@ -53,6 +53,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Register the items of checks, if the configuration names folders of cases; else import nothing.
+
+    pytest.UsageError if an option of the harness is typed without such a configuration.
+    """
     folders = config.getini("harness_cases")
     if folders:
         from harness.core.plugin.checks import Checks
@@ -66,8 +70,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def misplaced(words: Sequence[str]) -> str:
-    """Why there is no configuration: pytest looks for it where any word of the command line lies. It does so before it knows
-    that the word belongs to an option of ours."""
+    """Return why pytest did not find the configuration, and the remedy; empty if the reason is not the one below.
+
+    pytest looks for it where any word of the command line lies. It does so before it knows that the word is the value
+    of an option of the harness.
+    """
     for option, value in pairwise(words):
         if option.startswith("--harness-") and "=" not in option and Path(value).exists():
             return f"{option} {value}: pytest looked for its configuration there, not here: write {option}={value}"
@@ -76,11 +83,12 @@ def misplaced(words: Sequence[str]) -> str:
 
 @pytest.fixture
 def same_training(tmp_path: Path) -> Callable[..., None]:
-    """Record two commands of one training, the trusted one first, and fail where the second one differs.
+    """Return a function that records two commands of one training and fails the test if the second differs from the
+    trusted first.
 
-    Both are what a person types: "python train.py", "torchrun --nproc-per-node 4 train.py --fsdp". noise: whether the first is
-    recorded once more with altered weights, for bounds. after: the second one goes on from the checkpoint that the first one
-    saved after this step. What could not be judged fails as well, with the reason.
+    Both are typed as by a person: "python train.py", "torchrun --nproc-per-node 4 train.py --fsdp". noise: whether the
+    first is recorded once more with altered weights, for bounds. after: the second one goes on from the checkpoint that
+    the first one saved after this step. A training that could not be judged fails as well, with the reason.
     """
 
     def judge(trusted: str, other: str, *, noise: bool = True, after: int = 0) -> None:

@@ -19,7 +19,10 @@ _LEFT: ContextVar[list[int] | None] = ContextVar("left", default=None)
 
 @contextlib.contextmanager
 def logits_budget(logits: int) -> Iterator[None]:
-    """Allow forward passes with this many logits in all. A pass with twice as many counts as two passes."""
+    """Allow the block's forward passes this many logits in all; afterwards the bound from before holds again.
+
+    A pass with twice as many counts as two passes.
+    """
     token = _LEFT.set([logits])
     try:
         yield

@@ -16,7 +16,10 @@ def flatten_by_blocks(matrix: np.ndarray, blocks: int = 1) -> np.ndarray:
 
 
 def restore_from_blocks(vector: np.ndarray, shape: tuple[int, ...], blocks: int = 1) -> np.ndarray:
-    """Return the matrix of this shape whose flatten_by_blocks vector is given: the inverse of flattened."""
+    """Return the matrix of this shape from its vector, block after block: the inverse of flatten_by_blocks.
+
+    With one block the vector may be an array of any dims.
+    """
     if blocks == 1:
         return vector.reshape(shape)
     rows, columns = shape

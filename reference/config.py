@@ -18,6 +18,8 @@ class RopeScaling:
     original_max_position: int = 8192
 
     def __post_init__(self) -> None:
+        """Raise ValueError for values that are not positive and finite, or a low_freq_factor that is not below
+        high_freq_factor."""
         for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position"):
             if not 0 < getattr(self, key) < math.inf:
                 raise ValueError(f"{key} must be positive and finite, got {getattr(self, key)}")
@@ -36,14 +38,18 @@ MATRICES = {
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters of low rank: a target W [m, n] counts as W + alpha / rank * B A, with A [rank, n] and B [m, rank]. B begins at
-    zero. What is trained is said by the recipe's `trainable`."""
+    """Adapters of low rank: a target W [m, n] counts as W + alpha / rank * B A, with A [rank, n] and B [m, rank].
+
+    B begins at zero. Which parameters are trained is said by the recipe's `trainable`.
+    """
 
     rank: int = 4
     alpha: float = 8.0
     targets: tuple[str, ...] = ("wq", "wv")
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a rank below 1, an alpha that is not positive and finite, or targets that are unknown or
+        repeated."""
         if self.rank < 1 or not 0 < self.alpha < math.inf:
             raise ValueError(f"rank must be at least 1 and alpha positive, got rank {self.rank}, alpha {self.alpha}")
         if not self.targets or not {*self.targets} <= {*MATRICES} or len({*self.targets}) < len(self.targets):
@@ -54,7 +60,10 @@ class Lora:
         return self.alpha / self.rank
 
     def shapes(self, fqn: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a parameter's adapter by fqn, in the order of the model. Empty if the parameter has none."""
+        """Return the shapes of a parameter's adapter, A before B, by fqn. Empty if the parameter is no target.
+
+        fqn, shape: of the parameter.
+        """
         module = fqn.removesuffix(".weight")
         if module.rpartition(".")[2] not in self.targets:
             return {}
@@ -217,7 +226,10 @@ class TrainingConfig:
 
     @property
     def made_samples(self) -> int:
-        """Samples of the dataset that is made from the seed. With last_batch, it ends with the recipe."""
+        """Return the number of samples of the dataset that is made from the seed.
+
+        With last_batch, it ends with the recipe.
+        """
         if self.last_batch is None:
             return STEPS_PER_EPOCH * self.global_batch
         return (self.steps - 1) * self.global_batch + self.last_batch
@@ -270,7 +282,7 @@ def is_trainable(training: TrainingConfig, fqn: str) -> bool:
 
 
 def rule_of(training: TrainingConfig, fqn: str) -> str:
-    """Return the optimizer's rule that updates a parameter, of RULES.
+    """Return the name of the rule of RULES that updates a parameter: "sgd", "adamw" or "muon".
 
     The parameter's name decides, not its dims: a wrapper may flatten a matrix. It may also put words before the name.
     """
@@ -282,7 +294,7 @@ def rule_of(training: TrainingConfig, fqn: str) -> str:
 
 
 def unused_fields(training: TrainingConfig) -> set[str]:
-    """Return the fields of the recipe that are options of other optimizers."""
+    """Return the names of the recipe's fields that only other optimizers than its own use."""
     used_rules = {training.optimizer}
     if training.optimizer == "muon":
         used_rules.add("adamw")
@@ -294,9 +306,10 @@ def unused_fields(training: TrainingConfig) -> set[str]:
 
 
 def quantized_modules(model: ModelConfig) -> tuple[str, ...]:
-    """Return the modules whose matmuls a recipe with `quantize` runs in 8 bits: every nn.Linear of every block.
+    """Return the fqns of the modules whose matmuls run in 8 bits if a recipe has `quantize`: every nn.Linear of every block.
 
-    The output is not one, for no later layer evens out its errors: the rule of torchao's and torchtitan's float8 recipes.
+    The output is not one, for no later layer evens out its errors: the rule of torchao's and torchtitan's float8
+    recipes.
     """
     modules = []
     for fqn, shape in model.parameter_shapes().items():
@@ -308,6 +321,6 @@ def quantized_modules(model: ModelConfig) -> tuple[str, ...]:
 def noise_key(training: TrainingConfig, reduce_dtype: str | None, kind: str) -> str:
     """Return the key of the reference's noise (reference/noise.py): "float32 shares".
 
-    reduce_dtype: in which gradients are added over ranks; None is as they are computed. kind: "shares" or "parts".
+    reduce_dtype: in which gradients are added over ranks; None means as they are computed. kind: "shares" or "parts".
     """
     return f"{reduce_dtype or training.compute_dtype or training.dtype} {kind}"

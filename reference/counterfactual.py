@@ -42,7 +42,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Changes:
-    """The differences from the reference. A field that is None: as it was. Arrays are whole tensors by fqn."""
+    """The differences from the reference. A field that is None changes nothing. Arrays are whole tensors by fqn."""
 
     weights: Mapping[str, np.ndarray] | None = None  # before the first step
     batch: Callable[[int, Batch], Batch] | None = None  # (step, the recipe's) -> what is trained on
@@ -76,7 +76,7 @@ class SeparateCopies:
 
 
 def retrain(model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, otherwise: Changes) -> ReferenceRun:
-    """Return the run of the reference with the steps trained again.
+    """Train all steps again with these changes, and return the reference's run with the weights and steps of this training.
 
     model, training: the recipe to train by, which may be another than the reference's.
     """
@@ -89,7 +89,10 @@ def retrain(model: ModelConfig, training: TrainingConfig, reference: ReferenceRu
 def retrain_separately(
     model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, apart: SeparateCopies
 ) -> tuple[ReferenceRun, ...]:
-    """Return the run of each copy of the model. The loss of a step is that of all tokens of all shares."""
+    """Train copies of the model separately, and return the run of each, in order.
+
+    The loss of a step, equal for all copies, is the sum over all shares.
+    """
     with one_thread():
         copies = [_Copy(model, training, reference, otherwise) for otherwise in apart.otherwise]
         steps = [
@@ -127,7 +130,8 @@ def _counts_of_one(batch: Batch) -> np.ndarray:
 
 
 def _step_of_copies(copies: Sequence[_Copy], apart: SeparateCopies, usual: Batch, number: int) -> list[ReferenceStep]:
-    """Compute all shares, reduce their gradients, let every copy take its step, and return the step of each copy."""
+    """Compute the gradients of all shares, reduce them, let every copy take its step, and return each copy's record of
+    the step."""
     loss = 0.0
     gradients = []
     valid = 0
@@ -148,7 +152,10 @@ def _step_of_copies(copies: Sequence[_Copy], apart: SeparateCopies, usual: Batch
 
 
 def _counted_rows(batch: Batch, counts: np.ndarray) -> Batch:
-    """Return the rows of a batch of which some token counts, with labels of only the tokens that count."""
+    """Return the rows of a batch in which some token counts, with the labels of all other tokens ignored.
+
+    Its `counts` is None if the batch has none and every token of these rows counts once.
+    """
     rows = counts.any(axis=1)
     labels = np.where(counts[rows] != 0, batch.labels[rows], IGNORED)
     if batch.counts is None and (counts[rows] == 1).all():
@@ -158,7 +165,7 @@ def _counted_rows(batch: Batch, counts: np.ndarray) -> Batch:
 
 
 class _Copy:
-    """A copy of the model and its optimizer, trained with the changes of an Changes."""
+    """A copy of the model and its optimizer, which is trained with `otherwise`, its changes."""
 
     def __init__(
         self, config: ModelConfig, training: TrainingConfig, reference: ReferenceRun, otherwise: Changes
@@ -177,12 +184,12 @@ class _Copy:
         self.optimizer = Optimizer(self.model, amsgrad=otherwise.amsgrad)
 
     def zeros(self) -> Arrays:
-        """Return gradients of zero for all trained parameters, by fqn."""
+        """Return gradients of zero for all trained parameters, by fqn, in the reference's shapes."""
         trained = {fqn for fqn, parameter in self.optimizer.parameters.items() if parameter.requires_grad}
         return {fqn: np.zeros_like(value) for fqn, value in self._arrays_by_fqn().items() if fqn in trained}
 
     def _arrays_by_fqn(self, *, gradients: bool = False) -> Arrays:
-        """Return the parameters, or their gradients, in the reference's shapes, which may be flat."""
+        """Return the parameters, or their gradients, by fqn, in the reference's shapes, which may be flat."""
         return {
             fqn: self._in_reference_shape(fqn, value)
             for fqn, value in arrays_by_fqn(self.model, gradients=gradients).items()
@@ -192,7 +199,10 @@ class _Copy:
         return flatten_by_blocks(value, self.otherwise.columns.get(fqn, 1)).reshape(self.shapes[fqn])
 
     def backward(self, batch: Batch, valid: int, number: int) -> tuple[float, Arrays]:
-        """Return a share's part of the mean loss, and its gradients by fqn. valid: valid tokens of the whole batch."""
+        """Return a share's part of the mean loss, and its gradients by fqn.
+
+        valid: number of valid tokens of the whole batch.
+        """
         self._begin(number)
         loss = _backward(self.worker.module, batch, valid, self.training.document_mask)
         self.worker.collect_gradients(None)
@@ -200,24 +210,29 @@ class _Copy:
         return loss, self._arrays_by_fqn(gradients=True)
 
     def token_losses(self, batch: Batch, number: int) -> Tensor:
-        """Return the loss of each token, row after row, 0 where its label does not count. [b * s]"""
+        """Return the loss of each token, row after row, 0 where its label is ignored; nothing is trained. [b * s]"""
         self._begin(number)
         with torch.no_grad():
             return token_losses(self.worker.module, batch, self.training.document_mask)
 
     def _begin(self, number: int) -> None:
+        """Begin a step: clear gradients, renew the copy in the compute dtype, seed the dropout masks and alter the model."""
         self.worker.begin()
         seed_masks(self.worker.module, self.training.seed, number)
         self._alter(number)
 
     def _alter(self, number: int) -> None:
-        """Alter the model once a step, however many shares the copy computes: an alteration must not be applied twice."""
+        """Alter the model once in each step, however many shares the copy computes: an alteration must not be applied
+        twice."""
         if self.otherwise.altered and number != self._altered_in:
             self.otherwise.altered(self.worker.module, number)
             self._altered_in = number
 
     def step(self, number: int, loss: float, valid: int, gradients: Arrays) -> ReferenceStep:
-        """Run the optimizer with these gradients and return the record of the step."""
+        """Run the optimizer with these gradients, changed as `otherwise` says, and return the record of the step.
+
+        `lr` is the rate of all parameters, or the recipe's if they have several.
+        """
         otherwise = self.otherwise
         if otherwise.gradients:
             gradients = otherwise.gradients(number, gradients)
@@ -243,7 +258,7 @@ class _Copy:
         return ReferenceStep(number, loss, norm, lr, valid, gradients, parameters, state)
 
     def _options(self, number: int, fqn: str, p: nn.Parameter) -> dict[str, Any]:
-        """Return the optimizer's options for a parameter in a step."""
+        """Return the optimizer's options for a parameter in a step, with the rate and the recipe that `otherwise` sets."""
         otherwise = self.otherwise
         rate = otherwise.rate(number, fqn) if otherwise.rate else learning_rate(number, self.training)
         other_recipe = otherwise.recipe(number, fqn) if otherwise.recipe and number >= otherwise.since else None
@@ -258,7 +273,10 @@ class _Copy:
         return moments
 
     def _set_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """Replace the optimizer's state. Its step counter is a number beside the tensors."""
+        """Replace the optimizer's state of all parameters; one that is not in `state` starts anew.
+
+        Numbers are its step counters.
+        """
         for fqn, parameter in self.optimizer.parameters.items():
             blocks = self.otherwise.columns.get(fqn, 1)
             self.optimizer.state[fqn] = {
@@ -268,7 +286,7 @@ class _Copy:
 
 
 def _model_weights(weights: Mapping[str, np.ndarray], config: ModelConfig, columns: Mapping[str, int]) -> Arrays:
-    """Return weights in the model's shapes."""
+    """Return the weights of the model's parameters, by fqn, in the model's shapes. columns: by fqn, as Changes has it."""
     shapes = config.parameter_shapes()
     return {
         fqn: restore_from_blocks(np.asarray(weights[fqn]), shape, columns.get(fqn, 1)) for fqn, shape in shapes.items()
@@ -276,7 +294,7 @@ def _model_weights(weights: Mapping[str, np.ndarray], config: ModelConfig, colum
 
 
 def _reorder_outputs(model: nn.Module, rows: Mapping[str, np.ndarray]) -> None:
-    """Let each matrix whose rows are in another order give its outputs in the reference's order."""
+    """Hook each matrix whose rows are in another order so that its outputs come in the reference's order."""
     for fqn, order in rows.items():
         inverse = torch.from_numpy(np.argsort(order))
         model.get_submodule(fqn.removesuffix(".weight")).register_forward_hook(
@@ -304,7 +322,10 @@ def _backward(model: nn.Module, batch: Batch, valid: int, document_mask: bool) -
 
 
 def token_losses(model: nn.Module, batch: Batch, document_mask: bool) -> Tensor:
-    """Return the loss of each token, row after row, 0 where none counts. [b * s]"""
+    """Return the loss of each token, row after row, 0 where its label is ignored. [b * s]
+
+    It counts against the budget: BudgetExceeded if that is spent.
+    """
     tokens = _integer_tensor(batch.tokens)
     labels = _integer_tensor(batch.labels)
     logits = at_least_float32(model(tokens, documents=documents(tokens) if document_mask else None))
@@ -315,7 +336,10 @@ def token_losses(model: nn.Module, batch: Batch, document_mask: bool) -> Tensor:
 def loss_sums_of_rows(
     model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, step: int, otherwise: Changes
 ) -> np.ndarray:
-    """Return the sum of the losses of each sample's tokens in this step, of a model that was not trained before. float64 [b]"""
+    """Return the sum of the token losses of each sample of a step, by the model before training, with changes.
+
+    float64 [b]
+    """
     batch = _batch_of_step(reference, reference.samples[step - 1], step_length(training, step))
     with one_thread():
         losses = _Copy(model, training, reference, otherwise).token_losses(batch, step)
@@ -325,7 +349,10 @@ def loss_sums_of_rows(
 def evaluate_token_losses(
     model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, batch: Batch, otherwise: Changes
 ) -> np.ndarray:
-    """Return the loss of each token of a batch that nothing trains on: without dropout. float64 [b, s]"""
+    """Return the loss of each token of a batch, by the model before training, with changes, in eval mode.
+
+    float64 [b, s]
+    """
     with one_thread():
         copy = _Copy(model, training, reference, otherwise)
         copy.worker.module.eval()
@@ -337,12 +364,14 @@ def _integer_tensor(values: np.ndarray) -> Tensor:
 
 
 def _clip_gradients(gradients: Arrays, norm: float, training: TrainingConfig) -> Arrays:
+    """Return the gradients times min(1, max_norm / (norm + 1e-6)); unchanged without max_norm."""
     coefficient = 1.0 if training.max_norm is None else min(1.0, training.max_norm / (norm + 1e-6))
     return {fqn: gradient * gradient.dtype.type(coefficient) for fqn, gradient in gradients.items()}
 
 
 @torch.no_grad()
 def _set_gradients(model: nn.Module, gradients: Arrays, columns: Mapping[str, int]) -> None:
+    """Set the gradient of every parameter, in its own shape; None for those that `gradients` lacks."""
     for fqn, p in model.named_parameters():
         p.grad = _tensor(gradients[fqn], p, columns.get(fqn, 1)) if fqn in gradients else None
 

@@ -1,6 +1,7 @@
 """The data set: samples of tokens with unequally masked labels, and the order in which they are drawn.
 
-A sample is (tokens, labels), both int64 [seq_len]; labels are the next tokens, IGNORED where the loss must not look.
+A sample is (tokens, labels), both int64 [seq_len]; labels are the next tokens, IGNORED where they do not count in the
+loss.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def random_walk_tokens(length: int, vocab_size: int, generator: np.random.Genera
 
 
 def pack_documents(row: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Cut a row in place into documents of 3 to about len/2 tokens, with a separator after each, and return the row."""
+    """Put separators into a row, in place, so that documents of 3 to about len/2 tokens result, and return the row."""
     lengths = generator.integers(3, max(4, len(row) // 2), size=len(row))
     ends = np.cumsum(lengths + 1) - 1
     row[ends[ends < len(row)]] = SEPARATOR
@@ -89,10 +90,11 @@ def pack_documents(row: np.ndarray, generator: np.random.Generator) -> np.ndarra
 
 
 def masked_fractions(order: np.ndarray, global_batch: int) -> np.ndarray:
-    """Return the masked fraction of labels by sample id. No equal split of a step of epoch 0 has equally many valid tokens.
+    """Return the masked fraction of labels by sample id, float64.
 
-    Every second place in a batch is masked more than the one before, and the second half more than the first. So neither the
-    strided nor the contiguous split over 2 ranks is even, and splits over 4, 8, 16, which refine them, cannot be.
+    No equal split of a step of epoch 0 has equally many valid tokens. Every second place in a batch is masked more than
+    the one before, and the second half more than the first. So neither the strided nor the contiguous split over 2
+    ranks is even, and splits over 4, 8, 16, which refine them, cannot be.
     """
     position = np.arange(len(order)) % global_batch  # in its batch
     fractions = np.empty(len(order))
@@ -101,7 +103,10 @@ def masked_fractions(order: np.ndarray, global_batch: int) -> np.ndarray:
 
 
 def masked_count(fraction: float, seq_len: int, generator: np.random.Generator) -> int:
-    """Return how many labels from the left are masked: the fraction, a few more by chance, and all only if it is 1."""
+    """Return how many labels, from the left, are masked: the fraction of seq_len, and up to an eighth more by chance.
+
+    At least one stays, unless the fraction is 1.
+    """
     if fraction == 1:
         return seq_len
     return min(int(fraction * seq_len) + int(generator.integers(0, seq_len // 8 + 1)), seq_len - 1)
@@ -142,6 +147,10 @@ class FileDataset:
         return torch.from_numpy(row[:-1].copy()), torch.from_numpy(row[1:].copy())
 
     def _tokens(self) -> np.ndarray:
+        """Return the file's tokens, mapped into memory.
+
+        ValueError if it is missing, no .npy file, or not one axis of integers.
+        """
         remedy = "save the token ids with numpy.save(path, ids), ids a 1-D integer array"
         if not self.path.is_file():
             raise ValueError(f"{self.path}: no such token file (training.data); {remedy}")
@@ -179,7 +188,10 @@ def documents(tokens: Tensor) -> Tensor:
 
 
 def epoch_order(n_samples: int, seed: int) -> np.ndarray:
-    """Return the permutation that torch's DistributedSampler(shuffle=True) draws. seed: its seed + epoch. int64 [n_samples]"""
+    """Return the permutation of sample ids that torch's DistributedSampler(shuffle=True) draws. int64 [n_samples]
+
+    seed: its seed + epoch.
+    """
     return torch.randperm(n_samples, generator=torch.Generator().manual_seed(seed)).numpy()
 
 

@@ -9,9 +9,9 @@ import numpy as np
 
 
 def relative_distance(seen: np.ndarray, expected: np.ndarray) -> float:
-    """Return ||seen - expected|| / ||expected||, the root mean square of the difference over that of what is expected.
+    """Return ||seen - expected|| / ||expected||, the root mean square of the difference over that of the expected array.
 
-    inf if nothing but zeros is expected, and something else is seen.
+    If all that is expected is zero: 0 if the same is seen, else inf.
     """
     seen = seen.astype(np.float64)
     expected = expected.astype(np.float64)
@@ -29,7 +29,7 @@ def _length(values: np.ndarray) -> float:
 def best_fit(seen: np.ndarray, expected: np.ndarray) -> float:
     """Return the factor of `expected` that is nearest to `seen`: <seen, expected> / <expected, expected>.
 
-    1 where nothing but zeros is expected: only the distance shows a difference then.
+    1 if all that is expected is zero: only the distance shows a difference then.
     """
     seen = seen.astype(np.float64)
     expected = expected.astype(np.float64)

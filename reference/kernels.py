@@ -20,9 +20,10 @@ OVERRIDES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONED
 
 
 def cpu_kind() -> str:
-    """Return architecture, maker, vector instructions and variables that limit them: "x86_64 GenuineIntel avx2 avx512f".
+    """Return the processor's kind: architecture, maker, vector instructions, and variables that limit them.
 
-    Noise that was measured on one kind does not hold for another, unless `has_same_noise` returns True.
+    For example "x86_64 GenuineIntel avx2 avx512f". Noise that was measured on one kind does not hold for another,
+    unless `has_same_noise` returns True. Without /proc/cpuinfo only the architecture and variables are known.
     """
     text = CPU_INFO.read_text(encoding="utf-8", errors="replace") if CPU_INFO.exists() else ""
     maker = re.findall(r"^vendor_id\s*:\s*(\S+)", text, re.MULTILINE)[:1]

@@ -23,28 +23,34 @@ from .config import Lora, ModelConfig, RopeScaling, TrainingConfig, is_trainable
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Return x in float32, or as it is where it is float64."""
+    """Return x in float32, or x itself if it is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def rotary_frequencies(config: ModelConfig, like: Tensor) -> Tensor:
-    """Return radians per position of each pair, theta ** (-2i / head_dim), rescaled if the config has it. [head_dim / 2]"""
+    """Return radians per position of each pair, theta ** (-2i / head_dim), rescaled if the config has rope_scaling.
+    [head_dim / 2]
+
+    Dtype and device are those of `like`.
+    """
     exponents = torch.arange(0, config.head_dim, 2, device=like.device, dtype=like.dtype) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     return frequencies if config.rope_scaling is None else rescale(frequencies, config.rope_scaling)
 
 
 def rescale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the frequencies of Llama 3.1: pairs that turn rarely are slowed by `factor`, pairs that turn often are not.
+    """Return the frequencies of Llama 3.1: those of pairs that turn rarely are divided by `factor`, those that turn
+    often stay.
 
-    Between them it is linear. Meta's `apply_scaling` spells the two ends as branches; clamping `keep` to [0, 1] is the same.
+    Between them it is linear. Meta's `apply_scaling` spells the two ends as branches; clamping `keep` to [0, 1] is the
+    same.
     """
     keep = kept_share(frequencies, scaling).clamp(0.0, 1.0)
     return (1 - keep) * frequencies / scaling.factor + keep * frequencies
 
 
 def kept_share(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the kept share of each frequency, before it is limited to 0 and 1.
+    """Return the share of each frequency that is not rescaled, before it is clamped to 0 and 1.
 
     `turns` is how often a pair goes round within the original context.
     """
@@ -53,12 +59,19 @@ def kept_share(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn each adjacent pair (x[2i], x[2i+1]) by its angle. x [b, s, heads, head_dim], angles [(b,) s, head_dim / 2]."""
+    """Return x with each adjacent pair (x[2i], x[2i+1]) turned by its angle.
+
+    x [b, s, heads, head_dim], angles [(b,) s, head_dim / 2].
+    """
     return turn_by(x, angles.cos(), angles.sin())
 
 
 def turn_by(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each adjacent pair, as `rotate` does, by tables of the angles' cosines and sines, [(b,) s, head_dim / 2] each."""
+    """Return x with each adjacent pair turned, as `rotate` does, by the angles' cosines and sines, [(b,) s, head_dim /
+    2] each.
+
+    It computes in at least float32; the result has x's dtype.
+    """
     cos = cos.unsqueeze(-2)  # [(b,) s, 1, head_dim / 2]
     sin = sin.unsqueeze(-2)
     even, odd = at_least_float32(x).unflatten(-1, (-1, 2)).unbind(-1)  # [b, s, heads, head_dim / 2] each
@@ -95,7 +108,10 @@ class CausalAttention(nn.Module):
 
 
 class Adapted(nn.Linear):
-    """W x + scale * B (A x), of no bias. The adapter's parts are modules, so that they are wrapped and cut like others."""
+    """A matrix with an adapter of low rank: W x + scale * B (A x), without bias.
+
+    The adapter's parts are modules, so that they are wrapped and cut like others.
+    """
 
     def __init__(self, inputs: int, outputs: int, lora: Lora) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -108,7 +124,7 @@ class Adapted(nn.Linear):
 
 
 def linear(config: ModelConfig, name: str, inputs: int, outputs: int) -> nn.Linear:
-    """Return a matrix of a block, with its adapter if it is a target of one."""
+    """Return a matrix without bias for a block; with an adapter if the config's `lora` targets its name."""
     if config.lora is not None and name in config.lora.targets:
         return Adapted(inputs, outputs, config.lora)
     return nn.Linear(inputs, outputs, bias=False)
@@ -187,7 +203,7 @@ class Dropout(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); with dropout, of what is added."""
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); with dropout on what attention and feed-forward add."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -248,6 +264,7 @@ class Llama(nn.Module):
         return x if self.output is None else self.project(x)
 
     def project(self, x: Tensor) -> Tensor:
+        """Return the logits [b, s, vocab], by the embedding's weight if embeddings are tied."""
         assert self.output is not None
         if not self.config.tied_embeddings:
             return self.output(x)
@@ -256,7 +273,7 @@ class Llama(nn.Module):
 
 
 def freeze(model: nn.Module, training: TrainingConfig) -> None:
-    """Let parameters that the recipe does not train require no gradient."""
+    """Set whether each parameter requires a gradient: only those that the recipe trains do."""
     for fqn, parameter in model.named_parameters():
         parameter.requires_grad_(is_trainable(training, fqn))
 
@@ -267,7 +284,7 @@ def mask_seed(seed: int, step: int) -> int:
 
 
 def seed_masks(model: nn.Module, seed: int, step: int) -> None:
-    """Set the seed of the dropout masks of a step. `model` may be wrapped."""
+    """Set the seed of a step's dropout masks in every Llama inside `model`, which may be wrapped."""
     for module in model.modules():
         if isinstance(module, Llama):
             module.mask_seed = mask_seed(seed, step)
@@ -285,9 +302,9 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
 
 
 def _initial_weight(fqn: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return the seed's weights of a parameter, float64. They depend on its fqn, shape and seed alone.
+    """Return the initial value of a parameter, float64. It depends on its fqn, shape and seed alone.
 
-    Zeros for lora_b; about 1, with deviation 0.1, with one dim; else about 0, with deviation 1 / sqrt(shape[1]).
+    Zeros for lora_b; about 1, with deviation 0.1, for a vector; else about 0, with deviation 1 / sqrt(shape[1]).
     """
     if fqn.endswith(".lora_b.weight"):
         return np.zeros(shape)
@@ -299,7 +316,10 @@ def _initial_weight(fqn: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 def llama_from(
     weights: Mapping[str, np.ndarray], *, config: ModelConfig, dtype: torch.dtype, device: str = "cpu"
 ) -> Llama:
-    """Return a model with these weights, rounded to dtype. No random number is drawn; a missing or extra name raises."""
+    """Return a model with these weights, rounded to dtype, on `device`. No random number is drawn.
+
+    RuntimeError for a missing or extra name.
+    """
     with torch.device("meta"):
         model = Llama(config)
     state = {fqn: torch.tensor(value).to(device, dtype) for fqn, value in weights.items()}

@@ -1,10 +1,10 @@
-"""Muon's rule for one matrix, as torch.optim.Muon has it; but Newton-Schulz runs in the matrix's own dtype, not in bfloat16.
+"""Muon's rule for one matrix, as in torch.optim.Muon; but Newton-Schulz runs in the matrix's own dtype, not in bfloat16.
 
     average <- momentum * average + (1 - momentum) * gradient
     turned  <- newton_schulz(with nesterov: momentum * average + (1 - momentum) * gradient; else the average)
     weight  <- (1 - lr * weight_decay) * weight - lr * scale * turned
 
-turned has about the singular vectors of what it is made of, and singular values near 1. So it is a function of the whole
+turned has about the singular vectors of its argument, and singular values near 1. So it is a function of the whole
 matrix: slices that are turned one by one are no slices of it. The functions take tensors and numpy's arrays alike.
 """
 
@@ -37,7 +37,11 @@ def newton_schulz(matrix: Any) -> Any:
 
 
 def matrix_to_orthogonalise(average: Any, gradient: Any, *, momentum: float, nesterov: bool) -> Any:
-    """Return the matrix that is orthogonalised. average: of gradients, with this gradient in it already."""
+    """Return the matrix that is orthogonalised: `average` or, with nesterov, its mean with the gradient, weighted by
+    momentum.
+
+    average: of gradients, with this gradient in it already.
+    """
     if nesterov:
         return momentum * average + (1 - momentum) * gradient
     return average

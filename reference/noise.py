@@ -69,7 +69,7 @@ class SummationOrder:
     """Unit of which operands are moved by up to SHAKE; 0: they are not moved."""
 
     def cut_into_shares(self, tokens: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return the shares of a batch, after its samples were permuted: (tokens, labels) each."""
+        """Return at most `shares` shares of a batch, after its samples were permuted: (tokens, labels) each."""
         permutation = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(self.seed))
         token_shares = tokens[permutation].chunk(self.shares)
         label_shares = labels[permutation].chunk(self.shares)
@@ -77,7 +77,7 @@ class SummationOrder:
 
 
 def noise_orders_of_kind(kind: str, training: TrainingConfig, reduce_dtype: torch.dtype) -> list[SummationOrder]:
-    """Return REPEATS orders of summation of a kind. A batch is cut at most into its samples."""
+    """Return REPEATS orders of summation of a kind, "shares" or "parts". A batch is cut at most into its samples."""
     unit = torch.finfo(torch.float32 if kind == "parts" else DTYPES[training.dtype]).eps / 2
     if training.compute_dtype == "bfloat16":
         unit = 0.0
@@ -89,9 +89,9 @@ def noise_orders_of_kind(kind: str, training: TrainingConfig, reduce_dtype: torc
 
 
 def measure_noise(steps: tuple[ReferenceStep, ...], repeats: Iterable[tuple[ReferenceStep, ...]]) -> Noise:
-    """Return the largest relative distance of a repeat from the reference, by step; it cannot shrink from step to step.
+    """Return the largest relative distance of any repeat from the reference, by step, never below that of an earlier step.
 
-    Only a repeat's distances are kept: sixteen that are made one by one take no more memory than one.
+    Repeats are consumed one by one, and only their distances are kept: sixteen take no more memory than one.
     """
     kinds: dict[str, Distance] = {
         "loss": lambda seen, step: abs(seen.loss / step.loss - 1),
@@ -102,6 +102,7 @@ def measure_noise(steps: tuple[ReferenceStep, ...], repeats: Iterable[tuple[Refe
     kinds |= {f"distance {fqn}": _distance_of(fqn) for fqn in names} | {f"fit {fqn}": _misfit_of(fqn) for fqn in names}
 
     def distances(repeat: tuple[ReferenceStep, ...]) -> dict[str, list[float]]:
+        """Return a repeat's distances from the reference, by kind of distance and then step."""
         by_kind: dict[str, list[float]] = {}
         for kind, distance in kinds.items():
             by_kind[kind] = [distance(repeated, step) for repeated, step in zip(repeat, steps, strict=True)]
@@ -111,6 +112,7 @@ def measure_noise(steps: tuple[ReferenceStep, ...], repeats: Iterable[tuple[Refe
     distances_of_repeats = list(map(distances, repeats))
 
     def spread(kind: str) -> tuple[float, ...]:
+        """Return the largest distance of this kind, by step, never below that of an earlier step."""
         largest_by_step = []
         for number in range(len(steps)):
             largest_by_step.append(largest_or_nan([0.0, *(by_kind[kind][number] for by_kind in distances_of_repeats)]))
@@ -135,7 +137,10 @@ def _misfit_of(fqn: str) -> Distance:
 
 
 def _gradient_distance(seen: ReferenceStep, step: ReferenceStep) -> float:
-    """Return the distance of the parameter that is farthest off, relative to its largest entry."""
+    """Return the largest difference of an entry, relative to its parameter's largest entry, over all parameters.
+
+    Parameters whose gradient is all zero are left out. NaN if any distance is NaN.
+    """
     distances = []
     for fqn, gradient in step.gradients.items():
         largest = float(abs(gradient).max())
@@ -145,7 +150,7 @@ def _gradient_distance(seen: ReferenceStep, step: ReferenceStep) -> float:
 
 
 def reorders_step(order: SummationOrder, step: int, training: TrainingConfig) -> bool:
-    """Return whether a step has products in another order, or operands that are shaken.
+    """Return whether a repeat changes this step: it has products in another order, or operands that are shaken.
 
     If not, `Reordered` would change nothing, and takes several times as long as the step itself.
     """
@@ -154,7 +159,8 @@ def reorders_step(order: SummationOrder, step: int, training: TrainingConfig) ->
 
 
 class Reordered(TorchDispatchMode):
-    """While active, products and sums run in another order (under `parts`) and operands are shaken before rounding."""
+    """A mode of torch in which products and sums run in another order (under `parts`) and operands are shaken before
+    rounding."""
 
     def __init__(self, order: SummationOrder, step: int) -> None:
         super().__init__()
@@ -171,6 +177,7 @@ class Reordered(TorchDispatchMode):
         return self._run_reordered(func, args, kwargs) if self.order.kind == "parts" else func(*args, **kwargs)
 
     def _run_reordered(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator with its contraction or summation permuted; one that has none runs as it is."""
         if func in (aten.mm.default, aten.bmm.default):
             return self._split_product(func, *args)
         if func in (aten.sum.dim_IntList, aten.mean.dim) and not kwargs:
@@ -186,7 +193,7 @@ class Reordered(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _split_product(self, func: Any, a: Tensor, b: Tensor) -> Tensor:
-        """Return the product of two matrices, with the contraction permuted, cut into parts and added up."""
+        """Return the product of two matrices, with the contraction permuted, cut into `parts` and added up."""
         permutation = self._permutation(a.shape[-1], a)
         parts = self.order.parts
         a = a.index_select(-1, permutation)
@@ -197,6 +204,7 @@ class Reordered(TorchDispatchMode):
         return total
 
     def _permute_dims(self, x: Tensor, dims: list[int]) -> Tensor:
+        """Return x with its entries permuted along each of these dims."""
         for dim in dims:
             x = x.index_select(dim, self._permutation(x.shape[dim], x))
         return x
@@ -205,7 +213,7 @@ class Reordered(TorchDispatchMode):
         return torch.randperm(n, generator=self.generator).to(like.device)
 
     def _shake(self, x: Tensor) -> Tensor:
-        """Return x with each entry moved by up to `shake` of itself, up or down."""
+        """Return x with each entry moved by up to `shake` of itself, up or down; x itself if `shake` is 0."""
         if not self.shake:
             return x
         shift = torch.rand(x.shape, generator=self.generator).to(x.device, x.dtype)

@@ -1,7 +1,7 @@
-"""torch's AdamW and SGD, and Muon, each parameter with its own options.
+"""Functional optimizers: torch's AdamW and SGD, and Muon, each parameter with its own options.
 
-They are the functional forms of torch.optim. Building one of its classes would import torch's compiler (3.5 s), which takes
-longer than all that is trained again to prove a cause.
+They are the functional forms of torch.optim. Building one of its classes would import torch's compiler (3.5 s), which
+takes longer than all that is trained again to prove a cause.
 """
 
 from __future__ import annotations
@@ -23,14 +23,20 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 def options_of(training: TrainingConfig, fqn: str, *, lr: float, decays: bool = True) -> dict[str, Any]:
-    """Return the options of a parameter in a step."""
+    """Return a parameter's options in a step: "rule", "lr", "weight_decay" and the recipe's values of the rule's own fields.
+
+    decays: False sets the weight decay to 0.
+    """
     rule = rule_of(training, fqn)
     own = {name: getattr(training, name) for name in RULES[rule]}
     return {"rule": rule, "lr": lr, "weight_decay": training.weight_decay if decays else 0.0, **own}
 
 
 class Optimizer:
-    """amsgrad: what torch.optim.AdamW calls so. state: by fqn, under the names that torch.optim's classes give it."""
+    """The optimizer of a model's parameters. amsgrad: torch.optim.AdamW's option of that name.
+
+    state: by fqn, {name: tensor}, under the names that torch.optim's classes give them; empty before the first step.
+    """
 
     def __init__(self, model: nn.Module, *, amsgrad: bool = False) -> None:
         self.parameters = dict(model.named_parameters())
@@ -47,7 +53,7 @@ class Optimizer:
                 rules[own.pop("rule")](fqn, p, p.grad, own)
 
     def _state_of(self, fqn: str, *names: str) -> Moments:
-        """Return the state of a parameter, with zeros for those of the names that it does not have yet."""
+        """Return a parameter's state, which is changed in place: names that it lacks are added, as zeros."""
         state = self.state.setdefault(fqn, {})
         p = self.parameters[fqn]
         for name in names:
@@ -59,12 +65,14 @@ class Optimizer:
         sgd([p], [gradient], [None], foreach=False, maximize=False, **plain, **options)
 
     def _adamw(self, fqn: str, p: Tensor, gradient: Tensor, options: dict[str, Any]) -> None:
+        """Update one parameter in place by torch's AdamW."""
         largest = ["max_exp_avg_sq"] * self.amsgrad
         state = self._state_of(fqn, "step", "exp_avg", "exp_avg_sq", *largest)
         moments = [state["exp_avg"]], [state["exp_avg_sq"]], [state[name] for name in largest], [state["step"]]
         adamw([p], [gradient], *moments, foreach=False, amsgrad=self.amsgrad, maximize=False, **options)
 
     def _muon(self, fqn: str, p: Tensor, gradient: Tensor, options: dict[str, Any]) -> None:
+        """Update one parameter in place by Muon: its average of gradients, its weight decay, its orthogonalised update."""
         momentum = options["momentum"]
         average = self._state_of(fqn, "momentum_buffer")["momentum_buffer"]
         average.lerp_(gradient, 1 - momentum)

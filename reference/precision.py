@@ -21,7 +21,10 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 @contextlib.contextmanager
 def float32_matmuls(training: TrainingConfig) -> Iterator[None]:
-    """Set torch's precision of float32 matmuls to the recipe's. The switch is the process's, and is put back."""
+    """Set torch's precision of float32 matmuls to the recipe's in the block.
+
+    The switch is the process's, and is put back.
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if training.tf32 else before)
     try:
@@ -31,9 +34,10 @@ def float32_matmuls(training: TrainingConfig) -> Iterator[None]:
 
 
 def quantize(model: nn.Module, recipe: str, modules: Iterable[str]) -> None:
-    """Put torchao's modules in the place of these nn.Linear. The parameters stay the same objects, with the same names.
+    """Replace these nn.Linear by torchao's modules, in place. The parameters stay the same objects, with the same names.
 
-    Products are emulated where the hardware that the model lies on lacks the format. Tensor parallelism must come after this.
+    Products are emulated where the device that the model lies on lacks the format. Tensor parallelism must come after
+    this.
     """
     for name in modules:
         parent, _, child = name.rpartition(".")
@@ -41,6 +45,7 @@ def quantize(model: nn.Module, recipe: str, modules: Iterable[str]) -> None:
 
 
 def _quantize_linear(linear: nn.Module, recipe: str) -> nn.Module:
+    """Return torchao's module for a linear one and a recipe, with the same weight."""
     assert isinstance(linear, nn.Linear), f"{type(linear).__name__} cannot be quantized"
     emulate = not runs_in_hardware(recipe, linear.weight.device)
     if recipe == "mxfp8":
@@ -64,17 +69,20 @@ NATIVE_SINCE = {"mxfp8": (10, 0)}
 
 
 def runs_in_hardware(recipe: str, device: torch.device) -> bool:
-    """Return whether this device multiplies in the recipe's format. A Hopper (9.0) has float8 and no MXFP8."""
+    """Return whether this device multiplies in the recipe's format; False on CPU.
+
+    A Hopper (9.0) has float8 and no MXFP8.
+    """
     if device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= NATIVE_SINCE.get(recipe, (8, 9))
 
 
 class Worker:
-    """The module that computes for a model: itself, or a copy in the compute dtype, as FSDP2's MixedPrecisionPolicy has it.
+    """The module that computes for a model: itself, or a copy in the compute dtype, as with FSDP2's MixedPrecisionPolicy.
 
-    The copy gets the parameters' values before every step. Its gradients are cast to reduce_dtype before they are added up,
-    and to the parameters' dtype after that.
+    The copy gets the parameters' values before every step. Its gradients are cast to reduce_dtype before they are added
+    up, and to the parameters' dtype after that.
     """
 
     def __init__(self, model: nn.Module, training: TrainingConfig, modules: Iterable[str]) -> None:
@@ -87,7 +95,7 @@ class Worker:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begin a step: no gradients, and in a copy the parameters' values."""
+        """Begin a step: clear all gradients, and copy the parameters' values into the copy, if there is one."""
         self.model.zero_grad()
         self._sums = []
         if self.module is not self.model:
@@ -95,7 +103,10 @@ class Worker:
                 own.copy_(parameter)
 
     def collect_gradients(self, reduce_dtype: torch.dtype | None) -> None:
-        """Collect gradients after each backward pass. The model's own add up where they are."""
+        """Add the copy's gradients, in reduce_dtype, to the step's sums; call it after each backward pass.
+
+        None: their own dtype. Without a copy it does nothing: the model's own gradients add up where they are.
+        """
         if self.module is self.model:
             return
         gradients = [_gradient_or_zeros(p).to(reduce_dtype or p.dtype) for p in _trainable_parameters(self.module)]
@@ -105,7 +116,7 @@ class Worker:
         self.module.zero_grad()
 
     def store_gradients(self) -> None:
-        """Give the model the sums of a copy's gradients."""
+        """Set the model's gradients to the sums of the copy's, in the parameters' dtype; without a copy it does nothing."""
         for parameter, total in zip(_trainable_parameters(self.model), self._sums, strict=bool(self._sums)):
             parameter.grad = total.to(parameter.dtype)
 

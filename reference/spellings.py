@@ -1,4 +1,4 @@
-"""The reference's model altered in place, as an adapter may misread a trainer's model, or turned by other positions."""
+"""Alterations of the reference's model, in place: as an adapter may misread a trainer's model, or with other positions."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PARTS = {"model": "", "block": r"layers\.\d+", "attention": r".*\.attention", "n
 
 
 def modules_of(model: nn.Module, part: str) -> list[str]:
-    """Return the names of all modules of a part (of PARTS), in the model's order."""
+    """Return the names of all modules of a part (a key of PARTS), in the model's order."""
     return [name for name, _ in model.named_modules() if re.fullmatch(PARTS[part], name)]
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
-    """Run forward(the module's own forward, its arguments) in place of the module's own forward."""
+    """Patch a module's forward: `forward` is called with the former forward and the arguments, and its result returned."""
     before = module.forward
     module.forward = lambda *args, **kwargs: forward(before, *args, **kwargs)
 
@@ -46,20 +46,22 @@ def with_eps(value: float) -> Alteration:
 
 
 def exchange_forwards(module: nn.Module, *, first_name: str, second_name: str) -> None:
-    """Exchange what two submodules compute."""
+    """Exchange the forwards of two submodules, in place."""
     first = module.get_submodule(first_name)
     second = module.get_submodule(second_name)
     first.forward, second.forward = second.forward, first.forward
 
 
 def exchange_embedding_and_output(model: nn.Module) -> None:
-    """Exchange the weights that embedding and output multiply by."""
+    """Patch the model so that the embedding looks up in the output's weight, and the output multiplies by the
+    embedding's."""
     replace_forward(model.tok_embeddings, lambda original, tokens: F.embedding(tokens, model.output.weight))
     replace_forward(model.output, lambda original, x: F.linear(x, model.tok_embeddings.weight))
 
 
 def detach_output_weight(model: nn.Module, step: int) -> None:
-    """Multiply by the weight that output and embedding share, and give it no gradient of that."""
+    """Patch a model with tied embeddings, in step 1, so that the output gives the shared weight no gradient; later it
+    does nothing."""
     if step == 1:
         replace_forward(model.output, lambda original, x, weight: original(x, weight.detach()))
 
@@ -94,7 +96,7 @@ def scale_output_gradients(names: Iterable[str], factor: float, steps: Iterable[
 
 
 def transpose_matrices(names: Iterable[str]) -> Alteration:
-    """Return an alteration that makes these matrices of a block multiply from the left."""
+    """Return an alteration that makes these matrices of a block multiply by their transpose. They must be square."""
 
     def alter(block: nn.Module) -> None:
         for matrix in map(block.get_submodule, names):
@@ -104,7 +106,10 @@ def transpose_matrices(names: Iterable[str]) -> Alteration:
 
 
 def turn_halves(attention: nn.Module) -> None:
-    """Put columns of a head in the order in which adjacent ones turn together: dot products stay the same."""
+    """Patch wq and wk to return each head's entries i and i + head_dim / 2 as neighbours, which then turn together.
+
+    Dot products stay the same but for the turning.
+    """
     width = attention.config.head_dim
     order = torch.arange(width).view(2, -1).T.flatten()
     for name in ("wq", "wk"):
@@ -134,6 +139,11 @@ def turn_by_positions(by_step: Mapping[int, Mapping[int, np.ndarray]]) -> Alter:
 def _forward_with_positions(
     by_step: Mapping[int, Mapping[int, np.ndarray]], layer: int, now: dict[str, int]
 ) -> Callable[..., Tensor]:
+    """Return a forward for replace_forward, of the attention of a layer, that uses the positions of the step `now["step"]`.
+
+    The given positions are used where `by_step` has none for that step and layer, or the batch has another size.
+    """
+
     def forward(original: Callable[..., Tensor], x: Tensor, positions: Any = None, documents: Any = None) -> Tensor:
         rows = by_step.get(now["step"], {}).get(layer)
         fits = rows is not None and (rows.ndim == 1 or len(rows) == len(x))

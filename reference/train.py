@@ -1,6 +1,7 @@
-"""One plain loop on one device: the whole global batch in one forward pass, one backward pass, clip, step.
+"""The reference's training: one plain loop on one device.
 
-The loss is the sum of the valid tokens' negative log-likelihoods over their number in the global batch.
+The whole global batch in one forward pass, one backward pass, clip, step. The loss is the sum of the valid tokens'
+negative log-likelihoods over their number in the global batch.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ def train(
     noise: Sequence[str] = (),
     model_of: int | None = None,
 ) -> ReferenceRun:
-    """Train from `weights` (by default the seed's) and return all records. `steps` stops early; the schedule is the recipe's.
+    """Train the recipe from `weights` (by default the seed's) and return all records.
 
-    noise: the kinds to measure, as config.noise_key spells them; each takes sixteen times as long again. model_of: train up
-    to this step first, and then anew from those weights alone. Only this second run is returned. Repeats that measure noise do
-    both.
+    `steps` stops early; the schedule stays. noise: the kinds to measure, as config.noise_key spells them; each takes
+    sixteen times as long again. model_of: train up to this step first, and then anew from those weights alone. Only
+    this second run is returned. Repeats that measure noise do both.
     """
     dataset = build_dataset(training, model_config)
     weights = initial_weights(model_config, training.seed) if weights is None else weights
@@ -59,6 +60,7 @@ def train(
         trained = _train_steps(model, worker, batches, training)
 
     def repeat(order: SummationOrder) -> tuple[ReferenceStep, ...]:
+        """Return the steps of a repeat of the training in this order of summation."""
         repeated_model = _build_model(weights, model_config, training, device)
         worker = Worker(repeated_model, training, quantized_modules(model_config))
         _train_steps(repeated_model, worker, batches_before, training, order)
@@ -79,7 +81,8 @@ def train(
 def _build_model(
     weights: Mapping[str, np.ndarray], config: ModelConfig, training: TrainingConfig, device: str
 ) -> nn.Module:
-    """Return the model with these weights in the recipe's dtype, of which only the parameters that the recipe trains learn."""
+    """Return the model with these weights in the recipe's dtype; only the parameters that the recipe trains require
+    gradients."""
     model = llama_from(weights, config=config, dtype=DTYPES[training.dtype], device=device)
     freeze(model, training)
     return model
@@ -92,14 +95,17 @@ def _environment(device: str) -> dict[str, str]:
 
 
 def _sample_fields(dataset: Dataset, samples: tuple[tuple[int, ...], ...]) -> dict[str, Any]:
-    """Return the fields of a ReferenceRun on samples: each sample once, in the order in which they first come."""
+    """Return the fields of a ReferenceRun that describe samples, by name.
+
+    Each sample is listed once, in the order of first use.
+    """
     sample_ids = tuple(dict.fromkeys(itertools.chain.from_iterable(samples)))
     tokens, labels = stack_samples(dataset, sample_ids, "cpu")
     return {"samples": samples, "sample_ids": sample_ids, "tokens": tokens.numpy(), "labels": labels.numpy()}
 
 
 def _input_mean_squares(worker: Worker, tokens: Tensor, training: TrainingConfig) -> dict[str, float]:
-    """Return the mean square of the input of each module in step 1, by fqn."""
+    """Return the mean square of the input of each module in step 1, by fqn; modules whose input is tokens are left out."""
     worker.begin()
     seed_masks(worker.module, training.seed, 1)
     return mean_squares(worker.module, tokens, training.document_mask)
@@ -118,6 +124,7 @@ def _train_steps(
     training: TrainingConfig,
     order: SummationOrder | None = None,
 ) -> tuple[ReferenceStep, ...]:
+    """Train one step for each batch with a new optimizer, and return the steps' records. order: as train_step has it."""
     optimizer = Optimizer(model)
     return tuple(
         train_step(model, optimizer, *both, step=step, training=training, worker=worker, order=order)
@@ -138,7 +145,8 @@ def train_step(
 ) -> ReferenceStep:
     """Run one optimizer step on a global batch [global_batch, seq_len] and return its record; `step` counts from 1.
 
-    worker: computes for the model, by default the model itself. order: of summation; None is one pass over the whole batch.
+    worker: computes for the model, by default the model itself. order: the order of summation; None is one pass over
+    the whole batch.
     """
     worker = worker or Worker(model, training, ())
     valid_tokens = count_valid(labels)
@@ -162,7 +170,8 @@ def train_step(
 def backward(
     model: nn.Module, tokens: Tensor, labels: Tensor, *, valid_tokens: int, document_mask: bool = False
 ) -> float:
-    """Add the gradients of these samples' part of the mean loss to those that are there, and return that part."""
+    """Run forward and backward of these samples: return their part of the mean loss, and add its gradients to those in
+    .grad."""
     loss = forward_loss(model, tokens, labels, document_mask=document_mask) / valid_tokens
     loss.backward()
     return loss.item()
@@ -175,14 +184,14 @@ def forward_loss(model: nn.Module, tokens: Tensor, labels: Tensor, *, document_m
 
 
 def count_valid(labels: Tensor) -> int:
-    """Return the number of labels that count."""
+    """Return the number of labels that count in the loss."""
     return int((labels != IGNORED).sum())
 
 
 def learning_rate(step: int, training: TrainingConfig) -> float:
-    """Return the learning rate of a step, counted from 1: its own, or lr * lr_factor(step).
+    """Return the learning rate of a step, counted from 1: its entry of `rates`, or lr * lr_factor(step).
 
-    Behind the last of `rates` the last one counts: a scheduler looks one step ahead.
+    After the last of `rates` the last one counts: a scheduler looks one step ahead.
     """
     if training.rates is not None:
         return training.rates[min(step, len(training.rates)) - 1]
@@ -194,7 +203,8 @@ def lr_factor(step: int, training: TrainingConfig) -> float:
 
     The cosine reaches final_lr_fraction (f) at `steps` (N):
 
-    f + (1 - f) * (1 + cos(pi * (step - W) / (N - W))) / 2, and f from step N on.
+        f + (1 - f) * (1 + cos(pi * (step - W) / (N - W))) / 2, and f from step N on.
+
     With `rates` it is the step's rate over lr. Step 0, which a scheduler that is a step late begins with, has the peak
     where there is no warm-up.
     """
@@ -222,7 +232,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
 
 
 def options_in_step(model: nn.Module, training: TrainingConfig, lr: float) -> dict[str, dict[str, Any]]:
-    """Return the optimizer's options by fqn: all parameters decay, or none that are vectors (norm weights)."""
+    """Return the optimizer's options of a step, by fqn.
+
+    With `decay` other than "all", vectors (norm weights) do not decay.
+    """
     return {
         fqn: options_of(training, fqn, lr=lr, decays=training.decay == "all" or p.dim() > 1)
         for fqn, p in model.named_parameters()
@@ -235,7 +248,10 @@ def cut_to_length(tokens: Tensor, labels: Tensor, length: int) -> tuple[Tensor, 
 
 
 def mean_squares(model: nn.Module, tokens: Tensor, document_mask: bool = False) -> dict[str, float]:
-    """Return the mean square of the input of each module in one forward pass, by fqn in the order of the calls."""
+    """Return the mean square of the input of each module in one forward pass, by fqn in the order of the calls.
+
+    Modules whose first input is not floating point (the embedding, the whole model) are left out.
+    """
     squares: dict[str, float] = {}
 
     def note(fqn: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -274,6 +290,9 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, dict[str, np.ndarray]]:
 
 
 def to_numpy(value: Tensor) -> np.ndarray:
-    """Return a copy on the host. numpy has no bfloat16; float32 holds each of its values exactly."""
+    """Return a copy on the host.
+
+    bfloat16 becomes float32, which holds each of its values exactly: numpy has no bfloat16.
+    """
     dtype = torch.float32 if value.dtype == torch.bfloat16 else value.dtype
     return value.detach().to("cpu", dtype, copy=True).numpy()

@@ -77,7 +77,7 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 @dataclass
 class Counts:
-    """What was counted in some files."""
+    """The counts of some files."""
 
     statements: int = 0
     names: int = 0
@@ -103,7 +103,7 @@ def is_exempt_participle(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bo
 
 
 def function_findings(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, str]]:
-    """Yield (rule, text) of a function's name, docstring and parameters."""
+    """Yield (rule, text) for each rule that a function's name, docstring or parameters break."""
     name = function.name.strip("_")
     docstring = ast.get_docstring(function) or ""
     if name in PRONOUNS:
@@ -118,12 +118,13 @@ def function_findings(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Itera
 
 
 def is_text_or_list(node: ast.expr) -> bool:
+    """Return whether an expression is a text, an f-string, a list or a list comprehension."""
     text = isinstance(node, ast.Constant) and isinstance(node.value, str)
     return text or isinstance(node, (ast.JoinedStr, ast.List, ast.ListComp))
 
 
 def expression_findings(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield (rule, text) of a node that is no function."""
+    """Yield (rule, text) for each rule that a node other than a function breaks; the text may be empty."""
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
         yield "S6", ""
     if isinstance(node, COMPREHENSIONS):
@@ -141,6 +142,10 @@ def expression_findings(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def add_file(counts: Counts, file: Path) -> None:
+    """Parse a file and add its statements, names and findings to the counts, in place.
+
+    SyntaxError if it cannot be parsed.
+    """
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and not is_docstring(node):
@@ -158,6 +163,7 @@ def add_file(counts: Counts, file: Path) -> None:
 
 
 def counts_of(files: Iterable[Path]) -> Counts:
+    """Return the counts of all files together; those under folders named vendor or experiments are left out."""
     counts = Counts()
     for file in sorted(files):
         if "vendor" not in file.parts and "experiments" not in file.parts:
@@ -171,13 +177,14 @@ PARTS = ("core", "recording", "clusters", "nights", "adapters", "faults", "hypot
 
 
 def counts_of_parts(root: Path) -> dict[str, dict[str, int]]:
-    """Return the counts of the core, of each ring, and of the reference."""
+    """Return the number of findings by part (the core, each ring, the reference) and rule."""
     folders = {part: root / "harness" / part for part in PARTS} | {"reference": root / "reference"}
     found = {part: counts_of(folder.rglob("*.py")) for part, folder in folders.items()}
     return {part: {rule: counts.by_rule[rule] for rule in RULES} for part, counts in found.items()}
 
 
 def print_folders(root: Path) -> None:
+    """Print a line for each folder under `root`, without its subfolders: statements, names, findings by rule."""
     print(f"{'folder':36}{'statements':>11}{'names each':>11}  " + " ".join(f"{rule:>5}" for rule in RULES))
     for folder in [root, *sorted(path for path in root.rglob("*") if path.is_dir())]:
         counts = counts_of(folder.glob("*.py"))
@@ -187,6 +194,7 @@ def print_folders(root: Path) -> None:
 
 
 def print_counts(counts: Counts) -> None:
+    """Print the counts and the rate per 1000 statements of each rule, beside those of ANCHORS."""
     anchors = ANCHORS.get("names", ())
     each = counts.names / counts.statements
     print(f"{counts.statements} statements, {each:.2f} names a statement ({', '.join(map(str, anchors))})")
@@ -197,6 +205,7 @@ def print_counts(counts: Counts) -> None:
 
 
 def main() -> int:
+    """Print what the command line requests, or write KEPT; return the exit code: 2 if there is nothing to count, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", default=["harness", "reference"])
     parser.add_argument("--list", metavar="RULE", choices=RULES)

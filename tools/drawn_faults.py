@@ -25,7 +25,10 @@ TRAINER = PurePosixPath("harness/core/trainers/llama3")
 
 
 def drawn(base: str = "HEAD^") -> list[Fault]:
-    """Return the faults to make, in the order of the catalogue."""
+    """Return the faults to make for the change from commit `base` to HEAD, in the order of the catalogue.
+
+    All faults if git fails.
+    """
     tree = git("rev-parse", "HEAD^{tree}")
     listed = git("diff", "--name-only", base, "HEAD")
     if tree is None or listed is None:
@@ -35,19 +38,23 @@ def drawn(base: str = "HEAD^") -> list[Fault]:
 
 
 def is_in_the_quarter(name: str, tree: str) -> bool:
-    """Return whether a fault is drawn on the commit with these files."""
+    """Return whether a fault is drawn, whatever changed, on the commit whose files have the digest `tree`: one in
+    ONE_IN is."""
     return hashlib.sha256(f"{tree} {name}".encode()).digest()[0] % ONE_IN == 0
 
 
 def affected(fault: Fault, changed: Iterable[PurePosixPath]) -> bool:
-    """Return whether one of the changed files is the fault's own, a check that catches it, the place in the trainer at which it
-    is made, or one that names its cause."""
+    """Return whether a changed file that still exists can affect the fault.
+
+    That is its own file, a check that catches it, a file that names its cause, or the trainer's module in which it is
+    made.
+    """
     source = Path(fault.file).read_text(encoding="utf-8")
     return any(_touches(fault, source, file) for file in changed if file.suffix == ".py" and (ROOT / file).exists())
 
 
 def _touches(fault: Fault, source: str, file: PurePosixPath) -> bool:
-    """source: of the fault's file."""
+    """Return whether one changed file can affect the fault. source: the text of the fault's file."""
     if file.parts[:3] == ("harness", "core", "checks"):
         return file.stem in fault.caught_by
     if file.parts[:-1] in (("harness", "core", "causes"), ("harness", "hypotheses")):
@@ -58,12 +65,14 @@ def _touches(fault: Fault, source: str, file: PurePosixPath) -> bool:
 
 
 def git(*words: str) -> str | None:
-    """Return what git prints in this repository, None where it fails: outside of one, or of a commit that is not there."""
+    """Return the output of git in this repository, stripped; None if git fails, as outside of a repository or for a
+    missing commit."""
     done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Print the names of the drawn faults as an expression for -k, joined by " or "; return 0."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m tools.drawn_faults", description=__doc__, formatter_class=raw)
     parser.add_argument("--base", default="HEAD^", metavar="COMMIT")

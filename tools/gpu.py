@@ -53,7 +53,11 @@ SKIPPED_OR_LOST = ("SKIPPED", "ERROR")
 
 @dataclass(frozen=True)
 class Stage:
-    """cases: which of all, in what order. shares: whether as many ranks as a case has may be on one GPU."""
+    """A stage of the run: its name and description, and its cases.
+
+    cases: returns, of all cases, those of the stage in their order. shares: whether all ranks of a case may share one
+    GPU.
+    """
 
     name: str
     about: str
@@ -62,30 +66,33 @@ class Stage:
 
 
 def alone(cases: Sequence[Case]) -> list[Case]:
-    """One rank, all launches."""
+    """Return the cases of which all launches have one rank."""
     return [case for case in cases if all(one.dims.world_size == 1 for one in case.launches.values())]
 
 
 def plain(cases: Sequence[Case], dtype: str) -> list[Case]:
+    """Return the cases of one rank in this dtype, without those that are quantized or compiled."""
     return [with_dtype(case, dtype) for case in alone(cases) if not (case.training.quantize or case.features.compile)]
 
 
 def in_tf32(cases: Sequence[Case]) -> list[Case]:
-    """Return the cases whose matmuls are in float32, with TF32 on."""
+    """Return the cases of one rank that compute in float32, with TF32 on."""
     whole = [case for case in plain(cases, "float32") if not case.training.compute_dtype]
     return [dataclasses.replace(case, training=dataclasses.replace(case.training, tf32=True)) for case in whole]
 
 
 def quantized(cases: Sequence[Case]) -> list[Case]:
+    """Return the cases of one rank in 8 bits."""
     return [case for case in alone(cases) if case.training.quantize]
 
 
 def compiled(cases: Sequence[Case]) -> list[Case]:
+    """Return the cases of one rank with torch.compile."""
     return [case for case in alone(cases) if case.features.compile]
 
 
 def shared(cases: Sequence[Case]) -> list[Case]:
-    """The default tier's cases of several ranks, the fewest ranks first."""
+    """Return the default tier's cases that have several ranks in some launch, the fewest ranks first."""
     chosen = [case for case in cases if case.tier == "default" and case not in alone(cases)]
     return sorted(chosen, key=lambda case: case.dims.world_size)
 
@@ -106,6 +113,7 @@ STAGES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all that is left, write the results into a folder, print them, and return the exit code."""
     args = parsed(arguments)
     machine = gpu_machine.described(args.device)
     print(*gpu_machine.lines(machine), sep="\n", flush=True)
@@ -127,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of a command line; None is the process's own."""
     parser = argparse.ArgumentParser(prog="python -m tools.gpu", allow_abbrev=False)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=9.0, help="no case begins after that; default 9")
@@ -142,12 +151,15 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def newest(machine: dict[str, Any]) -> Path | None:
-    """To go on with: results of such a GPU and torch, of whatever day."""
+    """Return the folder of the latest results with such a GPU and torch, to go on with. None if there is none."""
     return max(FOLDER.glob(f"*-{gpu_machine.label(machine)}"), default=None)
 
 
 def run_stages(folder: Path, machine: dict[str, Any], args: argparse.Namespace, give_up: float) -> int:
-    """How many cases are left when the time is over."""
+    """Run the planned cases that have no line yet, appending one for each.
+
+    Return how many are left when the time is over. give_up: when no further case begins, by time.monotonic().
+    """
     known = set() if args.again else {(record["stage"], record["case"]) for record in records(folder)}
     todo = [(stage, case) for stage, case in planned(args) if (stage.name, case.name) not in known]
     for number, (stage, case) in enumerate(todo):
@@ -161,6 +173,7 @@ def run_stages(folder: Path, machine: dict[str, Any], args: argparse.Namespace, 
 
 
 def planned(args: argparse.Namespace) -> Iterator[tuple[Stage, Case]]:
+    """Yield each stage with each of its cases, of those that the options select."""
     cases = load_all()
     for stage in STAGES:
         if not args.stage or stage.name in args.stage:
@@ -168,7 +181,11 @@ def planned(args: argparse.Namespace) -> Iterator[tuple[Stage, Case]]:
 
 
 def run_one(stage: Stage, case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    """One case to its end, whatever that is. Where ranks could not share a GPU by NCCL, once more by gloo; both are kept."""
+    """Run one case and return its record, whatever becomes of it.
+
+    If its ranks could not share a GPU by NCCL, it runs again by gloo. The record is that of gloo, with NCCL's cause
+    beside it.
+    """
     options = options_for(stage, case, args)
     record = attempted(stage, case, options)
     lost = options.device == "cuda" and stage.shares and record["checks"].get("completed") == "FAIL"
@@ -179,7 +196,10 @@ def run_one(stage: Stage, case: Case, args: argparse.Namespace) -> dict[str, Any
 
 
 def options_for(stage: Stage, case: Case, args: argparse.Namespace) -> Options:
-    """Return a case's options. Each stage has a separate folder, because stages of different dtypes have cases of one name."""
+    """Return the options with which a case runs.
+
+    Each stage has a separate folder: stages of different dtypes have cases of one name.
+    """
     most = max(launched.dims.world_size for launched in case.launches.values())
     out = args.out / stage.name.replace(" ", "_")
     if args.device == "cpu":
@@ -189,6 +209,8 @@ def options_for(stage: Stage, case: Case, args: argparse.Namespace) -> Options:
 
 
 def attempted(stage: Stage, case: Case, options: Options) -> dict[str, Any]:
+    """Run one case with these options and return its record: the outcome's summary, stage, wall seconds, backend,
+    measurements."""
     began = time.monotonic()
     outcome = attempt_case(case, options)
     record = {
@@ -201,6 +223,7 @@ def attempted(stage: Stage, case: Case, options: Options) -> dict[str, Any]:
 
 
 def summarised(outcome: Outcome) -> dict[str, Any]:
+    """Return the fields of an outcome that are kept; of checks only those that did not pass, by name."""
     return {
         "case": outcome.case,
         "verdict": outcome.verdict,
@@ -216,7 +239,10 @@ def summarised(outcome: Outcome) -> dict[str, Any]:
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """Return the median step of the case's own launch, and the most that any rank's allocator held."""
+    """Return the median seconds of a step, and the largest peaks in bytes of any rank's allocator, of a stored run.
+
+    The first step is left out. Peaks are missing without an allocator; the result is empty if the run cannot be loaded.
+    """
     try:
         ranks = load_run(folder).ranks.values()
     except (EvidenceError, OSError):
@@ -232,7 +258,7 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """The last line of each case of each stage."""
+    """Return the last record of each case of each stage, from the folder's file; empty without a file."""
     file = folder / VERDICTS
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     found = [json.loads(text) for text in lines]
@@ -240,7 +266,10 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def tell(folder: Path, left: int) -> None:
-    """Writes the table and the list of what could not run; prints where they are."""
+    """Write summary.md and cannot_run.txt into the folder; print the table and the folder.
+
+    left: number of cases not run yet.
+    """
     found = records(folder)
     (folder / "summary.md").write_text("\n".join(table(found)) + "\n", encoding="utf-8")
     machine = json.loads((folder / "machine.json").read_text(encoding="utf-8"))
@@ -250,7 +279,7 @@ def tell(folder: Path, left: int) -> None:
 
 
 def table(found: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a table with a line for each stage."""
+    """Return the lines of a Markdown table with a row for each stage. found: the records."""
     lines = ["| stage | cases | verdicts | median step | most allocated | by |", "|---|---|---|---|---|---|"]
     for stage in STAGES:
         own = [record for record in found if record["stage"] == stage.name]
@@ -268,7 +297,7 @@ def table(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def cannot_run(found: Sequence[dict[str, Any]], machine: dict[str, Any]) -> list[str]:
-    """Reasons, each with its cases."""
+    """Return lines on missing packages, and on the reasons why cases were skipped or lost, each with its cases."""
     reasons: dict[str, list[str]] = {}
     for record in found:
         if record["verdict"] in SKIPPED_OR_LOST:
@@ -280,11 +309,14 @@ def cannot_run(found: Sequence[dict[str, Any]], machine: dict[str, Any]) -> list
 
 
 def line(record: dict[str, Any]) -> str:
+    """Return a line on one record: verdict, stage, case, seconds and reason."""
     why = record["cause"] or record["reason"]
     return f"{record['verdict']:<8} {record['stage']}: {record['case']}  {record['wall']} s  {why}".rstrip()
 
 
 def code(found: Sequence[dict[str, Any]], left: int) -> int:
+    """Return the exit code: BROKEN if any record is FAIL; PASSED if some are green, the rest skipped and none left;
+    else NOT_JUDGED."""
     verdicts = {record["verdict"] for record in found}
     if "FAIL" in verdicts:
         return BROKEN

@@ -32,7 +32,10 @@ DRIVER = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--forma
 
 
 def described(device: str) -> dict[str, Any]:
-    """Plain values. Asks torch for its libraries' versions, and CUDA for nothing: ranks are forked later."""
+    """Return plain values on this machine: GPUs, cores, versions, packages that are installed and missing.
+
+    It asks torch for its libraries' versions, and CUDA for nothing: ranks are forked later.
+    """
     import torch
 
     versions = {name: version_of(name) for name in NEEDED}
@@ -51,6 +54,7 @@ def described(device: str) -> dict[str, Any]:
 
 
 def version_of(package: str) -> str:
+    """Return the version of an installed package; empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -58,7 +62,7 @@ def version_of(package: str) -> str:
 
 
 def lines(machine: dict[str, Any]) -> list[str]:
-    """For a person, with what is done without."""
+    """Return lines on the machine for a person, and on what is not done without missing packages."""
     gpus = machine["gpus"] or ["none"]
     found = [f"GPU          {gpu}" for gpu in gpus]
     found += [f"{name:<12} {machine[name]}" for name in ("cores", "python", "torch", "cuda", "cudnn", "nccl")]
@@ -68,6 +72,7 @@ def lines(machine: dict[str, Any]) -> list[str]:
 
 
 def sharing(machine: dict[str, Any]) -> str:
+    """Return how ranks on one GPU communicate: by NCCL if its version can, else by gloo."""
     since = ".".join(map(str, SHARES_GPUS_SINCE))
     version = tuple(int(part) for part in machine["nccl"].split("."))
     by_nccl = version >= SHARES_GPUS_SINCE

@@ -30,7 +30,10 @@ SMALL = {"dim": 64, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 192
 
 @dataclass(frozen=True)
 class Program:
-    """lacking: why it cannot run here; empty if it can."""
+    """A program to run: its name and the arguments of Python.
+
+    lacking: why it cannot run here; empty if it can.
+    """
 
     name: str
     words: tuple[str, ...]
@@ -42,7 +45,7 @@ class Program:
 
 
 def programs(device: str, out: Path) -> Iterator[Program]:
-    """All, in the order of their worth for their time."""
+    """Yield all programs, most worth for their time first. The case of the large model is written into `out`."""
     case = str(large_case(device, out))
     train = ("-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "harness.core.trainers.llama3")
     trainer = (*train, "--case", f"{case}::large", "--device", device)
@@ -57,7 +60,7 @@ def programs(device: str, out: Path) -> Iterator[Program]:
 
 
 def catalogue(device: str, out: Path) -> Iterator[Program]:
-    """`harness faults` of one kind of bug after the other; ranks of a case share a GPU."""
+    """Yield a program for each kind of bug, which runs `harness faults` on it; ranks of a case share a GPU."""
     shared = ("--ranks-per-gpu", "8") if device == "cuda" else ()
     faults = all_faults()
     for family in dict.fromkeys(fault.family for fault in faults):
@@ -67,7 +70,10 @@ def catalogue(device: str, out: Path) -> Iterator[Program]:
 
 
 def large_case(device: str, out: Path) -> Path:
-    """Written for the trainer: one rank, in bfloat16."""
+    """Write the case of the large model, one rank in bfloat16, and return its absolute path.
+
+    On CPU the model is small.
+    """
     training = {"dtype": "bfloat16", "steps": 6}
     size = {"seq_len": 2048, "global_batch": 4} if device == "cuda" else {"seq_len": 32, "global_batch": 4}
     model = LLAMA_3_2_1B if device == "cuda" else SMALL
@@ -79,7 +85,10 @@ def large_case(device: str, out: Path) -> Path:
 
 
 def run(folder: Path, chosen: Sequence[Program], give_up: float) -> int:
-    """How many are left when the time is over."""
+    """Run the chosen programs that have no line yet, appending one for each.
+
+    Return how many are left when the time is over. give_up: when the time is over, by time.monotonic().
+    """
     known = {record["program"] for record in records(folder)}
     todo = [program for program in chosen if program.name not in known]
     for number, program in enumerate(todo):
@@ -92,7 +101,10 @@ def run(folder: Path, chosen: Sequence[Program], give_up: float) -> int:
 
 
 def end_of(folder: Path, program: Program, give_up: float) -> dict[str, object]:
-    """Empty where time was over before it ended."""
+    """Run a program, its output in NAME.txt, and return its record. Empty if the time was over before it ended.
+
+    A program that lacks something is not run: its record has the code None and the reason.
+    """
     ended: dict[str, object] = {"program": program.name, "command": " ".join(program.command)}
     if program.lacking:
         return {**ended, "code": None, "reason": program.lacking}
@@ -110,10 +122,12 @@ def end_of(folder: Path, program: Program, give_up: float) -> dict[str, object]:
 
 
 def records(folder: Path) -> list[dict[str, object]]:
+    """Return the records of the programs that ended, from the folder's file; empty without a file."""
     file = folder / DONE
     return [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
 def line(ended: dict[str, object]) -> str:
+    """Return a line on one record: the program, and its exit code and seconds, or why it did not run."""
     how = f"not run: {ended['reason']}" if ended["code"] is None else f"exit code {ended['code']}, {ended['seconds']} s"
     return f"{ended['program']:<30} {how}"

@@ -69,7 +69,11 @@ ENDLESS = 60  # so much later what has not come to an end never will: it was not
 
 @dataclass
 class Mutant:
-    """One altered function. name: as the trampolines know it. function: the same of what was altered."""
+    """An altered function. name: as mutmut's trampolines have it. function: the same of the function that was altered.
+
+    module: path. diff: without its head. killer: the test that failed, or why no answer came; empty while or if it
+    survives.
+    """
 
     name: str
     function: str
@@ -79,7 +83,7 @@ class Mutant:
 
 
 def altered(module: Path) -> tuple[str, list[Mutant]]:
-    """The module with all its mutants in it, and these without those of messages."""
+    """Return the module's source with all its mutants in it, and the mutants, without those of wording and of defaults."""
     from mutmut.mutation.file_mutation import mutate_file_contents
     from mutmut.utils.format_utils import get_mutant_name
 
@@ -102,7 +106,7 @@ def altered(module: Path) -> tuple[str, list[Mutant]]:
 
 
 def is_wording(before: list[str], after: list[str]) -> bool:
-    """They differ in one literal only, and that is a phrase."""
+    """Return whether two bodies of lines differ in one literal only, and that has a space, so is a phrase."""
     pairs = [(one, other) for one, other in zip(before, after, strict=False) if one != other]
     if len(before) != len(after) or len(pairs) != 1:
         return False
@@ -112,7 +116,7 @@ def is_wording(before: list[str], after: list[str]) -> bool:
 
 
 def is_default(before: list[str], after: list[str]) -> bool:
-    """zip(strict=False) is what zip does without a word, on however many lines it is written."""
+    """Return whether two bodies of lines differ only in zip's strict=False, which is its default."""
 
     def plain(lines: list[str]) -> str:
         return re.sub(r",(strict=(False|None),?)?\)", ")", re.sub(r"\s", "", "".join(lines)))
@@ -122,7 +126,11 @@ def is_default(before: list[str], after: list[str]) -> bool:
 
 @dataclass
 class Runner:
-    """A pytest plugin: in place of running the tests once, runs them on every mutant."""
+    """A pytest plugin that runs the tests on every mutant, in place of running them once.
+
+    jobs: forks at a time. limit: seconds of processor time for the tests of one mutant. The other fields are by
+    function or module: the tests that reach it, kills, depth; or by test: seconds.
+    """
 
     mutants: list[Mutant]
     jobs: int
@@ -135,6 +143,8 @@ class Runner:
     )  # functions, by module and test
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Run all tests once, then the mutants, each in a fork; set their killers and print the diff of each that
+        survives."""
         self._baseline(session.items)
         waiting, running = list(reversed(self.mutants)), {}
         began = done = 0.0
@@ -161,7 +171,10 @@ class Runner:
         return True
 
     def _baseline(self, items: list[pytest.Item]) -> None:
-        """Every test once, unaltered: it must pass; which functions it reaches and how long it takes is noted."""
+        """Run every test once, unaltered, and note the functions that it reaches and its seconds.
+
+        SystemExit if one fails.
+        """
         from mutmut.mutation import trampoline
 
         reached: set[str] = set()
@@ -180,7 +193,7 @@ class Runner:
         print(f"{len(items)} tests take {sum(self.seconds.values()):.0f} s", file=sys.stderr, flush=True)
 
     def _start(self, mutant: Mutant) -> int:
-        """Fork; the returned pipe will hold the test that failed, or "survived"."""
+        """Fork a process that tests the mutant; return the pipe in which it will write the failing test, or "survived"."""
         reading, writing = os.pipe()
         if os.fork():
             os.close(writing)
@@ -199,6 +212,10 @@ class Runner:
         os._exit(0)
 
     def _first_failure(self, mutant: Mutant) -> str:
+        """Return the id of the first test that fails with this mutant; "survived" if none does within the limit.
+
+        Call it in a fork. Tests that are likely to fail soon come first; caches of the harness are cleared.
+        """
         from mutmut.mutation import trampoline
 
         for module in [module for name, module in sys.modules.items() if name.startswith("harness")]:
@@ -221,6 +238,7 @@ class Runner:
 
 
 def main() -> None:
+    """Copy the project into a temporary folder, put the mutants into it, test them there and print the score."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -255,11 +273,16 @@ def main() -> None:
 
 
 def modules(patterns: Any) -> Iterator[Path]:
+    """Yield the files that match the patterns, in the order of the patterns."""
     for pattern in patterns:
         yield from sorted(Path().glob(pattern))
 
 
 def run(chosen: list[Path], asked: argparse.Namespace) -> None:
+    """Put the mutants into the chosen modules' files, run the tests on them, and print the table.
+
+    SystemExit if pytest fails.
+    """
     draw, mutants, counts = random.Random(asked.seed), [], {}
     for module in chosen:
         code, found = altered(module)
@@ -283,8 +306,11 @@ def run(chosen: list[Path], asked: argparse.Namespace) -> None:
 
 
 def keep_trials() -> None:
-    """Literal evidence is made once, not for each mutant: checks take no part in making it, as the plan and bounds do. Not that
-    of a test which trains another reference."""
+    """Patch the tests' `literal` to make each piece of evidence once, not for each mutant.
+
+    Checks take no part in making it, as the plan and bounds do. Evidence of a test with another reference is made each
+    time.
+    """
     import literal
 
     usual, make, keep = kept(literal.reference_of), literal.trial_of, kept(literal.trial_of)
@@ -293,6 +319,7 @@ def keep_trials() -> None:
 
 
 def kept(make: Any) -> Any:
+    """Return the function with its results cached by the text of its arguments."""
     made: dict[str, Any] = {}
 
     def found(*args: Any, **named: Any) -> Any:
@@ -305,6 +332,7 @@ def kept(make: Any) -> Any:
 
 
 def table(mutants: list[Mutant], counts: dict[str, int]) -> str:
+    """Return a Markdown table of scores, a row for each module and one for all. counts: all mutants, by module."""
     lines = ["", "| module | mutants | tried | killed | survived | score |", "|---|---|---|---|---|---|"]
     for name, count in counts.items():
         lines.append(_row(name, count, [mutant for mutant in mutants if mutant.module == name]))
@@ -312,6 +340,8 @@ def table(mutants: list[Mutant], counts: dict[str, int]) -> str:
 
 
 def _row(name: str, count: int, tried: list[Mutant]) -> str:
+    """Return a row of the table: the number of mutants, of those tried, killed and survived, and the share killed ("-"
+    if none)."""
     killed = sum(bool(mutant.killer) for mutant in tried)
     score = f"{killed / len(tried):.1%}" if tried else "-"
     return f"| {name} | {count} | {len(tried)} | {killed} | {len(tried) - killed} | {score} |"

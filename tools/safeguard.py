@@ -43,7 +43,10 @@ BLANK: dict[str, Any] = {"examined": None, "findings": None, "places": VARIES}
 
 @dataclass(frozen=True)
 class Said:
-    """What one check says. examined, and findings, their number: None where it varies. places: where findings are, as text."""
+    """The result of one check.
+
+    examined, findings: their numbers; None where they vary. places: where findings are, as text.
+    """
 
     verdict: str
     examined: int | None = 0
@@ -53,9 +56,11 @@ class Said:
 
 @dataclass(frozen=True)
 class Entry:
-    """One case, fault or recording. about: lines that are no check's: causes, tier, what is odd in a recording.
+    """One case, fault or recording of the table.
 
-    varies: by check, which fields differ between two runs of one commit, a colon, and why. Written by hand; --accept keeps it.
+    about: lines by label that are no check's: causes, tier, odd (a recording's anomalies). checks: by check. varies: by
+    check, which fields differ between two runs of one commit, a colon, and why. It is written by hand; --accept keeps
+    it.
     """
 
     verdict: str
@@ -68,7 +73,7 @@ Table = dict[str, Entry]
 
 
 def places(findings: Iterable[Mapping[str, Any]]) -> str:
-    """Where findings are: their ranks, steps and parameters."""
+    """Return the places of findings as text: their ranks, steps and parameters. Empty without any."""
     findings = list(findings)
     ranks = {rank for one in findings for rank in one.get("ranks", one.get("group", ()))}
     steps = {one["step"] for one in findings if "step" in one}
@@ -78,19 +83,23 @@ def places(findings: Iterable[Mapping[str, Any]]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as text, ascending, runs of them joined: "0-3 8"."""
     runs = itertools.groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
     ends = [(run[0][1], run[-1][1]) for _, pairs in runs if (run := list(pairs))]
     return " ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ends)
 
 
 def some(names: Sequence[str]) -> str:
-    """All of a few; of many the first ones, and a digest of all."""
+    """Return a text on parameters: their number and the first ones, and, if there are more, a digest of all.
+
+    Empty for none.
+    """
     many = f" .. {hashlib.sha256(' '.join(names).encode()).hexdigest()[:8]}" if len(names) > FIRST else ""
     return f"parameters {len(names)}: {' '.join(names[:FIRST])}{many}" * bool(names)
 
 
 def entry_of(said: Mapping[str, Any], tier: str = "") -> Entry:
-    """said: a verdict.json, or one of a list of recordings."""
+    """Return the table's entry of a judgement. said: a verdict.json, or an item of a list of recordings."""
     kinds = [cause["kind"] for cause in (said.get("diagnosis") or {}).get("causes", ())]
     about = {"causes": ", ".join(kinds), "odd": ", ".join(said.get("odd", ())), "tier": tier}
     checks = {
@@ -103,7 +112,11 @@ def entry_of(said: Mapping[str, Any], tier: str = "") -> Entry:
 
 
 def stored(out: Path) -> dict[str, Table]:
-    """What runs left there, by file of the table. Folders of other trainers, seeds, dtypes and devices have other names."""
+    """Return the entries of the verdicts in folder `out`, by file of the table and name.
+
+    Folders of other trainers, seeds, dtypes and devices have other names and are left out. So are faults of other
+    catalogues, and runs whose fault was never reached.
+    """
     found: dict[str, Table] = {name: {} for name in FILES}
     for path in sorted(out.glob("*/verdict.json")):
         said, folder = read(path), path.parent
@@ -131,7 +144,10 @@ def text_of(table: Table) -> str:
 
 
 def lines_of(name: str, entry: Entry) -> Iterator[str]:
-    """A line for what holds, for what does not apply and for what is unknown, and one for each check that is broken."""
+    """Yield the lines of an entry: its verdict, labels, and checks.
+
+    Compact verdicts have one line, each FAIL has its own.
+    """
     yield f"{name}: {entry.verdict}"
     yield from (f"  {label}: {text}" for label, text in sorted(entry.about.items()))
     for verdict in VERDICTS:
@@ -142,7 +158,10 @@ def lines_of(name: str, entry: Entry) -> Iterator[str]:
 
 
 def said_text(check: str, said: Said) -> str:
-    """completed 2; or of one with findings: gradients 126; 3 findings; ranks 0-1; steps 2; parameters 1: norm.weight"""
+    """Return a check's result as text, which said_of reads.
+
+    Such as "completed 2", or with findings "gradients 126; 3 findings; ranks 0-1; steps 2; parameters 1: norm.weight".
+    """
     found = (
         [] if said.findings == 0 else [f"{count_text(said.findings)} findings", *([said.places] if said.places else [])]
     )
@@ -150,6 +169,7 @@ def said_text(check: str, said: Said) -> str:
 
 
 def said_of(verdict: str, text: str) -> tuple[str, Said]:
+    """Return the check and its result from a text that said_text wrote, with this verdict."""
     head, _, found = text.partition("; ")
     check, _, examined = head.partition(" ")
     findings, _, where = found.partition("; ")
@@ -165,6 +185,7 @@ def count_of(text: str) -> int | None:
 
 
 def table_of(text: str) -> Table:
+    """Return the table from its text, the inverse of text_of."""
     table: Table = {}
     for line in text.splitlines():
         label, _, rest = line.strip().partition(": ")
@@ -180,12 +201,13 @@ def table_of(text: str) -> Table:
 
 
 def load(folder: Path) -> dict[str, Table]:
+    """Return the tables in a folder, by file; a table whose file is missing is empty."""
     files = {name: folder / f"{name}.txt" for name in FILES}
     return {name: table_of(path.read_text(encoding="utf-8")) if path.exists() else {} for name, path in files.items()}
 
 
 def without_varying(entry: Entry, varies: dict[str, str]) -> Entry:
-    """What is known to vary is not said."""
+    """Return the entry with `varies`, and with the fields that vary blank in each check."""
     checks = dict(entry.checks)
     for check, fields_and_why in varies.items():
         if check in checks:
@@ -198,7 +220,7 @@ def without_varying(entry: Entry, varies: dict[str, str]) -> Entry:
 
 
 def differences(before: Entry, now: Entry) -> Iterator[tuple[bool, str]]:
-    """What differs, with whether it is a failure."""
+    """Yield (whether it is a failure, text) for each difference between two entries."""
     if before.verdict != now.verdict:
         yield True, f"verdict: {before.verdict} -> {now.verdict}"
     for label in sorted({*before.about, *now.about}):
@@ -214,6 +236,10 @@ def differences(before: Entry, now: Entry) -> Iterator[tuple[bool, str]]:
 
 
 def of_check(before: Said, now: Said) -> Iterator[tuple[bool, str]]:
+    """Yield (whether it is a failure, text) for each difference between two results of a check.
+
+    More examined is no failure.
+    """
     if before.verdict != now.verdict:
         yield True, f"{before.verdict} -> {now.verdict}"
     if before.examined != now.examined:
@@ -228,7 +254,11 @@ def of_check(before: Said, now: Said) -> Iterator[tuple[bool, str]]:
 def compared(
     table: Mapping[str, Table], now: Mapping[str, Table], *, whole: bool, drawn: Collection[str] | None = None
 ) -> int:
-    """Print what differs, and return the exit code. drawn: the faults that were to be made; None: all."""
+    """Print the differences and return the exit code: 1 for a failure, 2 if entries are missing or none was compared,
+    else 0.
+
+    whole: whether all tiers and recordings are compared. drawn: the faults that were to be made; None: all.
+    """
     failed, count, missing = 0, 0, []
     for file in FILES if whole else (CASES, FAULTS):
         wanted = {name: one for name, one in table[file].items() if whole or "tier" not in one.about}
@@ -254,7 +284,10 @@ def compared(
 
 
 def run_all(out: Path) -> None:
-    """Verdicts of before are deleted, so that none of them counts as today's."""
+    """Run all cases, faults and recordings into `out`, printing exit codes.
+
+    Verdicts that lie there are deleted first, so that none of them counts as today's.
+    """
     for path in (*out.glob("*/verdict.json"), *out.glob("recorded_*.json")):
         path.unlink()
     for words in (
@@ -268,7 +301,10 @@ def run_all(out: Path) -> None:
 
 
 def unfit(out: Path, table: Mapping[str, Table]) -> list[str]:
-    """Return which entries of cases and faults cannot be accepted, and why: a table is of one state of the sources."""
+    """Return which entries of cases and faults cannot be accepted, and why. Empty if all can.
+
+    A table is of one state of the sources: each entry of `table` must have been run with those of today.
+    """
     found = stored(out)
     names = [(file, name) for file in (CASES, FAULTS) for name in table[file] if _still_there(file, name)]
     absent = [f"{name} was not run" for file, name in names if name not in found[file]]
@@ -287,13 +323,16 @@ def _still_there(file: str, name: str) -> bool:
 
 
 def _made_by(folder: Path) -> str:
-    """Return the sources that a run's evidence depends on."""
+    """Return the digest of the sources that a run's evidence depends on; empty if none is stored."""
     made: Mapping[str, str] = read(folder / "verdict.json").get("made", {})
     return made.get("sources", "")
 
 
 def accept(folder: Path, now: Mapping[str, Table], *, keep: bool) -> None:
-    """keep: recordings that were not made stay."""
+    """Write the tables' files from `now`, keeping what is known to vary, and print their lengths.
+
+    keep: whether recordings that were not made stay in their tables.
+    """
     before = load(folder)
     for file, table in now.items():
         varying = {name: one.varies for name, one in before[file].items()}
@@ -304,6 +343,7 @@ def accept(folder: Path, now: Mapping[str, Table], *, keep: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Compare, or accept, as the command line requests; return the exit code."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m tools.safeguard", description=__doc__, formatter_class=raw)
     parser.add_argument("--accept", action="store_true", help="make the table anew: review `git diff tests/safeguard`")

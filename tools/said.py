@@ -1,4 +1,4 @@
-"""What is said of a recording, as data: in the form of a case's verdict.json, for tools/safeguard.py."""
+"""The judgement of a recording as data, in the form of a case's verdict.json, for tools/safeguard.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from harness.core.report.as_data import as_data
 
 
 def said_of(name: str, results: Sequence[Result], diagnosis: Diagnosis | None, odd: Iterable[str]) -> dict[str, Any]:
-    """odd: the labels of what is odd without any layout."""
+    """Return the verdict, diagnosis and results of a recording as JSON values.
+
+    odd: labels of anomalies, listed once each.
+    """
     return {
         "name": name,
         "verdict": verdict_of_all(results),

@@ -29,7 +29,10 @@ REFUSED = "(refused on CPU)"
 
 
 def with_part(page: str, name: str, text: str) -> str:
-    """The page with what stands between the marks of this name made anew. Raises ValueError where it has none."""
+    """Return the page with the text between the marks of this name replaced.
+
+    Raises ValueError if it lacks these marks.
+    """
     begin = f"<!-- {name}: python -m tools.tables -->\n"
     head, mark, rest = page.partition(begin)
     _, end, tail = rest.partition(END)
@@ -39,15 +42,17 @@ def with_part(page: str, name: str, text: str) -> str:
 
 
 def methods(page: str) -> str:
+    """Return the page with its table of methods, from the accepted faults."""
     return with_part(page, "methods", catalogue.methods_table(accepted_attempts()))
 
 
 def covered(page: str) -> str:
+    """Return the page with its table of options, from all cases."""
     return with_part(page, "covered", options_table(load_all()))
 
 
 def checks(page: str) -> str:
-    """Makes both tables of the page: every check with what it states, and what is covered."""
+    """Return the page with both its tables: every check with what it states, and the options that are covered."""
     rows = [f"| `{name}` | {check_sentence(name)} |" for name in all_checks()]
     return with_part(covered(page), "checks", "\n".join(["| check | states |", "|---|---|", *rows]))
 
@@ -59,7 +64,10 @@ PARTS: dict[Path, Callable[[str], str]] = {
 
 
 def options_table(cases: Sequence[Case]) -> str:
-    """Every option by its kind, and in how many cases it is. One that is in none is refused here."""
+    """Return a Markdown table of every option, by kind, with the number of cases that request it.
+
+    With none it is shown as refused.
+    """
     rows = ["| kind | options, and in how many cases each is |", "|---|---|"]
     for kind in dict.fromkeys(option.kind for option in all_options()):
         counts = [(o.name, sum(map(o.is_requested_by, cases))) for o in all_options() if o.kind == kind]
@@ -68,8 +76,12 @@ def options_table(cases: Sequence[Case]) -> str:
 
 
 def accept(measured: Sequence[Attempt], known: Sequence[Fault], stored: Path = ACCEPTED) -> str:
-    """Replace what is stored of the measured faults, and remove faults that are gone. `--checks-only` does not measure weaker
-    tests, so what is stored of them is kept."""
+    """Replace the stored attempts of the measured faults, remove those of faults that are gone, and return a line on
+    the count.
+
+    `--checks-only` does not measure weaker tests, so their stored results are kept. known: all faults. stored: the
+    file.
+    """
     before = {attempt.fault: attempt for attempt in accepted_attempts(stored)}
     now = before | {attempt.fault: _with_weaker(attempt, before.get(attempt.fault)) for attempt in measured}
     attempts = [(fault, now[fault.name]) for fault in known if fault.name in now]
@@ -79,12 +91,14 @@ def accept(measured: Sequence[Attempt], known: Sequence[Fault], stored: Path = A
 
 
 def _with_weaker(attempt: Attempt, stored: Attempt | None) -> Attempt:
+    """Return the attempt with the stored results of weaker tests, if it measured none itself."""
     if attempt.weaker or stored is None:
         return attempt
     return replace(attempt, weaker=stored.weaker, off=stored.off)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Accept measured faults, write the tables of all pages, and print which changed; return 0."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.tables", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

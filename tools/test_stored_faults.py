@@ -1,6 +1,8 @@
-"""What mutants of a diagnosis have to pass in addition to the tests. Runs with faults that `harness faults --out` stored are
-named as they were then, with the evidence that is shown before anything is altered. tools/mutants.py puts it beside those;
-their folder is in FAULTS_OUT."""
+"""A test that mutants of a diagnosis have to pass in addition to the others, on runs with faults.
+
+Runs that `harness faults --out` stored are named as they were then, with the evidence that is shown before anything is
+altered. tools/mutants.py puts it beside the tests; the runs' folder is in FAULTS_OUT.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Which ranks of a layout are run. Each axis has a whole line where that is affordable, else its ends and what is uneven in it.
-Added are the corners of the grid, and some drawn from a seed, so that over time all have been run.
+"""The choice of the ranks of a layout that are run.
+
+Each axis has a whole line where that is affordable, else its ends and the positions where slices shrink. Added are the
+corners of the grid, and some drawn from a seed, so that over time all have been run.
 """
 
 from __future__ import annotations
@@ -34,12 +36,16 @@ class ChosenRanks:
 
 
 def choose_ranks(case: Case, seed: int = 0) -> ChosenRanks:
-    """Return the ranks of a case's layout that are run; of a small world all."""
+    """Return the ranks of a case's layout that are run, by reason; all of a world of at most LONGEST_LINE ranks.
+
+    seed: of the DRAWN_RANKS that are drawn from the rest.
+    """
     grid = rank_grid(case.dims)
     chosen_ranks = set[int]()
     why: dict[str, tuple[int, ...]] = {}
 
     def add(reason: str, coordinates: Iterable[tuple[int, ...]]) -> None:
+        """Add the ranks at these coordinates under the reason; those that were added before are left out."""
         added_ranks = sorted({int(grid[coordinate]) for coordinate in coordinates} - chosen_ranks)
         chosen_ranks.update(added_ranks)
         if added_ranks:
@@ -56,13 +62,15 @@ def choose_ranks(case: Case, seed: int = 0) -> ChosenRanks:
 
 
 def _line_or_ends(case: Case, axis: str) -> str:
-    """Return "line" for an axis whose ranks are all run, else "ends"."""
+    """Return "line" if all positions of the axis are run, else "ends"."""
     return "line" if getattr(case.dims, axis) <= LONGEST_LINE else "ends"
 
 
 def _coordinates_along(case: Case, axis: str) -> list[tuple[int, ...]]:
-    """Return coordinates along an axis: all of a short one; of a long one its first, second and last position, and those where
-    its slices become smaller."""
+    """Return the coordinates of ranks that are run along an axis, with 0 on all other axes.
+
+    All of a short axis; of a long one the first, second and last position, and those where its slices become smaller.
+    """
     degree = getattr(case.dims, axis)
     positions = range(degree) if degree <= LONGEST_LINE else sorted({0, 1, degree - 1, *_uneven_positions(case, axis)})
     number = AXES.index(axis)
@@ -71,7 +79,8 @@ def _coordinates_along(case: Case, axis: str) -> list[tuple[int, ...]]:
 
 
 def _uneven_positions(case: Case, axis: str) -> set[int]:
-    """Return the positions along FSDP's axis that hold less of a parameter than the one before: a rest of it, or nothing."""
+    """Return the positions along FSDP's axis whose slice of some parameter is smaller than the one before; empty for
+    other axes."""
     if axis != shard_axis(case.dims):
         return set()
     degree = case.shards

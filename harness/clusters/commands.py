@@ -1,4 +1,4 @@
-"""Somebody's command as some ranks of a world, each alone: no adapter, the checks of recordings."""
+"""A user's command run as some ranks of a world, each alone: no adapter, judged by the checks of recordings."""
 
 from __future__ import annotations
 
@@ -55,11 +55,17 @@ def run_alone(
     at_once: int | None = None,
     timeout: float = 600.0,
 ) -> CommandRun:
-    """Run the command once for each rank. timeout: seconds for one. Raises injection.CommandError and EvidenceError."""
+    """Run the command once for each rank, recorded into a fresh `directory`, and return exit codes and records.
+
+    timeout: seconds for one rank, which is then killed and counts as not able to run. at_once: None means one per core.
+    Raises injection.CommandError and EvidenceError.
+    """
     began = time.monotonic()
     injection.make_fresh_folder(directory)
 
     def alone(rank: int) -> int:
+        """Run the command as one rank and return its exit code; minus SIGKILL, with the reason in a file, if it took
+        too long."""
         environment = dict(launcher_variables(rank, world)) | {
             injection.LISTENER_VARIABLE: LISTENER_MODULE,
             ALONE_VARIABLE: str(world),
@@ -81,7 +87,7 @@ def run_alone(
 
 
 def launcher_variables(rank: int, world: int) -> Iterator[tuple[str, str]]:
-    """Yield the variables that a launcher sets for a rank, on machines of one rank."""
+    """Yield the variables, name and value, that a launcher sets for a rank, on machines of one rank."""
     variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29500}
     yield from ((name, str(number)) for name, number in variables.items())
     yield "MASTER_ADDR", "localhost"
@@ -98,21 +104,24 @@ def log_file(directory: Path, rank: int) -> Path:
 
 
 def judge_command(run: CommandRun, dims: ParallelDims) -> Verdicts:
-    """Return what the checks say of a command's ranks, and the cause of what fails."""
+    """Return the results of the checks on a command's ranks, and the cause of what fails."""
     trial = trial_of_command(run, dims)
     results = judge(trial)
     return Verdicts(trial, results, diagnose(trial, results, (neighbours,), (process_failed,), costly=()))
 
 
 def trial_of_command(run: CommandRun, dims: ParallelDims) -> Trial:
-    """Return the trial of the ranks that ran, as of a recording."""
+    """Return the trial of a command's ranks, as of a recording. dims: the layout that they are judged by."""
     trial = trial_of(run.records, dims, str(run.directory), dims.world_size)
     exits = tuple(exit_of_rank(run, exit) for exit in trial.run.exits if exit.rank in run.exit_codes)
     return replace(trial, run=run_of_lone_ranks(replace(trial.run, exits=exits), [*run.exit_codes], run.unable_reasons))
 
 
 def exit_of_rank(run: CommandRun, exit: Exit) -> Exit:
-    """Return how a rank's process ended. A rank that trained nothing left no record: its last words are in its log."""
+    """Return how a rank's process ended: `exit`, from its record, if that says raised, or says ok and the exit code is 0.
+
+    Else the code decides: ok for 0, otherwise raised, with the log's last line as the error.
+    """
     code = run.exit_codes[exit.rank]
     if exit.how == "raised" or (exit.how == "ok" and code == 0):
         return exit

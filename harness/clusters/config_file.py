@@ -1,8 +1,8 @@
 """torchtitan's configuration file as a case: degrees, sizes, lengths and options of execution, by the names of all its
 versions.
 
-What cannot run without memory is left out and reported; so is an option of these sections that is not known here. Data,
-optimizer, metrics and checkpoints are not looked at.
+Options that cannot run without memory are left out and reported; so is an option of these sections that is not known
+here. Data, optimizer, metrics and checkpoints are ignored.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class CaseFromFile:
 
 
 def read(path: Path, world: int | None, flavor: str | None = None) -> CaseFromFile:
-    """Return the case of torchtitan's configuration file. Raises CaseError.
+    """Return the case of torchtitan's configuration file. Raises CaseError, also for another model than a known llama3.
 
-    world: the number of ranks; None where the file's degrees define it. flavor: in place of the file's.
+    world: the number of ranks; None where the file's degrees define it. flavor: a key of PRESETS in place of the file's
+    model.
     """
     try:
         sections: dict[str, Any] = tomllib.loads(read_text(path))
@@ -64,7 +65,7 @@ def read(path: Path, world: int | None, flavor: str | None = None) -> CaseFromFi
 
 
 def _section(path: Path, sections: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a section of the file, empty if it is not there. Raises CaseError."""
+    """Return a section of the file, empty if it is absent. CaseError if it is something else."""
     if not isinstance(section := sections.get(name, {}), dict):
         raise CaseError(f"{path}: {name}: expected a section")
     return section
@@ -73,7 +74,10 @@ def _section(path: Path, sections: Mapping[str, Any], name: str) -> Mapping[str,
 def case_of_titan_options(
     name: str, sections: Mapping[str, Any], model: ModelConfig, world: int | None
 ) -> CaseFromFile:
-    """Return the case of a configuration with this name, whose options come by section. Raises CaseError."""
+    """Return the case of options by section, and the names of options that are not run.
+
+    Raises CaseError. name: for messages.
+    """
     options: dict[str, Any] = {}
     for section in TITAN_SECTIONS:
         options |= _section(Path(name), sections, section)
@@ -100,7 +104,10 @@ def _dims(name: str, options: Mapping[str, Any], world: int | None) -> ParallelD
 def _case(
     name: str, options: Mapping[str, Any], dims: ParallelDims, model: ModelConfig, recompute: Mapping[str, Any]
 ) -> Case:
-    """Return the case of these options. Raises ValueError where the batch does not divide."""
+    """Return the case of these options.
+
+    ValueError where the batch does not divide. recompute: the section on recomputation.
+    """
     stored = options.get("dtype", "float32")
     computed = options.get("mixed_precision_param", "bfloat16")
     local_batch = int(options.get("local_batch_size", options.get("batch_size", 8)))
@@ -146,7 +153,11 @@ def _microbatches(options: Mapping[str, Any], dims: ParallelDims, local: int) ->
 
 
 def _activation_checkpointing(section: Mapping[str, Any]) -> str:
-    """Return which blocks are recomputed, by the file's section. torchtitan's default is selective, of every second block."""
+    """Return the feature activation_checkpointing for the file's section; "layer" by default, torchtitan's every second
+    block.
+
+    ValueError for a selective_ac_option that is unknown.
+    """
     mode = section.get("mode", "selective")
     selection = str(section.get("selective_ac_option", "2"))
     if mode != "selective":
@@ -158,7 +169,7 @@ def _activation_checkpointing(section: Mapping[str, Any]) -> str:
 
 
 def _options_set_aside(sections: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """Return the options that are not run: compilation, 8 bits, and those that are not known here."""
+    """Return the names of requested options that are not run: compilation, 8 bits, and unknown ones that are switched on."""
     compiled = options.get("compile") or sections.get("compile", {}).get("enable")
     in_8_bits = sections.get("float8", {}).get("enable_float8_linear") or sections.get("model", {}).get("converters")
     set_aside = []

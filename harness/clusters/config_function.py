@@ -1,7 +1,7 @@
 """torchtitan's configuration as a function returns it (since 2026-04), as a case: read as its file of options is.
 
-The model's sizes are those of what is returned. What its parts are and this pre-flight does not run, as an attention of another
-kind or 8 bits, is set aside, and said.
+The model's sizes are those of the returned configuration. Parts of it that this pre-flight does not run, such as an
+attention of another kind or 8 bits, are set aside and listed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ RECOMPUTATION_WORDS = {"NoneType": ("none", ""), "FullAC": ("full", ""), "Select
 
 
 def read(function_path: str, world: int, where: str | None = None) -> CaseFromFile:
-    """Return the case of the configuration that a function returns. Raises CaseError.
+    """Return the case of the configuration that a function returns.
 
-    function_path: MODULE:FUNCTION or FILE.py:FUNCTION. where: a checkout of torchtitan; None for the installed one.
+    Raises CaseError, also for errors in the user's module. function_path: MODULE:FUNCTION or FILE.py:FUNCTION. where: a
+    checkout of torchtitan; None for the installed one.
     """
     try:
         return case_of_config(function_path, call_config_function(function_path, source.find_source(where)), world)
@@ -47,7 +48,10 @@ def read(function_path: str, world: int, where: str | None = None) -> CaseFromFi
 
 
 def call_config_function(function_path: str, checkout: source.Source) -> Any:
-    """Return the configuration that the function returns, on a machine without GPU."""
+    """Call the function with torchtitan from `checkout` and return its configuration; no GPU is needed.
+
+    It changes sys.path and torchtitan's modules: they are prepared for CPU and take 8 bits to be available.
+    """
     from torch.utils._triton import has_triton
 
     from harness.adapters.torchtitan import cpu
@@ -75,7 +79,10 @@ def _load_module(name: str) -> Any:
 
 
 def case_of_config(function_path: str, config: Any, world: int) -> CaseFromFile:
-    """Return the case of a configuration of torchtitan's llama3. Raises CaseError."""
+    """Return the case of a configuration of torchtitan's llama3, and the parts of it that are not run.
+
+    Raises CaseError.
+    """
     if not hasattr(config, "parallelism") or getattr(config.model_spec, "name", None) != "llama3":
         raise CaseError(f"--config {function_path}: returns no configuration of torchtitan's llama3")
     if not getattr(config.model_spec.model, "layers", None):
@@ -95,12 +102,15 @@ def case_of_config(function_path: str, config: Any, world: int) -> CaseFromFile:
 
 
 def options_of_section(section: Any) -> dict[str, Any]:
-    """Return the options of a section by name."""
+    """Return the fields of a section, a dataclass, by name."""
     return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
 
 
 def recomputation_section(checkpoint_config: Any) -> dict[str, str]:
-    """Return the recomputation in the words of a file's section. Raises CaseError."""
+    """Return the recomputation as the section of a configuration file: "mode" and "selective_ac_option".
+
+    Raises CaseError.
+    """
     kind = _kind(checkpoint_config)
     if kind not in RECOMPUTATION_WORDS:
         raise CaseError(f"activation_checkpoint {kind}: FullAC, SelectiveAC and None are known here")
@@ -109,7 +119,10 @@ def recomputation_section(checkpoint_config: Any) -> dict[str, str]:
 
 
 def model_sizes(spec: Any) -> ModelConfig:
-    """Return the sizes of a model as torchtitan specifies it. Raises CaseError."""
+    """Return the sizes of a model that torchtitan specifies.
+
+    CaseError if its layers differ, or its rope scaling is unknown.
+    """
     shapes = {_layer_sizes(layer) for layer in spec.model.layers}
     if len(shapes) > 1:
         raise CaseError("layers of one model have different sizes")
@@ -131,13 +144,13 @@ def model_sizes(spec: Any) -> ModelConfig:
 
 
 def _layer_sizes(layer: Any) -> tuple[int, int, int, float]:
-    """Return a layer's heads, heads of keys and values, width of its feed-forward part, and epsilon of its norm."""
+    """Return a layer's number of heads, of key-value heads, width of the feed-forward part, and the norm's eps."""
     heads = layer.attention.n_heads
     return heads, layer.attention.n_kv_heads or heads, layer.feed_forward.w1.out_features, layer.attention_norm.eps
 
 
 def _rope_scaling(rope: Any) -> RopeScaling | None:
-    """Return the scaling of rotary embeddings, None for none. Raises CaseError for a kind that is not known here."""
+    """Return the scaling of rotary embeddings; None without one. CaseError for a kind other than "llama"."""
     if rope.scaling == "none":
         return None
     if rope.scaling != "llama":
@@ -147,7 +160,8 @@ def _rope_scaling(rope: Any) -> RopeScaling | None:
 
 
 def with_function_options(case: Case, options: Mapping[str, Any]) -> Case:
-    """Return the case with what a file of options does not say."""
+    """Return the case with the options that a file does not have: sequence parallel, cp's load balance, layers of the
+    end stages."""
     features = dataclasses.replace(
         case.features,
         sequence_parallel=options.get("enable_sequence_parallel", True),
@@ -159,12 +173,13 @@ def with_function_options(case: Case, options: Mapping[str, Any]) -> Case:
 
 
 def _layers_less(case: Case, options: Mapping[str, Any], first_or_last: str) -> int:
-    """Return how many layers less the first or last stage of a pipeline has. 1 is torchtitan's default."""
+    """Return how many layers fewer the first or last stage of a pipeline has: 1 by default, as in torchtitan; 0 without
+    pp."""
     return options.get(f"pipeline_parallel_{first_or_last}_stage_less_layers", 1) if case.dims.pp > 1 else 0
 
 
 def parts_not_run(config: Any) -> Iterator[str]:
-    """Yield the options and parts of a model that the pre-flight does not run."""
+    """Yield the names of options and model parts that the pre-flight does not run."""
     if config.compile.enable:
         yield "torch.compile"
     if getattr(config.compile, "enable_async_tensor_parallel", False):
@@ -185,7 +200,7 @@ def _unsupported_backend(case: Case, options: Mapping[str, Any]) -> Iterator[str
 
 
 def _changed_options(section: Any) -> Iterator[str]:
-    """Yield the options of a section that differ from torchtitan's defaults."""
+    """Yield the names of a section's options that differ from torchtitan's defaults; nothing for None."""
     if section is None:
         return
     for field in dataclasses.fields(section):
@@ -196,7 +211,7 @@ def _changed_options(section: Any) -> Iterator[str]:
 
 
 def _part_kinds(model: Any) -> Iterator[str]:
-    """Yield the kinds of all parts of a model's configuration: `Linear` of `Linear.Config`."""
+    """Yield the kinds of a model's configuration and of all parts in it, with repeats: `Linear` of `Linear.Config`."""
     yield _kind(model)
     for field in dataclasses.fields(model):
         value = getattr(model, field.name)

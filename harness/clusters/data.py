@@ -1,4 +1,4 @@
-"""What is said of a pre-flight, as the data of a document."""
+"""The data of a pre-flight's document: which ranks ran, what they held and moved, the verdict."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ def case_document(
     set_aside: tuple[str, ...],
     gpu: str,
 ) -> dict[str, Any]:
-    """Return what ran, what it was seen to hold and to move, the verdict, and the figures of all ranks."""
+    """Return the document of a case's pre-flight: the ranks that ran, the bytes they held and moved, the verdict, and
+    figures.
+
+    judging: seconds of plan and checks. gpu: the model whose memory is compared.
+    """
     return {
         "case": case.name,
         "requested": case,
@@ -42,7 +46,7 @@ def case_document(
 def command_document(
     words: Sequence[str], dims: ParallelDims, chosen: ChosenRanks, run: CommandRun, verdicts: Verdicts
 ) -> dict[str, Any]:
-    """Return what became of each process, and the verdict."""
+    """Return the document of a command's pre-flight: each process's exit code, and the verdict."""
     ran = [
         {"rank": rank, "code": code, "unable": run.unable_reasons.get(rank)} for rank, code in run.exit_codes.items()
     ]

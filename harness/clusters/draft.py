@@ -1,4 +1,4 @@
-"""What a configuration file or the words of a command say of a layout, before options add to it and it becomes a case."""
+"""A draft of a layout, from a configuration file or typed degrees, before options are added and it becomes a case."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLANNED_DTYPES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp8": "bfloat16"}
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """What a file or a person defines of a layout; None where it is not defined."""
+    """The parts of a layout that a file or a person defines; None where it is not defined."""
 
     dims: ParallelDims
     """Degrees of the layout."""
@@ -44,7 +44,10 @@ class Draft:
     """What of the file is not planned."""
 
     def build_case(self, model: ModelConfig, name: str, why: str) -> Case:
-        """Return the case, not validated yet. Raises ValueError."""
+        """Return the case of one step, not validated yet.
+
+        ValueError if data ranks and microbatches do not divide the batch.
+        """
         features = Features(**self.features)
         bare = Case(name=name, why=why, dims=self.dims, model=model, features=features)
         samples_of_microbatches = self.dims.dp * features.accumulation * bare.microbatches
@@ -59,7 +62,10 @@ class Draft:
 
 
 def draft_of_case(case: Case, traits: TrainerTraits, set_aside: tuple[str, ...]) -> Draft:
-    """Return a whole case as a draft, with the traits and the parts of a file that go with it."""
+    """Return a case as a draft, with these traits and set-aside parts of its file.
+
+    Options left at their default are left out.
+    """
     training = {key: getattr(case.training, key) for key in ("dtype", "compute_dtype", "max_norm")}
     usual = Features()
     features = {key: value for key, value in vars(case.features).items() if value != getattr(usual, key)}

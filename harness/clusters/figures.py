@@ -1,6 +1,7 @@
-"""What the ranks that ran were seen to hold and to move, and what the plan says of all others, in a few lines.
+"""The bytes that ranks that ran held and moved, and the plan's figures for all others, in a few lines.
 
-The first was counted while a rank ran alone; the second is arithmetic, and of activations an estimate (docs/preflight.md).
+The first was counted while a rank ran alone; the second is arithmetic, and of activations an estimate
+(docs/preflight.md).
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ Rows = Iterator[tuple[str, str]]
 
 
 def rank_rows(flown: LoneRun, trial: Trial, gpu: str) -> Rows:
-    """Yield rows on the rank that holds most between steps, and the one that had most at once within one; in the last step."""
+    """Yield rows (label, text), of the last step: the rank that holds most between steps, and the most bytes at once.
+
+    Nothing if no rank finished a step. gpu: the model whose memory is compared.
+    """
     last_steps = {rank: evidence.steps[-1] for rank, evidence in trial.ranks.items() if evidence.steps}
     if not last_steps:
         return
@@ -44,7 +48,7 @@ def rank_rows(flown: LoneRun, trial: Trial, gpu: str) -> Rows:
 
 
 def _peak_rows(flown: LoneRun, gpu: str) -> Rows:
-    """Yield rows on the rank whose tensors took most bytes at once, in steps and outside of them."""
+    """Yield rows on the rank whose tensors took most bytes at once, in steps and outside of them; nothing without usage."""
     if not flown.usage_by_rank:
         return
     rank = max(flown.usage_by_rank, key=lambda rank: (flown.usage_by_rank[rank].most, -rank))
@@ -59,7 +63,7 @@ def _peak_rows(flown: LoneRun, gpu: str) -> Rows:
 
 
 def layout_rows(case: Case, plan: Plan, gpu: str) -> Rows:
-    """Yield rows on all ranks, ran or not."""
+    """Yield rows (label, text) on all ranks by the plan: the most memory, traffic over links, pipeline bubble, imbalance."""
     rank, needed = neediest_rank(case, plan)
     estimated = f"of it activations, estimated, {bytes_text(needed.activations)}"
     yield (
@@ -84,7 +88,11 @@ def _gpu_text(size: int, gpu: str) -> str:
 
 
 def moved_by_axis(trial: Trial, rank: int, step: int) -> dict[str, int]:
-    """Return a rank's bytes of one step by the axis whose ranks they go between, most first."""
+    """Return the bytes that a rank's collectives of one step move, by axis of the group, most first; groups of one are
+    left out.
+
+    Bytes over a group that is no axis of the plan are under "no axis of the plan".
+    """
     axes = {trial.plan.peers(rank, axis): axis for axis in trial.plan.groups}
     bytes_by_axis: dict[str, int] = defaultdict(int)
     for call in trial.ranks[rank].collectives:

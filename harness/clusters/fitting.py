@@ -1,4 +1,4 @@
-"""Which layouts of a model fit on a number of GPUs, best first by an estimate of the step's time."""
+"""The layouts of a model that fit on a number of GPUs, best first by an estimate of the step's time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CP_FROM_LENGTH = 8192
 
 @dataclass(frozen=True)
 class FittingRequest:
-    """What is to be trained, and on what."""
+    """A model to train, and the machine to train it on."""
 
     model: ModelConfig
     world: int
@@ -51,7 +51,12 @@ class FittingRequest:
 
 
 def find_fitting_layouts(request: FittingRequest) -> FittingLayouts:
-    """Return the layouts that fit, those that were published among them. Raises CaseError where there is none to look at."""
+    """Return the layouts that fit, fastest first by estimate, among them the published ones for this model and number
+    of GPUs.
+
+    Published ones that do not fit, or train otherwise, are listed with the reason. CaseError if no layout divides the
+    batch.
+    """
     published, unlisted = _published_of_request(request)
     candidates = [*published]
     for case in _candidate_cases(request):
@@ -85,12 +90,15 @@ def find_fitting_layouts(request: FittingRequest) -> FittingLayouts:
 
 
 def traits_of(case: Case) -> TrainerTraits:
-    """Return what is chosen by the trainers that published layouts with ZeRO 1 are of, and else what is usual."""
+    """Return the traits of a published layout's trainer: Megatron's for wrapper zero1, else the usual ones."""
     return MEGATRON_TRAITS if case.wrapper == "zero1" else USUAL_TRAITS
 
 
 def _published_of_request(request: FittingRequest) -> tuple[list[Case], dict[str, str]]:
-    """Return the published layouts of this request, and why others of this model and number of GPUs are of another one."""
+    """Return the published layouts of this request's model, ranks, batch and length.
+
+    And, by name, why others of this model and number of GPUs are left out: their batch or length, as options.
+    """
     same_size = [
         published
         for published in _published_cases()
@@ -124,7 +132,11 @@ def _global_batch(request: FittingRequest) -> int:
 
 
 def _candidate_cases(request: FittingRequest) -> Iterator[Case]:
-    """Yield the layouts of powers of two that divide ranks and batch: FSDP over all data ranks, and HSDP."""
+    """Yield a case for each layout whose degrees are powers of two and divide ranks and batch: FSDP over all data
+    ranks, and HSDP.
+
+    Each comes with every CHECKPOINTING and, in a pipeline, number of stages. dp is the quotient, of any size.
+    """
     seq = request.seq or DEFAULT_LENGTH
     layers = request.model.n_layers
     cps = _powers_of_two(request.world) if seq > CP_FROM_LENGTH else [1]
@@ -145,12 +157,15 @@ def _candidate_cases(request: FittingRequest) -> Iterator[Case]:
 
 
 def _powers_of_two(limit: int) -> list[int]:
-    """Return the powers of two up to a limit."""
+    """Return the powers of two up to and with `limit`, ascending; empty below 1."""
     return [1 << n for n in range(limit.bit_length()) if 1 << n <= limit]
 
 
 def _candidate_case(request: FittingRequest, dims: ParallelDims, checkpointing: str, stages: int) -> Case | None:
-    """Return the case with microbatches of one sample, as many as the batch has. None where there is no such case."""
+    """Return the case with microbatches of one sample, as many as a data rank has samples.
+
+    None if these are too many, or fewer than pp, or the case is not valid.
+    """
     batch_of_rank = _global_batch(request) // dims.dp
     if batch_of_rank > MOST_MICROBATCHES or (dims.pp > 1 and batch_of_rank < dims.pp):
         return None
@@ -166,7 +181,7 @@ def _candidate_case(request: FittingRequest, dims: ParallelDims, checkpointing: 
 
 
 def _least_bytes(case: Case) -> float:
-    """Return the bytes that a rank keeps of its share of the model, at the least."""
+    """Return the least bytes that a rank needs for parameters, gradients and optimizer state, when cut over all its axes."""
     return 4 * BYTES[case.training.dtype] * case.model.numel / (case.dims.tp * case.dims.pp * case.shards)
 
 

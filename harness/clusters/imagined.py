@@ -1,7 +1,7 @@
-"""Tensors without memory (torch's FakeTensors), and what of torch does not work with them, made to.
+"""Tensors without memory (torch's FakeTensors), and patches of torch functions that would not work with them.
 
-Changes torch for the rest of the process, which runs one rank. If a trainer asks a tensor for a number, it gets 1; so no
-verdict may depend on a number.
+Changes torch for the rest of the process, which runs one rank. If a trainer asks a tensor for a number, it gets 1; so
+no verdict may depend on a number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ asked_codes: set[CodeType] = set()
 
 
 def prepare_torch() -> FakeTensorMode:
-    """Change torch for tensors without memory, and return the mode in which tensors have none."""
+    """Patch torch for tensors without memory, and return the mode in which new tensors have none.
+
+    It is not entered yet.
+    """
     _answer_numbers()
     _use_one_cpu()
     _keep_meshes_real()
@@ -41,14 +44,17 @@ def prepare_torch() -> FakeTensorMode:
 
 
 def silence_propagation(witness: Witness) -> None:
-    """Hide from the witness the operators that DTensor repeats to know a result's shape: these are not the trainer's."""
+    """Patch DTensor so that the witness does not see the operators that it repeats to infer a result's shape.
+
+    The trainer does not run these.
+    """
     for name in ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached"):
         if original := getattr(ShardingPropagator, name, None):
             setattr(ShardingPropagator, name, _without_witness(original, witness))
 
 
 def _without_witness(original: Callable[..., Any], witness: Witness) -> Callable[..., Any]:
-    """Return the function with the witness silenced while it runs."""
+    """Return the function with the witness silenced while it runs, and the same result."""
 
     @functools.wraps(original)
     def quiet(*args: Any, **kwargs: Any) -> Any:
@@ -62,7 +68,10 @@ def _without_witness(original: Callable[..., Any], witness: Witness) -> Callable
 
 
 def _answer_numbers() -> None:
-    """Answer 1 where a tensor is asked for a number: .item(), int(), float(), bool(), .tolist()."""
+    """Patch torch to answer 1 (True for bool) where a tensor without memory is asked for numbers, and note which code asked.
+
+    That is .item(), int(), float(), bool() and .tolist().
+    """
 
     def answer_number(mode: Any, operator: Any, tensor: torch.Tensor) -> bool | int | float:
         asked_codes.update(codes_that_ask())
@@ -79,7 +88,7 @@ def _answer_numbers() -> None:
 
 
 def _use_one_cpu() -> None:
-    """Make new tensors on cpu where cpu:0 is named, as a rank's mesh may do."""
+    """Patch torch to make tensors without memory on cpu where cpu:0 is named, as a rank's mesh may do."""
     original = FakeTensor.__new__
 
     def make_on_cpu(kind: Any, mode: Any, inner: Any, device: torch.device, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +102,7 @@ def _use_one_cpu() -> None:
 
 
 def _outside_of_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function as one that runs outside of the current dispatch modes."""
+    """Return the function as one that runs outside of all dispatch modes, on real tensors."""
 
     @functools.wraps(function)
     def call_outside(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +113,7 @@ def _outside_of_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_meshes_real() -> None:
-    """Run what makes and reads meshes outside of the mode: a mesh's ranks are numbers, whatever all else is."""
+    """Patch DeviceMesh, and functions that read one, to run outside of the mode: a mesh's ranks are real numbers."""
     for name, member in list(vars(DeviceMesh).items()):
         if isinstance(member, staticmethod | classmethod):
             setattr(DeviceMesh, name, type(member)(_outside_of_modes(member.__func__)))
@@ -123,7 +132,7 @@ def _keep_meshes_real() -> None:
 
 
 def _convert_module(module: nn.Module, convert: Callable[..., Any], recurse: bool = True) -> nn.Module:
-    """Convert a module as to() and to_empty() do, by new parameters in place of the old ones.
+    """Convert a module's parameters and buffers as to() and to_empty() do, in place, by new parameters; return the module.
 
     torch would exchange the contents of the old parameters, and there are none.
     """

@@ -1,4 +1,4 @@
-"""The trial of ranks that ran alone, what the checks say of it, and the cause where one is broken."""
+"""The trial of ranks that ran alone, the checks' results on it, and the cause where one fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FACTS = (process_failed, facts_of_structure, facts_of_table)
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What is judged of ranks that ran alone."""
+    """The judgement of ranks that ran alone."""
 
     trial: Trial
     """What was judged."""
@@ -40,14 +40,14 @@ class Verdicts:
 
 
 def judge_lone_ranks(case: Case, flown: LoneRun) -> Verdicts:
-    """Return what the checks say of ranks that ran alone, and the cause of what fails."""
+    """Return the results of the checks on ranks that ran alone, and the cause of what fails."""
     trial = trial_of_lone_ranks(case, flown)
     results = judge(trial)
     return Verdicts(trial, results, diagnose(trial, results, SUSPECTS, FACTS, costly=()))
 
 
 def trial_of_lone_ranks(case: Case, flown: LoneRun) -> Trial:
-    """Return the trial of ranks that ran alone, with the plan of the case as its trainer chose."""
+    """Return the trial of ranks that ran alone, with the plan of the case as its trainer chose. It has no reference."""
     chosen = trainers.traits_of(trainers.load_adapter(flown.run.trainer), case)
     case = traits.with_trainer_choices(case, {"run": chosen})
     plan = make_plan(case, with_measured_traits(case, chosen, flown.run))
@@ -55,9 +55,9 @@ def trial_of_lone_ranks(case: Case, flown: LoneRun) -> Trial:
 
 
 def run_of_lone_ranks(run: Run, ranks: Sequence[int], unable: Mapping[int, str]) -> Run:
-    """Return the run as one of these ranks, each alone.
+    """Return the run with only these ranks chosen, each alone, and an exit "unable" for ranks in `unable`.
 
-    unable: by rank, why it could not be run so, which is not the trainer's mistake.
+    unable: by rank, why it could not be run alone, which is not the trainer's mistake.
     """
     exits = [Exit(exit.rank, "unable", error=unable[exit.rank]) if exit.rank in unable else exit for exit in run.exits]
     return replace(

@@ -24,7 +24,7 @@ TIMEOUT_REASON = "it had not ended after {:g} s, and alone it waits for no other
 
 @dataclass(frozen=True)
 class LoneRun:
-    """The ranks that ran."""
+    """The result of running ranks alone."""
 
     run: Run
     """Their exits and their evidence."""
@@ -48,13 +48,18 @@ def run_lone_ranks(
     timeout: float = 600.0,
     at_once: int | None = None,
 ) -> LoneRun:
-    """Run these ranks of a case's world. `folder` is fresh. A rank that fails is an Exit of the run, and no other's matter."""
+    """Run these ranks of a case's world, each alone in its own process, and return their exits, evidence and usage.
+
+    folder: fresh; their jobs and evidence go there. A rank that fails is an Exit, and does not affect others. timeout:
+    seconds for one rank. at_once: ranks at a time; None means one per core.
+    """
     began = time.monotonic()
     preload = trainers.load_adapter(trainer).preload
     default_server(preload)
     common_options = {"case": to_json(case), "trainer": trainer, "fault": fault, "directory": str(folder.resolve())}
 
     def alone(rank: int) -> Exit:
+        """Run one rank as a job of its own and return its exit, with its number in the case's world."""
         options = {**common_options, "ranks": [rank]}
         job = Job(folder / f"job_{rank:05d}", 1, ENTRY, options, timeout=timeout, preload=preload)
         return dataclasses.replace(launch(job)[0], rank=rank, last_collective="")
@@ -74,7 +79,7 @@ def run_lone_ranks(
 
 
 def _read_evidence(folder: Path, ranks: Sequence[int]) -> tuple[dict[int, RankEvidence], dict[int, RankUsage]]:
-    """Return the evidence of the ranks that left one, and what each used, both by rank."""
+    """Return evidence and usage of the ranks that left a file, both by rank."""
     evidence_by_rank = {}
     used_by_rank = {}
     for rank in ranks:

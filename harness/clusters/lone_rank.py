@@ -1,4 +1,4 @@
-"""What one process does: be one rank of a world that is not there, under the probe, and leave what it saw.
+"""The work of one process: it runs one rank of a world that does not exist, under the probe, and writes its evidence.
 
 One rank a process: DTensor keeps groups of a world that is gone, and torch is changed for good.
 """
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 
 def run_lone_rank(options: dict[str, Any]) -> object:
-    """Train as one rank of a world that is not there, and write its evidence. Return the trainer.
+    """Train as one rank of a world that does not exist, write its evidence, and return the trainer.
 
-    options: case, trainer, fault, directory (of the evidence), ranks (which rank of the world each process is).
+    If it cannot be run alone, the reason is written to a file; every error is raised again. options: case, trainer,
+    fault, directory (of the evidence), ranks (which rank of the world each process is).
     """
     started = time.process_time()
     case = from_json(options["case"])
@@ -55,7 +56,7 @@ def run_lone_rank(options: dict[str, Any]) -> object:
 
 @dataclass(frozen=True)
 class RankUsage:
-    """What one rank that ran alone used. Its tensors are those that it had in place of a GPU's."""
+    """The time and memory that one rank that ran alone used. Its tensors are those that would be on its GPU."""
 
     seconds: float  # processor time
     bytes: int  # memory of its process
@@ -75,7 +76,7 @@ def unable_file(directory: Path, rank: int) -> Path:
 
 
 def _note_if_unable(error: Exception, path: Path) -> None:
-    """Write the reason why this rank could not be run alone, if its error is not the trainer's own."""
+    """Write the reason why this rank could not be run alone; write nothing if its error is the trainer's own."""
     from harness.clusters import imagined, unable
 
     if reason := unable.why_unable(error, imagined.asked_codes):
@@ -85,7 +86,10 @@ def _note_if_unable(error: Exception, path: Path) -> None:
 def _train_watched(
     case: Case, adapter: trainers.Adapter, this_rank: int, fault: str | None
 ) -> tuple[object, RankEvidence, StorageRecorder]:
-    """Train one rank under the probe. Return the trainer, its evidence, and the recorder of its storages."""
+    """Train one rank under the probe. Return the trainer, its evidence without samples, and the recorder of its storages.
+
+    It changes torch for the rest of the process. fault: to put in first.
+    """
     from harness.clusters import imagined, neighbours, world
     from harness.core.probe import Probe
 
@@ -114,7 +118,7 @@ def _train_watched(
 
 
 def _without_samples(step: StepEvidence) -> StepEvidence:
-    """Return a step's evidence without what depends on data or time."""
+    """Return a step's evidence without the fields that depend on data or time."""
     return dataclasses.replace(step, microbatches=(), positions=(), lr=None, seconds=None)
 
 

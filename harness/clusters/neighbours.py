@@ -1,8 +1,8 @@
-"""What the other stages of a pipeline would have sent of shapes.
+"""The shapes that the other stages of a pipeline would have sent, answered on one stage alone.
 
-torch's stages vote whether each was given the shapes between them; alone, a stage's own vote is that of all. Without them each
-asks its neighbours. Then gradients come back as the stage's own outputs are, and what comes in is the hidden state of the
-case.
+torch's stages vote whether each was given the shapes between them; alone, a stage's own vote is that of all. Without
+them each asks its neighbours. Then gradients come back as the stage's own outputs are, and the input is the case's
+hidden state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from harness.core.case.case import Case
 
 
 def vote_alone() -> None:
-    """Replace the vote of stages in torch 2.13 and newer."""
+    """Patch torch's schedules so that a stage's own vote decides whether shapes are known.
+
+    It does nothing before torch 2.13.
+    """
     from torch.distributed.pipelining import schedules, stage
 
     modes = getattr(stage, "InferenceMode", None)
@@ -28,6 +31,7 @@ def vote_alone() -> None:
         return
 
     def vote(schedule: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
+        """Run torch's own vote, then set each stage's mode by its own knowledge of shapes."""
         original(schedule, stages, has_backward, p2p_done)
         for stage_object in stages:
             is_static = not modes.needs_dynamic(stage_object._user_meta, has_backward)
@@ -37,9 +41,10 @@ def vote_alone() -> None:
 
 
 def answer_shapes(case: Case) -> None:
-    """Replace what stages of torch 2.13 and newer send each other: the shapes of their tensors.
+    """Patch torch's stages so that the shapes of neighbours' tensors come from the case.
 
-    Alone these are neither sent nor received, so that no group moves what only one end was seen to.
+    It does nothing before torch 2.13. Alone, shapes are neither sent nor received, so that no group moves bytes at one
+    end only.
     """
     from torch.distributed.pipelining import _utils, stage
 
@@ -47,6 +52,7 @@ def answer_shapes(case: Case) -> None:
         return
 
     def own_metadata(stage_object: Any, source: int) -> Any:
+        """Return a stage's metadata of gradients from a later stage, or of the hidden state from an earlier one."""
         if source > stage_object.stage_index:
             return _utils._StageBackwardMeta(tuple(map(_gradient_meta, stage_object._stage_meta.outputs)))
         return _utils._StageForwardMeta((_utils.extract_tensor_meta(hidden_state(case, stage_object.submod)),))
@@ -61,7 +67,10 @@ def _gradient_meta(output: Any) -> Any:
 
 
 def hidden_state(case: Case, module: nn.Module) -> torch.Tensor:
-    """Return the hidden state of a microbatch, as the stage before sends it. Over tp a DTensor, if the parameters here are."""
+    """Return an empty hidden state of a microbatch, as the stage before sends it: [local_batch, s, dim].
+
+    It is a DTensor over tp if the module's parameters are, cut along the sequence with sequence parallel.
+    """
     mesh = _tp_mesh(module)
     sharded = case.features.sequence_parallel
     rows = case.seq_len(case.steps[0]) // case.dims.cp // (case.dims.tp if mesh is not None and sharded else 1)
@@ -73,6 +82,6 @@ def hidden_state(case: Case, module: nn.Module) -> torch.Tensor:
 
 
 def _tp_mesh(module: nn.Module) -> DeviceMesh | None:
-    """Return the mesh of tp that the module's parameters are on, None without one."""
+    """Return the tp mesh of the module's parameters; None if no parameter is a DTensor on one."""
     meshes = (parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor))
     return next((mesh["tp"] for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())), None)

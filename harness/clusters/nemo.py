@@ -1,7 +1,7 @@
-"""NeMo's configurations as drafts of a layout: its YAML files, and recipes of Python, which are read and not run.
+"""NeMo's configurations as drafts of a layout: its YAML files, and recipes of Python, which are parsed and not run.
 
-Constants that a recipe's functions are called with, or have as defaults, are read. If a word has several values, none is
-chosen.
+Constants that a recipe's functions are called with, or have as defaults, are read. Of a word with several values, none
+is chosen.
 """
 
 from __future__ import annotations
@@ -54,12 +54,15 @@ SIZE_OF_CLASS = re.compile(r"Llama3\d*Config(\d+B)$")
 
 
 def is_nemo_document(document: Any) -> bool:
-    """Return whether a YAML file is NeMo's."""
+    """Return whether a YAML document is NeMo's: it has the key tensor_model_parallel_size somewhere."""
     return any(key == "tensor_model_parallel_size" for key, _ in _leaves(document))
 
 
 def draft_of_nemo_yaml(file: str, document: Any, world: int | None) -> Draft:
-    """Return the draft of a YAML file of NeMo's. Raises CaseError."""
+    """Return the draft of NeMo's YAML document.
+
+    Raises CaseError. world: the number of ranks; None means nodes times devices.
+    """
     leaves = list(_leaves(document))
     class_names = [str(value).rpartition(".")[2] for key, value in leaves if key == "_target_"]
     values = ((KEY_OF_WORD[key], value) for key, value in leaves if key in KEY_OF_WORD)
@@ -67,7 +70,7 @@ def draft_of_nemo_yaml(file: str, document: Any, world: int | None) -> Draft:
 
 
 def draft_of_recipe(recipe: str, world: int | None) -> Draft:
-    """Return the draft of a recipe. Raises CaseError.
+    """Return the draft of a recipe, read from its source. Raises CaseError, also if a degree is computed.
 
     recipe: FILE.py, of which pretrain_recipe is meant where there is one, or FILE.py:FUNCTION.
     """
@@ -90,7 +93,11 @@ def draft_of_recipe(recipe: str, world: int | None) -> Draft:
 
 
 def _reached_functions(file: str, tree: ast.Module, function: str) -> list[ast.AST]:
-    """Return the function, and those of the file that it calls, one after the other; the whole file where none is named."""
+    """Return the function (pretrain_recipe if none is named) and all functions of the file that it calls, in order of
+    discovery.
+
+    Without a pretrain_recipe, the whole file. CaseError if the named function is missing.
+    """
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if function and function not in functions:
         raise CaseError(f"{file}: no function {function}; it has {', '.join(functions)}")
@@ -111,7 +118,7 @@ def _nodes(parts: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _leaves(node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of all leaves of a YAML document."""
+    """Yield key and value of all leaves of a YAML document; bare entries of a list have no key and are left out."""
     if isinstance(node, dict):
         for key, value in node.items():
             yield from _leaves(value) if isinstance(value, dict | list) else ((str(key), value),)
@@ -121,7 +128,7 @@ def _leaves(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _stated_values(parts: list[ast.AST]) -> Iterator[tuple[str, Any]]:
-    """Yield the constants that functions are called with, or that are assigned to an attribute or a name."""
+    """Yield (key of NEMO_WORDS, constant) for known words that functions are called with, or that are assigned."""
     for node in _nodes(parts):
         if isinstance(node, ast.keyword):
             yield from _known_constant(node.arg, node.value)
@@ -131,14 +138,14 @@ def _stated_values(parts: list[ast.AST]) -> Iterator[tuple[str, Any]]:
 
 
 def _computed_words(parts: list[ast.AST]) -> Iterator[str]:
-    """Yield the known words that functions are called with where the value is no constant."""
+    """Yield NeMo's names of known words that functions are called with where the value is no constant."""
     for node in _nodes(parts):
         if isinstance(node, ast.keyword) and node.arg in KEY_OF_WORD and not isinstance(node.value, ast.Constant):
             yield node.arg
 
 
 def _default_values(parts: list[ast.AST]) -> Iterator[tuple[str, Any]]:
-    """Yield the constants that are defaults of functions' arguments."""
+    """Yield (key of NEMO_WORDS, constant) for known words that are functions' arguments with a default."""
     for node in _nodes(parts):
         if isinstance(node, ast.FunctionDef):
             names = [*node.args.posonlyargs, *node.args.args]
@@ -147,15 +154,16 @@ def _default_values(parts: list[ast.AST]) -> Iterator[tuple[str, Any]]:
 
 
 def _known_constant(name: str | None, value: ast.expr) -> Iterator[tuple[str, Any]]:
-    """Yield what a word means here and its value, if the word is known and the value a constant."""
+    """Yield the key of NEMO_WORDS and the value, if NeMo's name is known and the value a constant; else nothing."""
     if name in KEY_OF_WORD and isinstance(value, ast.Constant):
         yield KEY_OF_WORD[name], value.value
 
 
 def _collect_values(file: str, pairs: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by what they are.
+    """Return the values by key of NEMO_WORDS; a key without a value has its default.
 
-    Two values of a degree or of samples are refused; of nodes or devices none is taken. Raises CaseError.
+    pairs: (key, value); None values are ignored. Of several values of nodes or devices none is taken, not even the
+    default. Raises CaseError for several values of a degree, a length or a number of samples.
     """
     values_by_key: dict[str, list[Any]] = {}
     for key, value in pairs:
@@ -175,7 +183,11 @@ def _collect_values(file: str, pairs: Any, defaults: Mapping[str, Any]) -> dict[
 
 
 def _draft(file: str, values: Mapping[str, Any], names: list[str], world: int | None) -> Draft:
-    """Return the draft of these values. Raises CaseError."""
+    """Return the draft of values by key of NEMO_WORDS.
+
+    names: identifiers of the file, among which may be the model's class. Raises CaseError if the degrees do not divide
+    the world, or `world` is None and the file does not define it.
+    """
     tp, pp, cp = (_number_of(file, values, key, 1) for key in ("tp", "pp", "cp"))
     if world is None:
         if not {"nodes", "devices"} <= values.keys():
@@ -219,7 +231,10 @@ def _draft(file: str, values: Mapping[str, Any], names: list[str], world: int | 
 
 
 def _model(file: str, values: Mapping[str, Any], names: list[str]) -> ModelConfig | None:
-    """Return the model by its class, or by its sizes. None if the file has neither."""
+    """Return the published model of the file's class name or sizes.
+
+    None if neither is given, or no published model has the sizes.
+    """
     sizes = {match[1] for name in names if (match := SIZE_OF_CLASS.search(name))} & PRESETS.keys()
     if len(sizes) == 1:
         return PRESETS[sizes.pop()]
@@ -231,12 +246,12 @@ def _model(file: str, values: Mapping[str, Any], names: list[str]) -> ModelConfi
 
 
 def _shape(model: ModelConfig) -> dict[str, int]:
-    """Return the sizes by which a published model is recognized."""
+    """Return the four sizes by which a published model is recognized, by key of NEMO_WORDS."""
     return {"layers": model.n_layers, "dim": model.dim, "heads": model.n_heads, "ffn": model.ffn_dim}
 
 
 def _number_of(file: str, values: Mapping[str, Any], key: str, default: int) -> int:
-    """Return the whole number of a key, or the default. Raises CaseError for anything else."""
+    """Return the whole number of a key, or the default if it is absent. CaseError for anything else."""
     value = values.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise CaseError(

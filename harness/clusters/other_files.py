@@ -1,6 +1,6 @@
-"""Configurations of accelerate and DeepSpeed as drafts of a layout: degrees, precision, batch, what is cut and recomputed.
+"""Configurations of accelerate and DeepSpeed as drafts of a layout: degrees, precision, batch, sharding and recomputation.
 
-Neither says which model is trained. What is written as "auto" is of a trainer's own options, and is not said.
+Neither defines which model is trained. A value "auto" comes from a trainer's own options, and counts as not given.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 
 def draft_of_yaml(file: str, world: int | None) -> Draft:
-    """Return the draft of a YAML file of accelerate's or NeMo's. Raises CaseError."""
+    """Return the draft of a YAML file, NeMo's or else accelerate's. Raises CaseError.
+
+    world: the number of ranks; None where the file defines it.
+    """
     try:
         document = document_of(read_text(Path(file)))
     except (OSError, ValueError) as error:
@@ -46,7 +49,11 @@ def draft_of_yaml(file: str, world: int | None) -> Draft:
 
 
 def draft_of_accelerate(file: str, world: int | None) -> Draft:
-    """Return the draft of a configuration of accelerate's. Raises CaseError."""
+    """Return the draft of a configuration of accelerate's. Raises CaseError.
+
+    world: the number of ranks; None or 0 means the file's number of processes. The model, lengths and batch are not in
+    it.
+    """
     document = accelerate_file(file)
     world = world or process_count(file, document)
     precision = _training_dtypes(str(document.get("mixed_precision") or "no").lower())
@@ -71,7 +78,10 @@ def draft_of_accelerate(file: str, world: int | None) -> Draft:
 
 
 def draft_of_deepspeed(file: str, world: int | None) -> Draft:
-    """Return the draft of a configuration of DeepSpeed's. Raises CaseError."""
+    """Return the draft of DeepSpeed's JSON file.
+
+    Raises CaseError if it is none, or its numbers contradict each other or `world`.
+    """
     try:
         document = json.loads(read_text(Path(file)))
     except (OSError, ValueError, RecursionError) as error:
@@ -84,7 +94,11 @@ def draft_of_deepspeed(file: str, world: int | None) -> Draft:
 def _draft_of_accelerate_with_deepspeed(
     file: str, document: Mapping[str, Any], world: int, precision: Mapping[str, Any]
 ) -> Draft:
-    """Return the draft of accelerate's file that asks for DeepSpeed. A file of DeepSpeed's that it names takes precedence."""
+    """Return the draft of accelerate's file that requests DeepSpeed.
+
+    A file of DeepSpeed's that it names takes precedence. Raises CaseError. precision: the dtypes by accelerate's mixed
+    precision.
+    """
     deepspeed_options = document.get("deepspeed_config") or {}
     if deepspeed_file := deepspeed_options.get("deepspeed_config_file"):
         return draft_of_deepspeed(str(Path(file).parent / deepspeed_file), world)
@@ -96,7 +110,10 @@ def _draft_of_accelerate_with_deepspeed(
 
 
 def _draft_of_document(file: str, document: Mapping[str, Any], world: int | None) -> Draft:
-    """Return the draft of a DeepSpeed document. Raises CaseError."""
+    """Return the draft of a DeepSpeed document: ZeRO stage, tp, batch, dtypes. Raises CaseError.
+
+    Offloading is set aside, and fp16 is planned as bfloat16, which is noted.
+    """
     zero = _section(file, document, "zero_optimization")
     tensor = _section(file, document, "tensor_parallel")
     tp = _number_of(file, tensor, "autotp_size") or 1
@@ -135,7 +152,10 @@ def _draft_of_document(file: str, document: Mapping[str, Any], world: int | None
 
 
 def _data_ranks(file: str, world: int | None, tp: int, batch: int | None, local: int | None, accumulation: int) -> int:
-    """Return the data ranks of that world; without one, those that the three numbers of samples give."""
+    """Return the number of data ranks: world / tp, or, if `world` is None, the one that the three numbers of samples give.
+
+    Raises CaseError if they do not divide or contradict each other, or the samples are not given.
+    """
     if world is not None:
         if world % tp:
             raise CaseError(f"{file}: autotp_size {tp} does not divide the {world} of --world")
@@ -150,7 +170,7 @@ def _data_ranks(file: str, world: int | None, tp: int, batch: int | None, local:
 
 
 def _training_dtypes(mixed: str) -> dict[str, Any]:
-    """Return the dtypes of training for accelerate's mixed precision."""
+    """Return the recipe's dtypes for accelerate's mixed precision; compute_dtype is None for "no" or an unknown one."""
     return {"dtype": "float32", "compute_dtype": PLANNED_DTYPES.get(mixed)}
 
 
@@ -160,14 +180,14 @@ def _reduce_dtype(precision: Mapping[str, Any], mixed: str) -> str | None:
 
 
 def _section(file: str, document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return an object of the document, empty if it is not there. Raises CaseError."""
+    """Return an object of the document, empty if it is absent. CaseError if it is something else."""
     if not isinstance(section := document.get(name) or {}, dict):
         raise CaseError(f"{file}: {name}: expected an object")
     return section
 
 
 def _number_of(file: str, document: Mapping[str, Any], word: str) -> int | None:
-    """Return the whole number of a word, None where it is not given or "auto". Raises CaseError."""
+    """Return the whole number under a key; None if it is absent or "auto". CaseError for anything else."""
     value = document.get(word)
     if value in (None, AUTO):
         return None

@@ -26,7 +26,7 @@ READERS: dict[str, Callable[[str, int | None], Draft]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedLayout:
-    """A layout that was requested."""
+    """A layout that was requested, as a case."""
 
     case: Case
     """What is requested."""
@@ -69,7 +69,10 @@ class Request:
         return self.resolve().case
 
     def resolve(self) -> RequestedLayout:
-        """Return the case, the traits that go with a file, and what of it is not planned. Raises CaseError."""
+        """Return the case, the traits of the trainer that a file is of, and the parts of the file that are not planned.
+
+        Raises CaseError for an unknown or missing model, a file that cannot be read, or a layout that is not valid.
+        """
         if self.model is not None and self.model not in PRESETS:
             raise CaseError(f"--model {self.model!r}: choose one of {', '.join(PRESETS)}")
         draft = self._with_options(self._read_draft())
@@ -91,7 +94,10 @@ class Request:
         return RequestedLayout(case=case, traits=draft.traits, set_aside=draft.set_aside)
 
     def _read_draft(self) -> Draft:
-        """Return what the file or the degrees of `dims` define. Raises CaseError."""
+        """Return the draft that the file or the degrees in `dims` define.
+
+        Raises CaseError. Typed degrees have the model "debug".
+        """
         path = Path(self.dims.partition(":")[0])
         if path.suffix == ".toml":  # torchtitan's is read as a case
             from_file = config_file.read(path, self.world, self.model)
@@ -103,7 +109,10 @@ class Request:
         return Draft(dims=parse_layout(self.dims, self.world), model=model)
 
     def _with_options(self, draft: Draft) -> Draft:
-        """Return the draft with the options that were typed, which take precedence over a file."""
+        """Return the draft with the options that were typed, which take precedence over a file.
+
+        Several stages per rank without a schedule mean Interleaved1F1B.
+        """
         typed_features: dict[str, Any] = {
             "microbatches": self.microbatches,
             "stages_per_rank": self.stages_per_rank,

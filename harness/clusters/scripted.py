@@ -1,7 +1,7 @@
-"""A process of a user's command that runs as one rank alone: as a recorded one, but of a world that is not there, on
-tensors without memory. What has no contents is not looked at.
+"""One process of a user's command that runs as one rank alone: recorded, in a fake world, on tensors without memory.
 
-Called by the process's own imports (harness/recording/site). Changes torch for the rest of the process.
+Contents of tensors are not read. The process's own imports call it (harness/recording/site). It changes torch for the
+rest of the process.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ _entered = contextlib.ExitStack()  # until the process ends
 
 
 class NoObserver:
-    """What stands for observers that a recording does not have."""
+    """A stand-in for the observers that a recording does not have: each of its methods does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: None
 
 
 class LoneRankObservers:
-    """The recorders of a command's rank, as a witness calls them."""
+    """The observers of a command's rank, with the attributes that a Witness calls: the recorder's, and stand-ins for
+    the others."""
 
     def __init__(self, recorder_of_rank: Recorder) -> None:
         self.clock = recorder_of_rank.clock
@@ -43,7 +44,8 @@ class LoneRankObservers:
 
 
 def imported(module: str) -> None:
-    """Install the recorder once a module is imported; after torch itself, begin to run as a rank alone."""
+    """Install the recorder's patches for a module that was just imported; after torch itself, begin to run as a rank
+    alone."""
     recorder.imported(module)
     if module == "torch":
         assert recorder._recorder is not None
@@ -51,7 +53,10 @@ def imported(module: str) -> None:
 
 
 def _begin_rank(recorder_of_rank: Recorder) -> None:
-    """Join a world that is not there, and turn off what reads the contents of tensors."""
+    """Join a fake world as the rank of RANK, and enter the mode of tensors without memory for the rest of the process.
+
+    The recorder no longer reads tensors' contents, and the process ends after the last recorded step.
+    """
     rank = int(os.environ["RANK"])
     world.join(rank, int(os.environ[ALONE_VARIABLE]))
     for name in MODULES_WITH_MESHES:
@@ -68,10 +73,11 @@ def _begin_rank(recorder_of_rank: Recorder) -> None:
 
 
 def _end_after_step(recorder_of_rank: Recorder, last: int) -> None:
-    """End the process as the step begins that follows this one: a rank alone need not train on."""
+    """Patch the recorder's clock to end the process, with exit code 0, once step `last` is finished and recorded."""
     between_steps = recorder_of_rank.clock.on_between_steps
 
     def end_if_over() -> None:
+        """Run the clock's own function between steps; after step `last`, end the recording and the process."""
         between_steps()
         if recorder_of_rank.clock.last_finished_step >= last:
             recorder_of_rank.end()
@@ -83,7 +89,7 @@ def _end_after_step(recorder_of_rank: Recorder, last: int) -> None:
 
 
 def _note_why_unable(file: Path) -> None:
-    """Note the reason if the error that ends the process comes of running alone, and not of the script."""
+    """Patch sys.excepthook to write the reason into `file` if an error comes of running alone, and not of the script."""
     hook = sys.excepthook
 
     def note_reason(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""What is said of a pre-flight: what was run, of how many ranks it is proven, and what is not."""
+"""The text of a pre-flight: which ranks were run, of how many the verdict is proven, and what was not judged."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def preflight_text(
     set_aside: tuple[str, ...] = (),
     gpu: str = "H100",
 ) -> str:
-    """Return the text on the pre-flight of a case.
+    """Return the text of a case's pre-flight.
 
-    judging: the seconds that plan and checks took. set_aside: what of a configuration was not run. gpu: whose memory is
-    compared.
+    judging: the seconds that plan and checks took. set_aside: parts of a configuration that were not run. gpu: the
+    model whose memory is compared.
     """
     world = case.dims.world_size
     trial = verdicts.trial
@@ -56,7 +56,7 @@ def preflight_text(
 def command_text(
     words: Sequence[str], dims: ParallelDims, chosen: ChosenRanks, run: CommandRun, verdicts: Verdicts
 ) -> str:
-    """Return the text on a user's command."""
+    """Return the text of a command's pre-flight."""
     rows = [
         (
             "ran alone",
@@ -69,19 +69,22 @@ def command_text(
 
 
 def _judgement_lines(ran: int, verdicts: Verdicts, world: int) -> list[str]:
-    """Return the verdict's lines, and what was not judged."""
+    """Return the lines of the verdict, of each check, and of the things that were not judged.
+
+    ran: number of ranks that were run.
+    """
     return [*_verdict_lines(ran, verdicts, world), *label_lines(list(_not_judged_rows(ran, verdicts, world)))]
 
 
 def _usage_text(flown: LoneRun) -> str:
-    """Return the processor time and memory that the process of a rank took, at the most. Empty if no rank left evidence."""
+    """Return the most processor time and memory that any rank's process took. Empty if no rank left evidence."""
     seconds = max((used.seconds for used in flown.usage_by_rank.values()), default=0)
     most_bytes = max((used.bytes for used in flown.usage_by_rank.values()), default=0)
     return f"; one of them {seconds:.0f} s of processor time, {bytes_text(most_bytes)}" if flown.usage_by_rank else ""
 
 
 def _chosen_text(chosen: ChosenRanks) -> str:
-    """Return which ranks were chosen, by reason."""
+    """Return the chosen ranks by reason, with the seed if some were drawn."""
     parts = (f"{reason} {_ranks_text(ranks)}" for reason, ranks in chosen.ranks_by_reason.items())
     return "   ".join(parts) + (f" (seed {chosen.seed})" if "drawn" in chosen.ranks_by_reason else "")
 
@@ -98,12 +101,12 @@ def _duration_text(seconds: float) -> str:
 
 
 def headline(ran: int, verdicts: Verdicts, world: int) -> str:
-    """Return the verdict with the number of ranks that it is of: never PASS alone."""
+    """Return the verdict with the number of ranks that it was proven on, "PASS for 12 of 4,096 ranks": never PASS alone."""
     return f"{verdict_of_all(verdicts.results)} for {ran:,} of {world:,} ranks"
 
 
 def _verdict_lines(ran: int, verdicts: Verdicts, world: int) -> Iterator[str]:
-    """Yield the verdict, its cause, and the checks by verdict."""
+    """Yield the lines of the verdict, its cause, the checks by verdict, and the first finding of each failing check."""
     checks_by_verdict = defaultdict(list)
     for result in verdicts.results:
         checks_by_verdict[result.verdict].append(result.check)
@@ -129,7 +132,7 @@ def _verdict_lines(ran: int, verdicts: Verdicts, world: int) -> Iterator[str]:
 
 
 def _not_judged_rows(ran: int, verdicts: Verdicts, world: int) -> Iterator[tuple[str, str]]:
-    """Yield rows on checks that do not apply, and on what no pre-flight judges."""
+    """Yield rows (label, text) on checks that do not apply, and on the facts that no pre-flight judges."""
     yield from (("not applicable", text) for text in not_applicable_texts(verdicts.results))
     other_ranks = world - ran
     yield "not judged", NEVER_JUDGED + (f", {other_ranks:,} other ranks" if other_ranks else "")

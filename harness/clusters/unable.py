@@ -1,7 +1,8 @@
-"""Why a rank could not be run alone, where what it raised says nothing of the trainer. It may need a tensor's values, and a
-tensor without memory has none. Or torch refuses something where tensors have no memory, or ranks are not there.
+"""Reasons why a rank could not be run alone, where its error says nothing of the trainer.
 
-What a trainer does with a shape is its own: two that do not fit are its failure, here as on a cluster.
+It may need a tensor's values, and a tensor without memory has none. Or torch refuses something where tensors have no
+memory, or ranks are not there. A trainer's use of shapes is its own: two that do not fit are its failure, here as on a
+cluster.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ KERNEL_MODULES = (
 
 
 def why_unable(error: BaseException, asked: Collection[CodeType]) -> str:
-    """Return why a rank could not be run alone. Empty if the failure is the trainer's own.
+    """Return why a rank could not be run alone, in one sentence. Empty if the failure is the trainer's own.
 
-    asked: the functions that a number was answered to, which was 1. What is raised while another error is handled came of that
-    one.
+    asked: the code that a number was answered to, which was 1. The errors while handling which this one was raised
+    count too.
     """
     for link in (error, *linked_exceptions(error)):
         error_text = f"{type(link).__name__}: {str(link).strip() or 'no words'}".splitlines()[0]
@@ -71,32 +72,37 @@ def why_unable(error: BaseException, asked: Collection[CodeType]) -> str:
 
 
 def codes_that_ask() -> Iterator[CodeType]:
-    """Yield the code that needs the number that is being answered. It is the function that called torch's operator, and if that
-    is torch's own, the trainer's that called it."""
+    """Yield the code that needs the number that is being answered; call it while answering.
+
+    It is the function that called torch's operator, and if that is torch's own, the trainer's function that called it.
+    """
     frames = [frame for frame, _ in traceback.walk_stack(None)][1:]
     return (frame.f_code for frame in _answerable_frames(frames))
 
 
 def _is_of_contents(error: BaseException) -> bool:
-    """Return whether an error says that a tensor without memory was asked for its contents."""
+    """Return whether an error says that the contents of a tensor without memory were needed."""
     if type(error).__module__ == fake_tensor.__name__:
         return not isinstance(error, TRAINER_ERRORS)
     return bool(ASKED_FOR_CONTENTS.search(str(error)))
 
 
 def _is_of_saving(error: BaseException) -> bool:
-    """Return whether an error was raised while tensors were saved."""
+    """Return whether an error was raised inside torch.serialization, while tensors were saved or loaded."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(frame.f_globals.get("__name__") == "torch.serialization" for frame in frames[-1:])
 
 
 def _raising_frames(error: BaseException) -> Iterator[FrameType]:
-    """Yield the frames that an error is attributed to."""
+    """Yield the frames that an error is attributed to: at most torch's that called an operator, and the trainer's."""
     return _answerable_frames([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
 
 
 def _answerable_frames(frames: list[FrameType]) -> Iterator[FrameType]:
-    """Yield, of frames from the innermost: the first above what replaces a kernel, and the first that is not torch's."""
+    """Yield, of frames from the innermost: the first above those that replace a kernel, and the first that is not torch's.
+
+    The same frame may come twice.
+    """
     names = [str(frame.f_globals.get("__name__")) for frame in frames]
     above_kernel = [
         index

@@ -12,7 +12,11 @@ import torch.distributed as dist
 
 
 def join(rank: int, world_size: int) -> None:
-    """Join as torchrun's rank of that number would, on machines of one rank, LOCAL_RANK 0."""
+    """Join a fake process group of that size as this rank, on machines of one rank (LOCAL_RANK 0).
+
+    It sets the launcher's variables, makes later calls of init_process_group do nothing, and gives every group the fake
+    backend.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}

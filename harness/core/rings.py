@@ -1,7 +1,7 @@
-"""What the rings bring to the core: names, each of which is imported when it is needed.
+"""The functions that rings add to the core, by name; each is imported when it is needed.
 
-The core imports no ring. A ring is a package beside the core, and `RING` in it is one table of texts. "module:name" is what a
-module has by that name. No entry points: the project also runs uninstalled, by PYTHONPATH.
+The core imports no ring. A ring is a package beside the core, and `RING` in it is one table of texts. "module:name" is
+the object that a module has by that name. No entry points: the project also runs uninstalled, by PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ NAMES = ("adapters", "recording", "clusters", "nights", "faults", "hypotheses")
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """What one ring brings. Where several rings bring the same, theirs follow each other in the order of NAMES."""
+    """The functions and tables that one ring adds.
+
+    Where several rings add the same, theirs follow each other in the order of NAMES.
+    """
 
     commands: Mapping[str, str] = field(default_factory=dict)
     """Command -> its line of help. The ring has two files of its name: cli/ says what can be typed, cli/work/ does it."""
@@ -52,7 +55,7 @@ class Ring:
 
 @functools.cache
 def rings() -> Mapping[str, Ring]:
-    """Return those that are installed, by name."""
+    """Return the `RING` of each ring that is installed, by name, in the order of NAMES."""
     modules = {name: f"{__name__.split('.')[0]}.{name}" for name in NAMES}
     return {
         name: importlib.import_module(module).RING
@@ -62,13 +65,13 @@ def rings() -> Mapping[str, Ring]:
 
 
 def load(spelled_function: str) -> Any:
-    """Return what a module has by a name. spelled_function: "module:name"."""
+    """Import and return the object that "module:name" spells."""
     module, _, name = spelled_function.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def functions_of(field: str) -> Iterator[Callable[..., Any]]:
-    """Yield the functions of all rings in a field that is a sequence."""
+    """Yield the functions of all rings in a field that is a sequence, importing each as it is reached."""
     for ring in rings().values():
         yield from map(load, getattr(ring, field))
 
@@ -82,21 +85,24 @@ def entries_of(field: str) -> dict[str, str]:
 
 
 def functions_for(field: str, key: str) -> Iterator[Callable[..., Any]]:
-    """Yield the function of each ring that has this key in a field that is a table."""
+    """Yield the function of each ring that has this key in a field that is a table; nothing if no ring has it."""
     for ring in rings().values():
         if key in getattr(ring, field):
             yield load(getattr(ring, field)[key])
 
 
 def function_for(field: str, key: str) -> Callable[..., Any]:
-    """Return the first of these. Raise LookupError where no ring has the key."""
+    """Return the function of the first ring that has this key in a field that is a table.
+
+    LookupError if no ring has it.
+    """
     for function in functions_for(field, key):
         return function
     raise LookupError(f"no ring has {key!r} among its {field}")
 
 
 def commands() -> dict[str, tuple[str, str]]:
-    """Return the package that has a ring's command, and the command's line of help, by command."""
+    """Return, by command, the package that has it (harness.RING.cli) and its line of help."""
     return {
         command: (f"{__name__.split('.')[0]}.{name}.cli", help)
         for name, ring in rings().items()

@@ -17,7 +17,11 @@ TABLE_HEAD = (
 
 
 def fitting_text(fits: FittingLayouts) -> str:
-    """Return the best layouts, a row each, those that were published, and how times are estimated."""
+    """Return a table of the best SHOWN_LAYOUTS layouts and of published ones that fit, notes on published ones, and an
+    explanation.
+
+    If no layout fits, a line that says so, with the notes.
+    """
     layouts = fits.layouts
     looked = fits.examined_count
     names = fits.published
@@ -45,6 +49,7 @@ def fitting_text(fits: FittingLayouts) -> str:
 
 
 def _wrapped_lines(texts: Sequence[str]) -> list[str]:
+    """Return the texts as lines, each wrapped and indented from its second line on."""
     lines: list[str] = []
     for text in texts:
         lines += wrap_text(text, "", "  ")
@@ -52,13 +57,14 @@ def _wrapped_lines(texts: Sequence[str]) -> list[str]:
 
 
 def _degrees_text(fits: FittingLayouts, name: str) -> str:
-    """Say where its degrees stand at their best, if that is another place."""
+    """Return a note on the best position of a published layout's degrees; empty if that is its own position, or there
+    is none."""
     position = fits.degrees.get(name)
     return "" if position is None or fits.published.get(position) == name else f"; {position + 1} has its degrees"
 
 
 def _published_differences(case: Case) -> str:
-    """Say in what a published layout is not like the others here."""
+    """Return a note on how a published layout differs from the candidates, in microbatches or ZeRO; empty if it does not."""
     differences = []
     if case.dims.pp > 1:
         differences.append(f"{case.microbatches} microbatches")

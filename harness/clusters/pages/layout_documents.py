@@ -18,8 +18,10 @@ MOST_RANKS = 64
 
 
 def plan_document(case: Case, plan: Plan, gpu: str, set_aside: Sequence[str] = ()) -> dict[str, Any]:
-    """Return groups, kinds of ranks and their bytes; of few ranks also the slices of each. set_aside: what of a file is not
-    planned."""
+    """Return the document of a plan: groups, rank classes and their bytes; up to MOST_RANKS ranks also the slices of each.
+
+    set_aside: parts of a file that are not planned. gpu: the model whose memory is compared.
+    """
     return {
         "case": case.name,
         "requested": case,
@@ -35,7 +37,10 @@ def plan_document(case: Case, plan: Plan, gpu: str, set_aside: Sequence[str] = (
 
 
 def layouts_document(request: Mapping[str, Any], fits: FittingLayouts) -> dict[str, Any]:
-    """Return the layouts that fit, best first, with what their estimates are made of. request: what was asked for."""
+    """Return the document of the layouts that fit, best first, with the parts of their estimates.
+
+    request: options, by name.
+    """
     return {
         **request,
         "looked": fits.examined_count,
@@ -47,7 +52,7 @@ def layouts_document(request: Mapping[str, Any], fits: FittingLayouts) -> dict[s
 
 
 def _fit_document(fit: FittingLayout, name: str | None) -> dict[str, Any]:
-    """Return the data of one layout that fits. name: of a published one."""
+    """Return the data of one layout that fits. name: of a published layout; None for another."""
     case = fit.case
     time = fit.time
     parts = {"computing": time.computing, "bubble": time.bubble, "waited": time.waited, "exposed": time.exposed}

@@ -1,9 +1,9 @@
-"""Starting ranks: on this machine or through torchrun; limits, killing, logs, and the name of the culprit.
+"""The launching of ranks: on this machine or through torchrun; limits, killing, logs, and the ranks to blame.
 
     exits = launch(Job(directory=out, world_size=4, entry="package.module:function", options={"steps": 3}))
 
-No process survives a failed job, Ctrl-C, or the harness's own death by SIGKILL. KeyboardInterrupt leaves launch() after the
-job's ranks are dead. A caller with worker threads ends their jobs with `default_server().close()`.
+No process survives a failed job, Ctrl-C, or the harness's own death by SIGKILL. KeyboardInterrupt leaves launch() after
+the job's ranks are dead. A caller with worker threads ends their jobs with `default_server().close()`.
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ def launch(
     pool: Pool | None = None,
     began: Callable[[], object] = lambda: None,
 ) -> list[Exit]:
-    """Run the job to its end; one Exit per rank, in order. A rank's failure is an Exit, never an exception.
+    """Run the job to its end and return one Exit per rank, in rank order.
 
-    It first waits for as many slots as it has ranks, of `pool` or of this machine; `began` is called when it has them.
-    LaunchError if nothing could be started; ValueError for another launcher than "local" and "torchrun".
+    A rank's failure is an Exit, never an exception. It first waits for the job's slots, mostly one for each rank here,
+    of `pool` or of this machine, and then calls `began`. `server` is for the launcher "local"; None means this
+    process's default server. LaunchError if nothing could be started; ValueError for another launcher than "local" and
+    "torchrun".
     """
     if launcher not in ("local", "torchrun"):
         raise ValueError(f'launcher: expected "local" or "torchrun", found {launcher!r}')
@@ -62,7 +64,10 @@ def launch(
 
 
 def supervise_until_end(job: Job, ranks: LocalRanks | TorchrunRanks) -> tuple[RankExit, ...]:
-    """Return how every rank ended. A KeyboardInterrupt carries lines on where the ranks are, while they still are there."""
+    """Return how every rank ended, in rank order, killing those that do not end well.
+
+    On Ctrl-C it raises KeyboardInterrupt again, with lines on where each rank is. The ranks are still alive then.
+    """
     try:
         return supervise(job, ranks)
     except KeyboardInterrupt:
@@ -70,6 +75,12 @@ def supervise_until_end(job: Job, ranks: LocalRanks | TorchrunRanks) -> tuple[Ra
 
 
 def run_on_slots(job: Job, launcher: str, server: RankServer | None, taken: TakenSlots) -> list[Exit]:
+    """Run the job on slots that are taken already, and return one Exit per rank, in rank order.
+
+    It prepares the job's folder, starts the ranks, waits for them and assigns blame. Afterwards, also after an
+    exception, it kills the processes that ranks left behind. Without a `server`, the launcher "local" uses this
+    process's default server.
+    """
     if launcher == "torchrun":
         ranks: LocalRanks | TorchrunRanks = TorchrunRanks(job, prepare_folder(job), taken.environment)
     else:

@@ -1,8 +1,8 @@
-"""What identifies a resident rank server: the environment that its ranks find, and the sources that it has imported.
+"""The identity of a resident rank server: the environment that its ranks find, and the sources that it has imported.
 
-Some settings can be changed in a running process (working directory, umask, soft limits, processors, any variable): each
-command brings its own. The others are part of the name of the server's socket: a command that differs in one uses another
-server.
+Some settings can be changed in a running process (working directory, umask, soft limits, processors, any variable):
+each command brings its own. The others are part of the name of the server's socket: a command that differs in one uses
+another server.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class UnsafeFolder(OSError):
 
 
 def socket_folder() -> Path:
-    """Return the folder of this user's sockets; no other user may look into it. Raises Unsafe."""
+    """Return the folder of this user's sockets, made if missing; no other user may look into it.
+
+    It is in XDG_RUNTIME_DIR if that is our own folder, else in /tmp. Raises UnsafeFolder if it is not ours alone.
+    """
     runtime_folder = os.environ.get("XDG_RUNTIME_DIR", "")
     path = (
         Path(runtime_folder, "harness")
@@ -61,7 +64,11 @@ def is_own_folder(path: Path) -> bool:
 
 
 def server_identity(modules: Iterable[str]) -> str:
-    """Return sixteen digits that name the server for a command like this one, which has `modules` imported."""
+    """Return sixteen hex digits that name the server for a command like this one: a digest of its circumstances.
+
+    They are the interpreter, the harness, installed packages, `modules` to import, environment variables that matter,
+    user, hard limits, namespaces and cgroup. Commands that differ in one of them use different servers. Linux only.
+    """
     circumstances_of_server = {
         "interpreter": [sys.executable, sys.version, sys.prefix, list(sys.flags)],
         "harness": str(ROOT),
@@ -83,7 +90,8 @@ def is_harmless(name: str) -> bool:
 
 
 def modification_time(folder: str) -> int:
-    """Return when the folder was last changed (nanoseconds), which it is whenever a package comes or goes; 0 without it."""
+    """Return when the folder was last changed (nanoseconds), as by installing or removing a package; 0 if there is no
+    such folder."""
     try:
         return os.stat(folder).st_mtime_ns
     except OSError:
@@ -94,12 +102,16 @@ def modification_time(folder: str) -> int:
 
 
 def imported_files() -> dict[str, FileStamp]:
-    """Return the stamps, as they are now, of the files of all modules that are imported here."""
+    """Return the current stamps of the files of all modules that are imported here, by path.
+
+    Modules without a file are left out.
+    """
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     return {file: file_stamp for file in files if file and (file_stamp := stamp_of(file))}
 
 
 def stamp_of(file: str) -> FileStamp | None:
+    """Return a file's inode, size, and times of modification and change (nanoseconds). None if it cannot be read."""
     try:
         status = os.stat(file)
     except OSError:
@@ -108,7 +120,11 @@ def stamp_of(file: str) -> FileStamp | None:
 
 
 def find_changed_file(files: Mapping[str, FileStamp], began: int) -> str | None:
-    """Return a file that is not what it was, or was written after we `began` (nanoseconds) to import; None if there is none."""
+    """Return the first of `files` that changed since its stamp was taken, or was changed after `began`; None if there
+    is none.
+
+    `files` maps paths to their stamps; `began` is when importing began (nanoseconds). A file that is gone has changed.
+    """
     return next(
         (file for file, old_stamp in files.items() if old_stamp[-1] > began or stamp_of(file) != old_stamp), None
     )
@@ -118,7 +134,7 @@ def find_changed_file(files: Mapping[str, FileStamp], began: int) -> str | None:
 
 
 def process_circumstances() -> dict[str, Any]:
-    """Return this process's circumstances, for adopt_circumstances()."""
+    """Return this process's environment, umask, soft limits and processors, for adopt_circumstances() in another process."""
     return {
         "environment": child_environment(),
         "umask": read_umask(),
@@ -128,7 +144,11 @@ def process_circumstances() -> dict[str, Any]:
 
 
 def adopt_circumstances(other: Mapping[str, Any], *, working_directory: int, output: int) -> None:
-    """Take on the circumstances of another process; two of its file descriptors."""
+    """Give this process the environment, umask, soft limits and processors of `other`, as from process_circumstances().
+
+    It moves to the folder of descriptor `working_directory` and sends stdout and stderr to descriptor `output`. It
+    closes both.
+    """
     os.environ.clear()
     os.environ.update(other["environment"])
     os.umask(other["umask"])

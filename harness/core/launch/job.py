@@ -1,4 +1,4 @@
-"""What to start, and the folder in which one launch keeps all that is known about it.
+"""The job that is to be started, and the folder in which one launch keeps all records about it.
 
 job.json                the Job itself, as the ranks read it.
 logs/rank_00.log        stdout and stderr.
@@ -62,7 +62,10 @@ def rank_file(directory: Path, kind: str, rank: int) -> Path:
 
 
 def prepare_folder(job: Job) -> Path:
-    """Make the job's folders and job.json, whose path is returned. LaunchError if the directory cannot take them."""
+    """Make the job's folders, write job.json, and return its path.
+
+    LaunchError if the job or its directory cannot be used.
+    """
     directory = Path(job.directory).absolute()
     refuse_unusable(job, directory)
     try:
@@ -81,6 +84,11 @@ def prepare_folder(job: Job) -> Path:
 
 
 def refuse_unusable(job: Job, directory: Path) -> None:
+    """Raise LaunchError if the job cannot run in the directory, else do nothing.
+
+    Refused is a folder of an earlier launch (unless torchrun_args are given), or a name that torch would cut. So are
+    timeouts not above 0 or too long, and a file size limit (ulimit -f) below what a rank's log needs.
+    """
     if (directory / "job.json").exists() and not job.torchrun_args:
         raise LaunchError(f"{directory}: holds the records of an earlier launch: choose a fresh directory")
     if set("?#;") & set(str(directory)):
@@ -109,5 +117,5 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the value, or None where the file was never finished."""
+    """Return the value in a JSON file; None if the file is absent or was never finished."""
     return parse_json(read_bytes(path)) if path.exists() else None

@@ -22,18 +22,23 @@ HELPER_PATIENCE = 10.0  # seconds for helpers that see that their rank has ended
 
 @dataclass(frozen=True)
 class Leftover:
+    """A process that outlived the rank that started it: the rank, its pid and its command line."""
+
     rank: int
     pid: int
     command: str
 
 
 def mark_children(directory: Path, rank: int) -> None:
-    """Have all that this process starts from now on be known as its own."""
+    """Set the variable that marks all processes that this rank executes from now on as its own."""
     os.environ[MARK_VARIABLE] = f"{directory}:{rank}"
 
 
 def find_leftovers(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
-    """Return what is left of a launch's ranks, once these ranks have ended."""
+    """Return the living processes that these ranks of a launch left, sorted by rank and pid. Empty if there is none.
+
+    Call it after these ranks have ended: a rank that lives would be among them.
+    """
     marks = {f"{MARK_VARIABLE}={directory.absolute()}:{rank}\0".encode(): rank for rank in ranks}
     records = {str(rank_file(directory.resolve(), "inflight", rank)).encode(): rank for rank in marks.values()}
     survivors = []
@@ -45,7 +50,11 @@ def find_leftovers(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
 
 
 def rank_of(process: Path, marks: dict[bytes, int], records: dict[bytes, int]) -> int | None:
-    """Return the rank of a process; None if it has ended, or is not ours to look into."""
+    """Return the rank that started a process, given its folder in /proc.
+
+    None if none did, it ended, or we may not read it. `marks` maps bytes of an environment to ranks; `records` maps
+    paths of in-flight records, as in a process's memory map.
+    """
     with contextlib.suppress(OSError):
         environment = (process / "environ").read_bytes() + b"\0"
         for name, rank in marks.items():
@@ -58,6 +67,7 @@ def rank_of(process: Path, marks: dict[bytes, int], records: dict[bytes, int]) -
 
 
 def command_of(process: Path) -> str:
+    """Return a process's command line, given its folder in /proc; a fixed phrase if it was only forked or has ended."""
     with contextlib.suppress(OSError):
         words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         return "forked from the rank" if "harness.core.launch." in words else words
@@ -65,7 +75,7 @@ def command_of(process: Path) -> str:
 
 
 def find_outliving(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
-    """Return what does not end by itself soon after its rank.
+    """Wait up to HELPER_PATIENCE seconds for the processes that these ranks left; return those that still live.
 
     It looks at least twice: a look misses a process whose parent forks it after the listing and ends before its turn.
     """
@@ -79,7 +89,7 @@ def find_outliving(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
 
 
 def end_leftovers(directory: Path, ranks: Iterable[int]) -> None:
-    """Kill what is left of these ranks, and what that starts meanwhile."""
+    """Kill the processes that these ranks left, and those that they start meanwhile, for at most HELPER_PATIENCE seconds."""
     ranks = list(ranks)
     deadline = time.monotonic() + HELPER_PATIENCE
     while (survivors := find_leftovers(directory, ranks)) and time.monotonic() < deadline:

@@ -1,4 +1,7 @@
-"""The harness's side of the rank server: start it, ask it for ranks, hear how they end. Any thread may launch."""
+"""The harness's side of the rank server: it starts the server, requests ranks, and reads how they end.
+
+Any thread may launch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,11 @@ CLOSE_PATIENCE = 5.0
 
 
 class LocalRanks:
-    """The ranks of one job that the server forked (`supervise.Ranks`). Leaving the context kills those that live."""
+    """The ranks of one job that the server forked (`supervise.Ranks`). Leaving the context kills those that live.
+
+    `pids`, `statuses` (exit code, or minus the signal) and `ended` (seconds since 1970) are by rank. `gone` is True
+    once the server ended or could not start a rank; `trouble` then says why.
+    """
 
     def __init__(self, server: RankServer, job_file: Path, world_size: int, modules: Iterable[str] = ()) -> None:
         """modules: what the server imports first, if it has not."""
@@ -43,6 +50,7 @@ class LocalRanks:
         self.trouble = ""
 
     def wait(self, is_done: Callable[[], bool], seconds: float) -> bool:
+        """Wait until `is_done` returns True, at most that many seconds; return whether it did."""
         with self.server.changes:
             return self.server.changes.wait_for(is_done, seconds)
 
@@ -50,10 +58,13 @@ class LocalRanks:
         self.server.send_request(signal=number, job=self.job_number)
 
     def give_up(self) -> None:
+        """Kill the server, which ends all jobs that it has, and wait up to CLOSE_PATIENCE seconds until that is noted."""
         self.server.kill("it did not answer (stopped?) and was killed")
         self.wait(lambda: self.gone, CLOSE_PATIENCE)
 
     def handle_report(self, report: dict[str, Any]) -> None:
+        """Store what the server reports of one rank: its pid, or its status and end; an error otherwise, on which no
+        more is expected."""
         if "pid" in report:
             self.pids[report["rank"]] = report["pid"]
         elif "status" in report:
@@ -64,7 +75,11 @@ class LocalRanks:
             self.trouble = report["error"]
 
     def start(self) -> None:
-        """Ask the server for the ranks. Call it inside the context, so that an interrupt meets something that will clean up."""
+        """Wait until the server is ready and request the ranks from it, without waiting for them.
+
+        LaunchError if it never is ready. Call it inside the context, so that an interrupt meets something that will
+        clean up.
+        """
         self.server.wait_until_ready()
         self.server.jobs[self.job_number] = self
         self.started_ranks = self.world_size
@@ -82,16 +97,19 @@ class LocalRanks:
 
 
 class RankServer:
-    """One server, which is met or started at once, in the background; many jobs, also at the same time.
+    """A rank server, which is met or started at once, in the background; it serves many jobs, also at the same time.
 
-    The ranks see the modules the server imported (torch, harness.reference.model) as they were then. Close it and make another
-    after another version of one of these is checked out.
+    The ranks see the modules the server imported (torch, harness.reference.model) as they were then. Close it and make
+    another after another version of one of these is checked out.
     """
 
     def __init__(
         self, modules: Iterable[str] = (), link: Callable[[Iterable[str], IO[bytes]], Link] = OwnServer
     ) -> None:
-        """modules: a trainer's own dependencies, imported in addition if they are there."""
+        """modules: a trainer's own dependencies, imported in addition if they are installed.
+
+        link: called with the modules and a file for the server's stderr; it returns the connection to a server.
+        """
         self.modules = tuple(modules)
         self.changes = threading.Condition()
         self.jobs: dict[int, LocalRanks] = {}
@@ -116,6 +134,10 @@ class RankServer:
         return self.link.pid
 
     def listen_to_reports(self, make_link: Callable[[Iterable[str], IO[bytes]], Link]) -> None:
+        """Connect to a server, then handle its reports until it ends; it is the body of the thread `listener`.
+
+        If the connection fails, or when the server ends, all jobs are marked as gone (note_end).
+        """
         try:
             connected = make_link(self.modules, self.errors)
         except OSError as error:
@@ -134,7 +156,7 @@ class RankServer:
         self.note_end(f"the rank server (pid {connected.pid}) ended: {self.last_message()}")
 
     def note_end(self, reason: str) -> None:
-        """Note that the server is gone, and so are all ranks."""
+        """Mark the server and all its jobs as gone, with the reason, and kill what ranks without a status had started."""
         with self.changes:
             self.gone = True
             for ranks in list(self.jobs.values()):
@@ -145,6 +167,7 @@ class RankServer:
             self.changes.notify_all()
 
     def handle_report(self, report: dict[str, Any]) -> None:
+        """Note that the server is ready, or pass a report on to its job. A report on a job that has ended is dropped."""
         with self.changes:
             if "ready" in report:
                 self.start_seconds = report["ready"]
@@ -153,11 +176,13 @@ class RankServer:
             self.changes.notify_all()
 
     def kill(self, reason: str) -> None:
+        """Kill the server's process, if there is one yet; `reason` is then given as the cause of its end."""
         self.failure_text = reason
         if self.link:
             self.link.kill()
 
     def last_message(self) -> str:
+        """Return why the server ended: our own reason, else the last line of its stderr, else its exit status."""
         if self.failure_text:
             return self.failure_text
         self.errors.seek(0)
@@ -165,7 +190,7 @@ class RankServer:
         return lines[-1] if lines else self.status
 
     def wait_until_ready(self) -> None:
-        """Wait until the server has imported torch; LaunchError if it never will."""
+        """Return once the server has imported torch; LaunchError if it ended, or is not ready in READY_PATIENCE seconds."""
         with self.changes:
             self.changes.wait_for(lambda: self.gone or self.link, MEETING_PATIENCE)
             if not self.changes.wait_for(lambda: self.gone or self.start_seconds is not None, READY_PATIENCE):
@@ -174,6 +199,7 @@ class RankServer:
             raise LaunchError(f"the rank server did not start: {self.last_message()}")
 
     def send_request(self, **request: Any) -> None:
+        """Write one request to the server. It does nothing if there is no server, or it has ended."""
         with self.changes:
             if self.link and not self.gone:
                 with contextlib.suppress(
@@ -182,7 +208,10 @@ class RankServer:
                     os.write(self.link.requests, json.dumps(request).encode() + b"\n")
 
     def close(self) -> None:
-        """End the server and every rank it has. launch() calls under way return, their ranks "lost"."""
+        """End the server and every rank it has. launch() calls under way return, their ranks "lost".
+
+        It does nothing if called again, or in a process forked from the one that made the server.
+        """
         if self.owner_pid != os.getpid() or self.closed:
             return
         with self.changes:
@@ -209,16 +238,18 @@ _default_lock = threading.Lock()
 
 
 def preloadable_modules(modules: Iterable[str], device: str) -> tuple[str, ...]:
-    """Return the modules that a server may import for the ranks of a job; for GPUs none of a trainer.
+    """Return the modules that a server may import for the ranks of a job: all of them on CPU, none on GPUs.
 
-    torchao (0.18) asks for a GPU when it is imported, which starts CUDA, and no process forked after that can use it."""
+    torchao (0.18) asks for a GPU when it is imported, which starts CUDA, and no process forked after that can use it.
+    """
     return tuple(modules) if device == "cpu" else ()
 
 
 def default_server(modules: Iterable[str] = (), *, device: str = "cpu") -> RankServer:
     """Return this process's server. If there is none, or the last one died, meet or start one with these modules.
 
-    Call it early: to start one takes 3 s."""
+    A server that lives is returned whatever modules it was made with. Call it early: to start one takes 3 s.
+    """
     global _default
     with _default_lock:
         if _default is None or _default.gone or _default.owner_pid != os.getpid():

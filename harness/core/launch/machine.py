@@ -1,5 +1,7 @@
-"""What this machine can carry: its GPUs by UUID, or its cores, each of which carries some ranks; and its memory. Imports no
-torch for that where the driver's own tool is at hand, and touches no GPU."""
+"""The capacity of this machine: its GPUs by UUID, or its cores, each of which carries some ranks; and its memory.
+
+It imports no torch where the driver's own tool is installed, and it touches no GPU.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,14 @@ NAME_GPUS = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 
 
 def usable_cores() -> list[int]:
-    """Return the cores of this process's affinity, no more than a container's limit of CPU time comes to."""
+    """Return the numbers of the cores that this process may use, at most as many as a container's limit of CPU time
+    allows."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return sorted(allowed)[: core_limit()]
 
 
 def core_limit() -> int | None:
-    """Return the container's limit, at least one; None without a limit."""
+    """Return how many cores a container's limit of CPU time allows, rounded down, at least one; None without a limit."""
     words = CPU_LIMIT.read_text().split() if CPU_LIMIT.exists() else ["max"]
     return None if words[0] == "max" else max(1, int(words[0]) // int(words[1]))
 
@@ -41,7 +44,10 @@ def total_memory() -> int:
 
 
 def free_memory() -> int:
-    """Return what is free of these, caches of files included. All of them if the system does not report it."""
+    """Return the bytes that processes can still have, swap and file caches included, within a container's limit.
+
+    If the system does not report what is available, all of its memory counts as free.
+    """
     meminfo = read_byte_table(MEMORY_TABLE)
     used = read_byte_table(MEMORY_USED).get("anon", 0)
     free = meminfo["MemAvailable"] + meminfo.get("SwapFree", 0) if "MemAvailable" in meminfo else total_memory()
@@ -49,22 +55,28 @@ def free_memory() -> int:
 
 
 def memory_limit() -> int:
-    """Return the container's limit; without one, more than there is."""
+    """Return the container's limit in bytes; sys.maxsize without one."""
     word = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.exists() else "max"
     return sys.maxsize if word == "max" else int(word)
 
 
 def read_byte_table(table: Path) -> dict[str, int]:
-    """Return the bytes in a file of the kernel's, by name: `MemTotal: 16 kB`, `anon 16384`; none without such a file."""
+    """Return the bytes in one of the kernel's files, by name: `MemTotal: 16 kB`, `anon 16384`.
+
+    Empty if there is no such file.
+    """
     lines = table.read_text().splitlines() if table.exists() else []
     fields = [line.split() for line in lines]
     return {name.rstrip(":"): int(number) * (1024 if unit else 1) for name, number, *unit in fields}
 
 
 def core_slot_names() -> tuple[str, ...]:
-    """Return the names of slots: RANKS_PER_CORE for each core, or as many as HARNESS_SLOTS says.
+    """Return the names of this machine's slots on CPU: RANKS_PER_CORE for each usable core, or as many as HARNESS_SLOTS
+    says.
 
-    Processes that count differently name them alike."""
+    A name is core_CORE_TURN, so processes that count differently share names. ValueError if HARNESS_SLOTS is no number
+    above 0.
+    """
     usable = usable_cores()
     typed_count = os.environ.get(SLOTS_VARIABLE, "")
     if typed_count and (not typed_count.isdecimal() or int(typed_count) < 1):
@@ -80,7 +92,11 @@ def core_slot_names() -> tuple[str, ...]:
 
 
 def visible_gpu_uuids() -> tuple[str, ...]:
-    """Return UUIDs, as CUDA_VISIBLE_DEVICES may name GPUs: processes that see others of them name them alike."""
+    """Return the UUIDs of the GPUs that CUDA_VISIBLE_DEVICES lets this process see, all GPUs if it is not set.
+
+    Numbers in place of UUIDs if the driver's tool is missing. UUIDs name a GPU alike in processes that see others of
+    them.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     all_uuids = all_gpu_uuids()
     if not all_uuids:
@@ -89,7 +105,11 @@ def visible_gpu_uuids() -> tuple[str, ...]:
 
 
 def select_gpus(visible: str, all_uuids: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what CUDA_VISIBLE_DEVICES names, by number or by the beginning of a UUID, up to the first that is not there."""
+    """Return the UUIDs of the GPUs in `visible`, a value of CUDA_VISIBLE_DEVICES: numbers or beginnings of UUIDs.
+
+    As in CUDA, the first one that does not exist, or fits several GPUs, ends the list. A name of a MIG slice is kept as
+    it is.
+    """
     selected: list[str] = []
     for word in filter(None, (part.strip() for part in visible.split(","))):
         if word.isdecimal():
@@ -111,12 +131,18 @@ def all_gpu_uuids() -> tuple[str, ...]:
 
 @functools.cache
 def gpu_model() -> str:
-    """Return the kind of the machine's first GPU: NVIDIA-H200. Each kind has another noise."""
+    """Return the model of the machine's first GPU: NVIDIA-H200; "unknown" without the driver's tool.
+
+    Each model has another noise.
+    """
     return next((re.sub(r"[^\w.]+", "-", line) for line in run_driver_tool(NAME_GPUS)), "unknown")
 
 
 def run_driver_tool(question: tuple[str, ...]) -> list[str]:
-    """Return the lines that the driver's own tool prints; none where there is no such tool."""
+    """Return the lines, stripped, that the driver's tool prints.
+
+    Empty if it is missing, fails or takes longer than 60 s.
+    """
     try:
         listed = subprocess.run(question, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
@@ -125,7 +151,10 @@ def run_driver_tool(question: tuple[str, ...]) -> list[str]:
 
 
 def gpus_counted_by_torch(visible: str | None) -> tuple[str, ...]:
-    """Return the GPUs by number, without the driver's tool and on other makes. torch counts them without touching one."""
+    """Return the visible GPUs by number, without the driver's tool and on other makes; none without CUDA.
+
+    The words of `visible`, if any, up to as many as torch counts. torch counts them without touching one.
+    """
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -11,7 +11,7 @@ from harness.core.launch.python_path import child_environment, module_command
 
 
 class Link(Protocol):
-    """A server process as one command has it. requests, reports: file descriptors, maybe the same one."""
+    """A command's connection to a rank server. requests, reports: file descriptors, maybe the same one."""
 
     @property
     def pid(self) -> int: ...
@@ -32,8 +32,10 @@ class Link(Protocol):
 
 
 class OwnServer:
-    """A child of this process (`Link`), in a separate session: Ctrl-C is for the harness. Its input is closed when we end,
-    whatever ends us."""
+    """A rank server that is a child of this process (`Link`), in a separate session: Ctrl-C is for the harness.
+
+    Its input is closed when this process ends, whatever ends it, and the server then ends too.
+    """
 
     def __init__(self, modules: Iterable[str], output: IO[bytes]) -> None:
         theirs_in, self.requests = os.pipe()

@@ -1,4 +1,4 @@
-"""How other processes find this harness, from whatever folder they run in."""
+"""The environment and command with which other processes find this harness, from whatever folder they run in."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", 
 
 
 def python_path() -> str:
-    """Return PYTHONPATH for them: ours, and before it the folder of the harness, unless that is one of installed packages.
+    """Return PYTHONPATH for child processes: the harness's folder, then our own entries, made absolute.
 
-    Installed packages are found without it. In front of another environment's they would hide the versions there.
+    The harness's folder is left out if it is one of installed packages, which are found without it. In front of another
+    environment's packages it would hide the versions there.
     """
     installed = {*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("purelib", "platlib"))}
     own = [] if ROOT in {Path(folder).resolve() for folder in installed} else [str(ROOT)]
@@ -25,10 +26,13 @@ def python_path() -> str:
 
 
 def module_command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
-    """Return the words that run a module. -P: what lies in the current folder is not imported in place of ours or Python's."""
+    """Return the command line that runs a module with these arguments.
+
+    With -P, nothing is imported from the current folder.
+    """
     return [python, "-P", "-m", module, *arguments]
 
 
 def child_environment() -> dict[str, str]:
-    """Return our environment, with one thread per library, and the harness importable from wherever we run."""
+    """Return our environment variables, with one thread per library, and a PYTHONPATH on which children find the harness."""
     return {**os.environ, **ONE_THREAD, "PYTHONPATH": python_path()}

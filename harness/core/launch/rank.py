@@ -1,7 +1,7 @@
-"""One rank, from its first instruction to its exit status; the same under both launchers.
+"""The life of one rank, from its first instruction to its exit status; the same under both launchers.
 
-Locally the server forks and calls `run_forked`. Under torchrun this module is the worker: it forks the rank and only waits to
-write down how it ended. torchrun neither reports exit statuses nor lets the others finish their output.
+Locally the server forks and calls `run_forked`. Under torchrun this module is the worker: it forks the rank and only
+waits to write down how it ended. torchrun neither reports exit statuses nor lets the others finish their output.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _stacks: Any = None  # the file faulthandler writes to: it must never be collect
 
 
 def run_forked(job_file: Path, rank: int, parent: int) -> NoReturn:
-    """Be rank `rank` of a job on this machine, in a process just forked from the server, whose pid is `parent`."""
+    """Run rank `rank` of a job in this process, which was just forked from the server with pid `parent`; it never
+    returns."""
     die_with_parent(parent)
     if "numpy" in sys.modules:  # forked with one generator, all ranks of all launches would draw the same from it
         sys.modules["numpy"].random.seed()
@@ -50,7 +51,10 @@ def run_forked(job_file: Path, rank: int, parent: int) -> NoReturn:
 
 
 def environment_of_rank(job: dict[str, Any], rank: int) -> dict[str, str]:
-    """Return the variables that torchrun would set, and a meeting place that needs neither a port nor a name server."""
+    """Return the variables of a rank on this machine: those that torchrun would set, the job's own, and INIT_METHOD.
+
+    INIT_METHOD is a file store in the job's folder, which needs neither a port nor a name server.
+    """
     variables = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -66,9 +70,10 @@ def environment_of_rank(job: dict[str, Any], rank: int) -> dict[str, str]:
 
 
 def run_rank(job: dict[str, Any], rank: int, *, environment: dict[str, str]) -> NoReturn:
-    """Set up, call the entry, write down what it raised, exit.
+    """Set this process up as a rank, call the job's entry with its options, record what it raised, and exit; it never
+    returns.
 
-    One that raised exits at once, so that the others hear of it. os._exit: no destructor holds us.
+    A rank that raised exits at once, so that the others lose their connection. os._exit: no destructor holds us.
     """
     directory = Path(job["directory"])
     code = 1
@@ -106,10 +111,11 @@ def wind_up() -> None:
 
 
 def dump_stacks_to(path: Path) -> None:
-    """Dump stacks on SIGUSR1 and fatal signals. faulthandler writes from C, so also while Python waits inside gloo or NCCL.
+    """Dump all threads' stacks into the file at `path` on SIGUSR1 and on fatal signals; its first line names the main
+    thread.
 
-    A thread that does nothing else takes SIGUSR1. In any other one the signal could end a call early, such as C's sleep(3):
-    the rank would go on too soon.
+    faulthandler writes from C, so also while Python waits inside gloo or NCCL. A thread that does nothing else takes
+    SIGUSR1. In any other one the signal could end a call early, such as C's sleep(3): the rank would go on too soon.
     """
     global _stacks
     _stacks = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open until the end
@@ -126,7 +132,10 @@ def take_dump_signal() -> None:
 
 
 def wait_for_dump_signal() -> None:
-    """Wait until the process ends, with SIGUSR1 let in. `threading` does not list this thread, and waits for it nowhere."""
+    """Wait until the process ends, with SIGUSR1 unblocked in this thread alone.
+
+    `threading` does not list or join this thread.
+    """
     take_dump_signal()
     never = _thread.allocate_lock()
     never.acquire()
@@ -134,6 +143,10 @@ def wait_for_dump_signal() -> None:
 
 
 def set_up_torch(job: dict[str, Any]) -> None:
+    """Set torch to one thread and limit group timeouts; on GPUs choose the device of LOCAL_RANK.
+
+    RuntimeError if the process was forked from one that had started CUDA.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -150,15 +163,16 @@ def share_gpus(job: dict[str, Any]) -> None:
 
 
 def refuse_started_cuda(touched: bool) -> None:
+    """Raise RuntimeError if `touched`: this process was forked from a server that had started CUDA."""
     if touched:
         why = "a module that it imported asked for a GPU, and CUDA cannot be used in a process forked after that"
         raise RuntimeError(f"the rank server has touched CUDA: {why}; --launcher torchrun forks from no server")
 
 
 def limit_group_timeouts(seconds: float) -> None:
-    """Give every group made without a timeout this one, DeviceMesh's too, which ignore init_process_group(timeout=).
+    """Give every group that is made without a timeout this one, DeviceMesh's too, which ignore init_process_group(timeout=).
 
-    torch 2.11 to 2.14 look the default up in these module globals when a group is made.
+    It replaces torch's module globals, in which torch 2.11 to 2.14 look the default up when a group is made.
     """
     import torch.distributed as dist
 
@@ -169,10 +183,10 @@ def limit_group_timeouts(seconds: float) -> None:
 
 
 def record_group_creation(world_size: int) -> None:
-    """Put on record that this rank begins to make a group, in which it waits for others: some of them may never come.
+    """Patch torch so that the in-flight record notes when this rank begins to make a group, in which it may wait for ever.
 
-    torch 2.11 to 2.14 ask for a name first, before any rank waits for another. The making of a group that only its
-    members take part in is not on record, and its name is a digest.
+    torch 2.11 to 2.14 ask for a name first, before any rank waits for another. Groups that only their members take part
+    in making, whose names are digests, are not recorded.
     """
     from torch.distributed import distributed_c10d
 
@@ -181,6 +195,7 @@ def record_group_creation(world_size: int) -> None:
     issue_numbers = itertools.count()
 
     def name_and_record(ranks: Any, use_hashed_name: bool) -> Any:
+        """Return torch's name of a new group, after recording that this rank begins to make it."""
         name = name_of(ranks, use_hashed_name)
         if record is not None and not use_hashed_name:
             op = inflight.GROUP_CREATION[bool(ranks)]
@@ -191,6 +206,7 @@ def record_group_creation(world_size: int) -> None:
 
 
 def load_entry(entry: str) -> Callable[[dict[str, Any]], Any]:
+    """Import and return the function that `entry` names, "package.module:function". ValueError without a colon."""
     module, colon, name = entry.partition(":")
     if not colon:
         raise ValueError(f"entry {entry!r}: expected package.module:function")
@@ -198,7 +214,10 @@ def load_entry(entry: str) -> Callable[[dict[str, Any]], Any]:
 
 
 def note_failure(error: BaseException, path: Path) -> int:
-    """Write the exception to `path` and to the log; return the exit code. sys.exit(0) is not a failure."""
+    """Write an exception to `path` and its traceback to the log; return the exit code.
+
+    For exit code 0 nothing is written.
+    """
     code = exit_code(error)
     if code:
         record = {"type": type(error).__name__, "message": exception_text(error), "time": time.time()}
@@ -214,7 +233,7 @@ def note_failure(error: BaseException, path: Path) -> int:
 
 
 def exception_text(error: BaseException) -> str:
-    """Return str(error), or what that raised."""
+    """Return str(error); if that raises, a sentence that says so."""
     try:
         return str(error)
     except BaseException as another:
@@ -222,7 +241,7 @@ def exception_text(error: BaseException) -> str:
 
 
 def encodable_json(value: Any) -> Any:
-    """Return JSON in which every text can be encoded: a lone surrogate is written as \\udc80."""
+    """Return the JSON value with all texts made encodable: a lone surrogate becomes \\udc80. Tuples become lists."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, list | tuple):
@@ -231,7 +250,10 @@ def encodable_json(value: Any) -> Any:
 
 
 def linked_exceptions(error: BaseException) -> list[BaseException]:
-    """Return the exceptions from which one was raised, or while handling which; nearest first. A circle is followed once."""
+    """Return the exceptions that led to this one, by `__cause__` or else `__context__`, nearest first.
+
+    A cycle ends the list.
+    """
     linked: list[BaseException] = []
     link = error.__cause__ or error.__context__
     while link is not None and link is not error and all(link is not seen_link for seen_link in linked):
@@ -241,7 +263,7 @@ def linked_exceptions(error: BaseException) -> list[BaseException]:
 
 
 def follow_causes(error: BaseException) -> list[BaseException]:
-    """Return an exception, what it was said to be raised from, and so on: `raise ... from`."""
+    """Return an exception, the one it was raised from by `raise .. from`, and so on; the first cause comes last."""
     chain_of_causes = [error]
     while (link := chain_of_causes[-1].__cause__) is not None and all(
         link is not seen_cause for seen_cause in chain_of_causes
@@ -251,16 +273,19 @@ def follow_causes(error: BaseException) -> list[BaseException]:
 
 
 def first_cause_text(error: BaseException) -> list[str] | None:
+    """Return the class name and text of the first cause, by `raise .. from`; None if the exception has none."""
     first = follow_causes(error)[-1]
     return None if first is error else [type(first).__name__, exception_text(first)]
 
 
 def exception_chain(error: BaseException) -> list[list[str]]:
+    """Return class name and text of each exception that led to this one, nearest first."""
     return [[type(link).__name__, exception_text(link)] for link in linked_exceptions(error)]
 
 
 def frames_of_causes(error: BaseException) -> list[list[Any]]:
-    """Return the frames of the first cause, innermost first, then of what it was raised again as: file, line, function."""
+    """Return the frames as [file, line, function]: the first cause's, innermost first, then those of what was raised
+    from it."""
     frames: list[list[Any]] = []
     for cause in reversed(follow_causes(error)):
         stack = traceback.extract_tb(cause.__traceback__)
@@ -269,9 +294,10 @@ def frames_of_causes(error: BaseException) -> list[list[Any]]:
 
 
 def module_of_exception(error: BaseException) -> str:
-    """Return the module in whose forward the first cause was raised, by its name in the outermost module.
+    """Return the fqn of the innermost torch module in whose methods the first cause was raised, within the outermost module.
 
-    Empty if that is the outermost one itself, or no module was entered."""
+    Empty if that is the outermost one itself, or no module was entered.
+    """
     kind = getattr(sys.modules.get("torch.nn"), "Module", ())
     owners: list[Any] = [
         frame.f_locals.get("self") for frame, _ in traceback.walk_tb(follow_causes(error)[-1].__traceback__)
@@ -291,22 +317,27 @@ FAILURE_DETAILS: dict[str, Callable[[BaseException], Any]] = {
 
 
 def exit_code(error: BaseException) -> int:
-    """Return what the system makes of it: eight bits."""
+    """Return the exit code, 0 to 255, that the system makes of an exception: 1 for all but SystemExit.
+
+    SystemExit has its own number, 0 without one, and 1 with a text.
+    """
     if not isinstance(error, SystemExit):
         return 1
     return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
 
 
 def flush_output() -> None:
+    """Flush logging's handlers, stdout and stderr: os._exit flushes nothing."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
 
 
 def main(job_file: Path) -> int:
-    """Be torchrun's worker; return its exit code. torchrun's SIGTERM when another rank failed is ignored: the harness kills.
+    """Fork the rank as torchrun's worker, wait for it, and write its exit record; return 0 if the rank ended well, else 1.
 
-    torchrun's own death reaches the worker as SIGUSR2, so that it can take along what the rank started.
+    It ignores torchrun's SIGTERM, sent when another rank failed: the harness kills. torchrun's own death arrives as
+    SIGUSR2, on which it kills the rank and what that started.
     """
     die_with_parent(int(os.environ["HARNESS_AGENT"]), signal_number=signal.SIGUSR2)
     for number in (signal.SIGTERM, signal.SIGUSR1):  # the second: until the rank can dump its stack

@@ -1,19 +1,19 @@
-"""The process that outlives a command, with torch imported.
+"""The resident rank server: a process that outlives a command, with torch imported.
 
     python -P -m harness.core.launch.resident SOCKET IDLE BEGAN MODULE..
 
-For each command that connects it forks a separate rank server (server.py), which takes on the command's environment and ends
-with it. So commands share nothing but what was imported, and the end of this process ends none of them. It ends when no
-command has been connected for IDLE seconds. BEGAN: time_ns() when it was started.
+For each command that connects it forks a separate rank server (server.py), which takes on the command's environment and
+ends with it. So commands share nothing but what was imported, and the end of this process ends none of them. It ends
+when no command has been connected for IDLE seconds. BEGAN: time_ns() when it was started.
 
-A command says, in one line of JSON with two file descriptors (working directory, output) .
+A command writes one line of JSON with two file descriptors (working directory, output).
 
     {"modules", "environment", "umask", "limits", "processors"}   ->  {"server": pid}, from then on as in server.py; or
                                                                       {"changed": file}, and this process retires
     {"status": true}                                              ->  {"pid", "root", "torch", "commands", "idle", "ends"}
     {"stop": true}                                                ->  the same, and this process retires
-    {"status": true, "stop_if": [prefix, root]}                   ->  the same, and this process retires and says "stays": false
-                                                                      if it is of that environment.
+    {"status": true, "stop_if": [prefix, root]}                   ->  the same; if it is of that environment, this process
+                                                                      retires and answers "stays": false.
 
 Once it retires it answers no other command, and ends with its last one.
 """
@@ -44,6 +44,11 @@ LARGEST_GREETING = 10_000_000  # bytes; an environment has at most a few
 
 
 class Resident:
+    """The resident process: it listens on the socket at `path`, and forks a server for each command that connects.
+
+    `commands` holds the pids of these servers. `listener` is None once it retires.
+    """
+
     def __init__(self, path: Path, idle: float, began: int) -> None:
         self.path = path
         self.idle_limit = idle
@@ -54,6 +59,11 @@ class Resident:
         self.start_time_ns = began
 
     def preload_modules(self, modules: Iterable[str]) -> None:
+        """Import PRELOAD and the modules, note the stamps of all imported files, and write the file .ready beside the
+        socket.
+
+        It also sets up the pipe that wakes serve() when a child ends.
+        """
         server.import_preloaded(modules)
         self.imported_stamps = imported_files()
         self.path.with_suffix(".ready").write_text(str(os.getpid()))
@@ -65,6 +75,10 @@ class Resident:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> None:
+        """Accept commands and reap their servers, until it has retired and its last server has ended.
+
+        It retires when no command was connected for `idle_limit` seconds, or when a server's exit status requests it.
+        """
         while self.listener or self.commands:
             listening = [self.listener.fileno()] if self.listener else []
             ready, _, _ = select.select([self.death_pipe, *listening], [], [], 1.0)
@@ -77,6 +91,7 @@ class Resident:
                 self.stop_listening()
 
     def accept_command(self, listener: socket.socket) -> None:
+        """Accept one connection and fork the server that answers it."""
         connection, _ = listener.accept()
         with connection:
             pid = os.fork()
@@ -85,6 +100,7 @@ class Resident:
             self.commands.add(pid)
 
     def reap_servers(self) -> None:
+        """Reap the servers that have ended; retire if one ended with RETIRE_STATUS."""
         while self.commands and (pid_and_status := os.waitpid(-1, os.WNOHANG))[0]:
             self.commands.discard(pid_and_status[0])
             self.last_used = time.monotonic()
@@ -92,7 +108,10 @@ class Resident:
                 self.stop_listening()
 
     def stop_listening(self) -> None:
-        """Take no further command. The socket's name goes first: a later command may have given it to another server."""
+        """Close the socket and delete its files: no further command is taken. It does nothing if called again.
+
+        The socket's name goes first. It is left alone if a later command has given it to another server.
+        """
         if self.listener and self.path.exists() and self.path.stat().st_ino == self.inode:
             self.path.unlink()
             for suffix in (".ready", ".log"):
@@ -104,6 +123,7 @@ class Resident:
     # ---- in the child
 
     def become_server(self, connection: socket.socket) -> NoReturn:
+        """Answer one command in this process, which was just forked, and exit with the status; it never returns."""
         status = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -122,6 +142,12 @@ class Resident:
             os._exit(status)
 
     def answer_command(self, connection: socket.socket) -> int:
+        """Answer one command and return the exit status of this child, which is RETIRE_STATUS if the resident process
+        must retire.
+
+        A status or stop request gets the status record. A changed source is reported. Else ranks are served until the
+        command ends. A command of another user is not answered (1).
+        """
         pid, user = peer_process(connection)
         if user != os.geteuid():
             return 1
@@ -139,7 +165,11 @@ class Resident:
         return 0
 
     def status_record(self) -> dict[str, Any]:
-        """Return what this process reports of itself. The command that asks is not counted: its server was forked before."""
+        """Return what this process reports of itself: pid, root, torch's version, `commands` served, seconds `idle` and
+        the idle limit.
+
+        The command that asks is not counted: its server was forked before.
+        """
         return {
             "pid": os.getppid(),
             "root": str(ROOT),
@@ -151,7 +181,10 @@ class Resident:
 
 
 def serve_command(connection: socket.socket, command: int, modules: Iterable[str]) -> None:
-    """Serve a command that did not start this process, as server.py serves the one that did."""
+    """Serve a command that did not start this process, as server.py serves the one that did; return when the command ended.
+
+    `command` is a pidfd of the command's process.
+    """
 
     def is_alive() -> bool:
         return not select.select([command], [], [], 0)[0]
@@ -166,6 +199,7 @@ def serve_command(connection: socket.socket, command: int, modules: Iterable[str
 
 
 def listening_socket(path: Path) -> socket.socket:
+    """Return a Unix socket that is bound to `path` and listens. Raises OSError if the path exists."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen(128)
@@ -190,7 +224,11 @@ def send_json(connection: socket.socket, value: dict[str, Any]) -> None:
 
 
 def main(path: Path, idle: float, began: int, modules: Iterable[str]) -> None:
-    """Run in the background. The command that started us waits for the first process, which ends once we can be reached."""
+    """Run the resident process in the background, until it has retired.
+
+    The command that started us waits for the first process, which ends once the socket listens: with 0, or with 1 if
+    that fails.
+    """
     read_end, write_end = os.pipe()
     if os.fork():
         os.close(write_end)

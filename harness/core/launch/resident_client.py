@@ -1,4 +1,4 @@
-"""A command's side of resident rank servers (resident.py): meet one, start one, replace one, ask them all, end them all."""
+"""A command's side of resident rank servers (resident.py): functions to meet, start, replace, list and end them."""
 
 from __future__ import annotations
 
@@ -38,13 +38,17 @@ POLL_TIMEOUT = 0.5
 def is_resident_wanted(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether a server that stays is wanted: not in CI, where no second command follows, unless it is requested.
 
-    The kernel must be one that reports when a command has died."""
+    False where the kernel cannot report that a command has died (no pidfd_open).
+    """
     in_ci = environment.get("CI", "").lower() not in ("", "0", "false")
     return environment.get(SERVER_VARIABLE, "" if not in_ci else "own") != "own" and hasattr(os, "pidfd_open")
 
 
 def connect_or_start(modules: Iterable[str], output: IO[bytes]) -> Link:
-    """Return a server that outlives the command, where that is wanted and can be had; else this command's own."""
+    """Return a server that outlives the command, where that is wanted and can be had; else this command's own.
+
+    A line on stderr says if a resident server is wanted but cannot be had.
+    """
     if not is_resident_wanted():
         return OwnServer(modules, output)
     try:
@@ -55,22 +59,22 @@ def connect_or_start(modules: Iterable[str], output: IO[bytes]) -> Link:
 
 
 def choose_server_kind(kind: str | None) -> None:
-    """Choose the kind of server for this process and those that it starts; None leaves it as it is."""
+    """Set the kind of server for this process and those that it starts, in its environment; None leaves it as it is."""
     if kind:
         os.environ[SERVER_VARIABLE] = kind
 
 
 class SilentServer(Exception):
-    """A server does not answer in time, or without end."""
+    """A server does not answer in time, or its answer does not end."""
 
 
 class ResidentUnavailable(OSError):
-    """None can be had; the message says why."""
+    """No resident server can be had; the message says why."""
 
 
 @dataclass(frozen=True)
 class ResidentServer:
-    """This command's own server, forked by the resident one (`local.Link`)."""
+    """This command's own server, forked by the resident one (`own_server.Link`)."""
 
     connection: socket.socket
     pid: int
@@ -95,9 +99,9 @@ class ResidentServer:
 
 
 def connect_resident(modules: Iterable[str], output: IO[bytes]) -> ResidentServer:
-    """Return a server that writes to `output`; start one where there is none.
+    """Return a server that writes to `output`; start a resident one if there is none, or it does not answer.
 
-    Raises OSError, ResidentUnavailable among them.
+    Raises OSError, ResidentUnavailable among them. One that had imported a source that has changed since is replaced.
     """
     modules = tuple(modules)
     path = socket_folder() / f"{server_identity(modules)}.sock"
@@ -117,14 +121,17 @@ def connect_resident(modules: Iterable[str], output: IO[bytes]) -> ResidentServe
 
 @contextmanager
 def exclusive_lock(path: Path) -> Iterator[None]:
-    """Hold the lock beside this path. The kernel releases it when the process dies."""
+    """Wait for the lock beside this path and hold it in the context. The kernel releases it when the process dies."""
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def try_connect(path: Path) -> socket.socket | None:
-    """Connect; None if the socket's server was killed."""
+    """Return a connection to the server of this socket; None if there is no socket, or its server was killed.
+
+    Raises ResidentUnavailable if the server is another user's.
+    """
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(START_PATIENCE)
     try:
@@ -138,7 +145,11 @@ def try_connect(path: Path) -> socket.socket | None:
 
 
 def start_resident(path: Path, modules: Iterable[str]) -> socket.socket:
-    """Start it in the background, with no terminal, no folder and a separate log."""
+    """Start a resident server in the background and return a connection to it. ResidentUnavailable if it did not start.
+
+    It runs without a terminal, in the root folder, with a separate log. Files of a dead server at this path are deleted
+    first.
+    """
     if path.exists():
         print_note("the resident rank server had died; another one is started")
     for stale_file in (path, path.with_suffix(".ready")):
@@ -159,9 +170,11 @@ def start_resident(path: Path, modules: Iterable[str]) -> socket.socket:
 
 
 def greet_server(connection: socket.socket, path: Path, modules: Iterable[str], output: IO[bytes]) -> dict[str, Any]:
-    """Return a server's answer to the greeting of a command.
+    """Return a server's answer to this command's greeting: {"server": pid} or {"changed": file}.
 
-    {} if it ended, or was silent and therefore killed, on which a line is printed."""
+    Empty if the server ended. A server that does not answer is killed, a line on stderr says so, and the answer is
+    empty.
+    """
     working_directory = os.open(".", os.O_PATH)
     try:
         return ask_server(
@@ -179,7 +192,10 @@ def greet_server(connection: socket.socket, path: Path, modules: Iterable[str], 
 def ask_server(
     connection: socket.socket, path: Path, request: dict[str, Any], descriptors: Iterable[int] = ()
 ) -> dict[str, Any]:
-    """Return a server's answer; {} if it ended. It may still be importing, which takes a while. Raises SilentServer."""
+    """Send a request with file descriptors and return the server's answer; {} if the server ended.
+
+    It may still be importing, which takes a while. Raises SilentServer.
+    """
     try:
         data = json.dumps(request).encode() + b"\n"
         sent = socket.send_fds(connection, [data[:4096]], list(descriptors))
@@ -190,7 +206,11 @@ def ask_server(
 
 
 def read_answer(connection: socket.socket, path: Path) -> dict[str, Any]:
-    """Return the answer that comes; {} if the server ended. Raises SilentServer if none comes in time."""
+    """Return the answer that comes; {} if the server ended.
+
+    Raises SilentServer if none comes in START_PATIENCE seconds, in ANSWER_PATIENCE after it has imported all, or it is
+    too long.
+    """
     data = b""
     began = time.monotonic()
     ready_since = 0.0
@@ -227,13 +247,16 @@ def print_note(text: str) -> None:
 
 
 def status_of_all() -> list[dict[str, Any]]:
-    """Return what each server reports of itself (resident.py); the pid alone of one that is silent."""
+    """Return the status record of each server of this user (resident.py); the pid alone of a server that does not answer."""
     return [status for _, status in ask_all_servers({"status": True})]
 
 
 def stop(*, every: bool = False) -> list[dict[str, Any]]:
-    """End the servers of this environment, or every one of this user, and return what each says of itself; one of another
-    environment "stays". One that serves commands ends with them; one that is silent is killed."""
+    """End this environment's servers, or every one of this user, and return each server's status, also of those that stay.
+
+    A server of another environment has "stays": True. A server that has commands ends with them. A silent one is
+    killed.
+    """
     statuses = []
     request = {"stop": True} if every else {"status": True, "stop_if": own_environment()}  # others' may be older
     for path, status in ask_all_servers(request):
@@ -255,12 +278,12 @@ def stop(*, every: bool = False) -> list[dict[str, Any]]:
 
 
 def own_environment() -> list[str]:
-    """Return what servers of one environment have in common."""
+    """Return the interpreter's prefix and the harness's root, by which servers of one environment are known."""
     return [sys.prefix, str(ROOT)]
 
 
 def interpreter_folder(pid: int) -> Path | None:
-    """Return the folder of the interpreter of a server that is silent; None if it has ended."""
+    """Return the folder of the interpreter that runs process `pid`, by its command line; None if it has ended."""
     try:
         return Path(os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0])).parent
     except OSError:
@@ -268,12 +291,17 @@ def interpreter_folder(pid: int) -> Path | None:
 
 
 def wait_until_gone(path: Path) -> None:
+    """Wait until the file is deleted, at most ANSWER_PATIENCE seconds; longer ones are not reported."""
     deadline = time.monotonic() + ANSWER_PATIENCE
     while path.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def ask_all_servers(request: dict[str, Any]) -> list[tuple[Path, dict[str, Any]]]:
+    """Return each server's socket path and answer to the request; {"pid"} alone of a server that does not answer.
+
+    Sockets of servers that were killed are left out.
+    """
     answers = []
     for path in sorted(socket_folder().glob("*.sock")):
         if connection := try_connect(path):

@@ -1,4 +1,5 @@
-"""The process that has torch imported and forks every local rank: `python -m harness.core.launch.server IN OUT MODULE..`.
+"""The rank server, which has torch imported and forks every local rank: `python -m harness.core.launch.server IN OUT
+MODULE..`.
 
 One JSON value per line. In:  {"start": job, "path": job.json, "world_size": n, "modules": [..]}
                               {"signal": number, "job": job}
@@ -7,8 +8,8 @@ One JSON value per line. In:  {"start": job, "path": job.json, "world_size": n, 
 End of input, however the harness ended, kills every rank. multiprocessing's forkserver would not do: it imports the caller's
 __main__ again and does not report by which signal a child died.
 
-It runs no tensor operation, has one thread and never touches CUDA: a child forked from anything else may hang. Asking whether
-there is a GPU is touching it (cudaGetDeviceCount); none of what is preloaded here does.
+It runs no tensor operation, has one thread and never touches CUDA: a child forked from anything else may hang. Asking
+whether there is a GPU is touching it (cudaGetDeviceCount); none of what is preloaded here does.
 """
 
 from __future__ import annotations
@@ -55,8 +56,11 @@ PRELOAD = (
 
 
 class Server:
-    """requests, reports: file descriptors, maybe the same one. alive: whether the harness is, as far as the kernel knows: a
-    process forked from it may hold our input open after its death. private: more descriptors that are not for ranks."""
+    """A rank server in this process. requests, reports: file descriptors, maybe the same one.
+
+    alive: whether the harness still runs, by the kernel. A process forked from the harness may hold our input open
+    after its death. private: more descriptors that ranks must not keep.
+    """
 
     def __init__(self, requests: int, reports: int, alive: Callable[[], bool], private: Iterable[int] = ()) -> None:
         self.requests = requests
@@ -74,7 +78,10 @@ class Server:
             signal.signal(number, signal.SIG_IGN)
 
     def serve(self, ready: float) -> None:
-        """Fork and report until the harness is gone. ready: seconds that importing took."""
+        """Report that it is ready, then fork ranks and report their ends until the harness is gone; then kill all ranks.
+
+        ready: seconds that importing took.
+        """
         try:
             self.write_report(ready=ready)
             while self.is_harness_alive():
@@ -89,13 +96,14 @@ class Server:
         self.kill_everything()
 
     def kill_everything(self) -> None:
-        """Kill the ranks, and end what they leave: the harness is gone, so no other process does."""
+        """Kill all ranks and what they leave behind: the harness is gone, so no other process does."""
         ranks_alive = list(self.children.values())
         self.send_signal(signal.SIGKILL)
         for job, rank in ranks_alive:
             end_leftovers(self.job_folders[job], [rank])
 
     def read_requests(self) -> bool:
+        """Handle the requests that have arrived whole, and return whether the input is still open."""
         data = os.read(self.requests, 65536)
         *lines, self.unread_bytes = (self.unread_bytes + data).split(b"\n")
         for line in lines:
@@ -103,6 +111,10 @@ class Server:
         return bool(data)
 
     def handle_request(self, request: dict[str, Any]) -> None:
+        """Signal a job's ranks, or import the job's modules and fork its ranks.
+
+        A failing fork is reported as the job's error.
+        """
         if "signal" in request:
             return self.send_signal(request["signal"], job=request["job"])
         self.job_folders[request["start"]] = Path(request["path"]).parent
@@ -114,6 +126,7 @@ class Server:
             self.write_report(job=request["start"], error=f"cannot start rank {rank}: {error.strerror}")
 
     def fork_rank(self, job: int, rank: int, path: Path) -> None:
+        """Fork one rank of a job and report its pid. `path` is the job's file. Raises OSError if the system refuses."""
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -122,6 +135,10 @@ class Server:
         self.write_report(job=job, rank=rank, pid=pid)
 
     def become_rank(self, path: Path, rank: int, server: int) -> NoReturn:
+        """Be a rank in this process, which was just forked: restore signals, close private descriptors, run.
+
+        It never returns.
+        """
         try:
             from harness.core.launch.rank import run_forked
 
@@ -134,12 +151,16 @@ class Server:
             os._exit(1)
 
     def reap_ranks(self) -> None:
+        """Reap each rank that has ended, kill what is left of its process group, and report its status and end time."""
         while self.children and (ended_child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
             job, rank = self.children.pop(ended_child.si_pid)
             self.write_report(job=job, rank=rank, status=wait_and_kill_group(ended_child.si_pid), ended=time.time())
 
     def send_signal(self, number: int, job: int | None = None) -> None:
-        """Send it to the living ranks of `job`, or of all jobs. SIGKILL takes what the rank started with it."""
+        """Send a signal to the living ranks of `job`, or of all jobs.
+
+        SIGKILL also kills the processes that the rank started.
+        """
         for pid, (owner, _) in self.children.items():
             if owner == job or job is None:
                 os.kill(pid, number)
@@ -151,12 +172,13 @@ class Server:
 
 
 def import_preloaded(modules: Iterable[str]) -> None:
-    """Import these and what every trainer will."""
+    """Import the modules that every trainer imports (PRELOAD), and these."""
     import_once((*PRELOAD, *modules))
 
 
 @functools.cache
 def _import(name: str) -> None:
+    """Import a module, at most once; if it cannot be imported, print so to stderr."""
     try:
         importlib.import_module(name)
     except ImportError:
@@ -164,9 +186,11 @@ def _import(name: str) -> None:
 
 
 def import_once(modules: Iterable[str]) -> None:
-    """Import modules that ranks then find imported.
+    """Import modules that ranks then find imported; those that are not installed are skipped with a line on stderr.
 
-    Keep the collector, and the end of a rank, from touching (so copying) those pages in the rank."""
+    If something new was imported, torch's finalizers at exit are switched off and all objects are frozen. So a rank
+    does not touch, and thus copy, those pages.
+    """
     before = len(sys.modules)
     for name in modules:
         _import(name)
@@ -178,6 +202,7 @@ def import_once(modules: Iterable[str]) -> None:
 
 
 def main(requests: int, reports: int, modules: Iterable[str]) -> None:
+    """Serve the parent process, through two file descriptors, until it is gone."""
     began = time.monotonic()
     harness = os.getppid()
     server = Server(requests, reports, alive=lambda: os.getppid() == harness)

@@ -1,10 +1,11 @@
 """The slots of this machine, taken by launches of all processes of one user: a launch takes as many as it has ranks.
 
-A slot is a file in one folder; it is taken while a process holds a shared lock on it. Such are the harness that took it, each
-rank that runs on it, what such a rank forked. So it is free when all these are dead, however they died, and not before.
+A slot is a file in one folder; it is taken while a process holds a shared lock on it. Such are the harness that took
+it, each rank that runs on it, and processes that such a rank forked. So it is free when all these are dead, however
+they died, and not before.
 
-Launches take slots in the gate, one at a time, and all that they want at once. So two cannot have half each. Launches of few
-ranks may pass one of many, but not without end (waiting.py).
+Launches take slots in the gate, one at a time, and all that they want at once. So two cannot have half each. Launches
+of few ranks may pass one of many, but not without end (waiting.py).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ NOTICE_AFTER = 30.0  # seconds after which one that waits for others says so
 
 @dataclass(frozen=True)
 class TakenSlots:
-    """Slots by name, and their files."""
+    """The slots that one launch has taken: their names (UUIDs for GPUs), and the files that are locked."""
 
     names: tuple[str, ...]
     files: tuple[Path, ...]
@@ -51,7 +52,7 @@ class TakenSlots:
 
 @dataclass(frozen=True)
 class Pool:
-    """Slots that are shared by all who name the same folder."""
+    """The slots of one folder, by name, which are shared by all processes that use that folder."""
 
     folder: Path
     slots: tuple[str, ...]
@@ -59,7 +60,11 @@ class Pool:
 
     @contextmanager
     def take_slots(self, wanted: int) -> Iterator[TakenSlots]:
-        """Wait for that many slots; all of them where more are wanted, but no GPU carries two ranks (LaunchError)."""
+        """Wait until `wanted` slots are free, and hold them in the context.
+
+        All slots of the pool if more are wanted. But no GPU carries two ranks: LaunchError if more GPUs are wanted than
+        are visible. LaunchError also if the folder cannot hold slots.
+        """
         if self.has_gpus and wanted > len(self.slots):
             raise LaunchError(f"{wanted} GPUs are wanted on this machine, {len(self.slots)} are visible")
         with ExitStack() as locks:
@@ -72,7 +77,11 @@ class Pool:
             yield taken
 
     def _wait_for_slots(self, wanted: int, locks: ExitStack) -> TakenSlots:
-        """All at once or none: who waits holds no slot, so that one that is stopped meanwhile keeps none from others."""
+        """Wait until `wanted` slots can be taken at once; return them, their locks entered into `locks`.
+
+        A launch that waits holds no slot, so one that is stopped meanwhile keeps none from others. Every NOTICE_AFTER
+        seconds it prints who holds them.
+        """
         since = time.monotonic()
         with ExitStack() as waiting:
             with self._enter_gate():
@@ -98,7 +107,7 @@ class Pool:
             yield
 
     def _lock_free_slots(self, trial_locks: ExitStack) -> dict[str, IO[str]]:
-        """Return the slots that nobody holds, each with its file, which is locked until `trial_locks` ends."""
+        """Return the files of the free slots, by name, each locked exclusively until `trial_locks` ends."""
         free: dict[str, IO[str]] = {}
         for name in self.slots:
             file = trial_locks.enter_context(open(self.folder / name, "a+", encoding="utf-8"))  # noqa: SIM115 - a stack closes it
@@ -108,7 +117,10 @@ class Pool:
         return free
 
     def _report_holders(self, wanted: int, free: Sequence[str], since: float) -> float:
-        """Print who holds the slots, once in NOTICE_AFTER, if others than this process do. Return when that was last due."""
+        """Print which other processes hold the slots, at most every NOTICE_AFTER seconds.
+
+        Return when that was last due (monotonic). Nothing is printed if this process alone holds them.
+        """
         if time.monotonic() - since < NOTICE_AFTER:
             return since
         holders = {(self.folder / name).read_text(encoding="utf-8") for name in self.slots if name not in free}
@@ -129,7 +141,10 @@ _gate_lock = threading.Lock()
 
 
 def _claim_slot(file: IO[str]) -> bool:
-    """Write in a slot's file who holds it, and share its lock with ranks. Return whether nobody else came between."""
+    """Write in a slot's file who holds it, and change its lock to a shared one, which ranks can share.
+
+    Return whether that succeeded: False if another process locked it in between.
+    """
     file.truncate(0)
     file.write(holder_text())
     file.flush()
@@ -141,15 +156,16 @@ def _claim_slot(file: IO[str]) -> bool:
 
 
 def holder_text() -> str:
-    """Return what a lock's file says of its holder: pid and command."""
+    """Return what a slot's file says of its holder, which is this process: pid and command line."""
     return f"{os.getpid()} {shlex.join(sys.argv)[:200]}"
 
 
 @contextmanager
 def hold_gate(gate: Path) -> Iterator[None]:
-    """Stand in the gate, in which there is one process at a time.
+    """Wait for the gate and hold it in the context; one process at a time does.
 
-    A process that is stopped there (Ctrl-Z, SIGSTOP) loses its place to the next."""
+    A process that is stopped there (Ctrl-Z, SIGSTOP) loses its place to the next.
+    """
     while (file := try_enter_gate(gate)) is None:
         time.sleep(POLL)
     with file:
@@ -157,7 +173,10 @@ def hold_gate(gate: Path) -> Iterator[None]:
 
 
 def try_enter_gate(gate: Path) -> IO[str] | None:
-    """Return the locked file, or None while another process that is not stopped stands in the gate."""
+    """Return the gate's locked file; None if it could not be entered now: try again.
+
+    If the process that holds it is stopped, the file is deleted, so that the next attempt makes another gate.
+    """
     file = open(gate, "a+", encoding="utf-8")  # noqa: SIM115 - held while the caller stands there
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,9 +193,9 @@ def try_enter_gate(gate: Path) -> IO[str] | None:
 
 
 def lock_holder(file: IO[str]) -> int | None:
-    """Return the process that holds a file's lock, as the kernel says; None where it does not say.
+    """Return the pid that holds a file's lock, by the kernel's list of locks; None if the list does not name one.
 
-    What the holder writes into the file may not be there yet: it may be stopped before it writes.
+    The text in the file may be missing: a holder may be stopped before it writes.
     """
     inode = str(os.fstat(file.fileno()).st_ino)
     try:
@@ -191,7 +210,7 @@ def lock_holder(file: IO[str]) -> int | None:
 
 
 def is_same_file(path: Path, file: IO[str]) -> bool:
-    """Return whether the name still is this file's."""
+    """Return whether `path` still names the open file; False if the path was deleted or names another file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
@@ -199,7 +218,10 @@ def is_same_file(path: Path, file: IO[str]) -> bool:
 
 
 def make_own_folder(folder: Path) -> None:
-    """Make the folder; refuse one in which somebody else could put files."""
+    """Make the folder with mode 700, if it is missing.
+
+    LaunchError if other users could put files into it, or it is a link.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     stat = folder.lstat()
     if folder.is_symlink() or stat.st_uid != os.getuid() or stat.st_mode & 0o022:
@@ -209,7 +231,10 @@ def make_own_folder(folder: Path) -> None:
 
 
 def slot_pool(device: str) -> Pool:
-    """Return the slots of this machine for ranks on `device`. LaunchError if the variable for their count is no number."""
+    """Return the slots of this machine for ranks on `device`: one per visible GPU for "cuda", else several per core.
+
+    LaunchError if HARNESS_SLOTS is not a number.
+    """
     folder = Path(os.environ.get(FOLDER_VARIABLE) or f"/tmp/harness-slots-{os.getuid()}")
     try:
         return Pool(folder, visible_gpu_uuids(), has_gpus=True) if device == "cuda" else Pool(folder, core_slot_names())
@@ -227,14 +252,18 @@ def reference_slot_pool() -> Pool:
 
 
 def slots_wanted_by(job: Job) -> int:
-    """Return as many as the job has ranks on this machine."""
+    """Return how many slots a job takes: its `slots`, or else as many as it has ranks on this machine."""
     if job.slots is not None:
         return job.slots
     return ranks_per_node(job.torchrun_args) if job.torchrun_args else job.world_size
 
 
 def ranks_per_node(torchrun_args: tuple[str, ...]) -> int:
-    """Return how many ranks torchrun starts on each node: `--nproc-per-node 8`, in any of its spellings; else 1."""
+    """Return how many ranks torchrun starts on each node: `--nproc-per-node 8`, in any of its spellings; 1 if it is not
+    there.
+
+    For "gpu" or "auto" the number of visible GPUs; if there is none, or for any other word, the number of slots on CPU.
+    """
     words: list[str] = []
     for argument in torchrun_args:
         words += argument.split("=", 1)
@@ -246,9 +275,11 @@ def ranks_per_node(torchrun_args: tuple[str, ...]) -> int:
 
 
 def hold_own_slots() -> None:
-    """Take this rank's slots as long as it lives; called by the rank.
+    """Lock this rank's slots for as long as it lives; call it in the rank.
 
-    The harness holds them too, so one whose file is gone or closed to us is taken as long as the harness lives."""
+    The harness holds them too. So a slot whose file is gone or cannot be opened is skipped: it is taken as long as the
+    harness lives.
+    """
     for path in filter(None, os.environ.get(HELD_VARIABLE, "").split(os.pathsep)):
         with contextlib.suppress(OSError):
             open_slot_files.append(open(path, encoding="utf-8"))  # noqa: SIM115 - held until the end

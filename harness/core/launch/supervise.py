@@ -1,4 +1,5 @@
-"""Wait for the ranks of a job, and when they do not end well together, see where they are and kill them."""
+"""Supervision: waiting for a job's ranks, and, if they do not end well together, recording where they are and killing
+them."""
 
 from __future__ import annotations
 
@@ -26,11 +27,13 @@ MAX_LOG_BYTES = 100_000_000  # bytes of one rank
 
 
 class Ranks(Protocol):
-    """A job under way. statuses: exit code, or minus the signal, of the ranks that ended; ended: when, on their clock.
+    """The ranks of a job under way, as a launcher offers them.
 
-    pids: of the ranks of this machine. hosts: names of the machines, where there may be several.
-    gone: what was to report more statuses is no more; trouble: why.
-    give_up: what was to report does not; end it.
+    pids: by rank, of the ranks of this machine. statuses: by rank that ended, exit code, or minus the signal. ended: by
+    rank, when, in seconds since 1970 on its machine's clock. hosts: by rank, names of the machines, where there may be
+    several. gone: True once no more statuses will be reported. trouble: why; empty until then. wait: waits until `done`
+    returns True, at most so many seconds, and returns whether it did. signal: to all living ranks. give_up: ends the
+    launcher's process, which no longer answers.
     """
 
     pids: dict[int, int]
@@ -48,7 +51,11 @@ class Ranks(Protocol):
 
 
 def supervise(job: Job, ranks: Ranks) -> tuple[RankExit, ...]:
-    """Return how every rank ended, once none is left."""
+    """Wait until all ranks have ended, and return how, in rank order.
+
+    When a rank fails, the others have GRACE seconds to end. After that, at the time limit, or when a log grows without
+    end, stacks are dumped and the living ranks are killed.
+    """
 
     def over() -> bool:
         return ranks.gone or len(ranks.statuses) == job.world_size
@@ -96,8 +103,11 @@ def read_issued(job: Job, rank: int) -> tuple[Issued, ...]:
 
 
 def surviving_commands(job: Job, ranks: Ranks) -> dict[int, tuple[str, ...]]:
-    """Return the commands of the processes that outlived ranks, by rank. Only if all ranks exited by themselves: a rank that
-    was killed could not end what it had."""
+    """Return the commands of the processes that outlived their rank, by rank.
+
+    Ranks that ended with status 0 are listed; without commands, unless all ranks ended so. A rank that was killed could
+    not end its processes.
+    """
     ended_ranks = [rank for rank, status in ranks.statuses.items() if status == 0]
     survivors = find_outliving(job.directory, ended_ranks) if len(ended_ranks) == job.world_size else []
     commands: dict[int, tuple[str, ...]] = {}
@@ -107,6 +117,10 @@ def surviving_commands(job: Job, ranks: Ranks) -> dict[int, tuple[str, ...]]:
 
 
 def kill_reason(job: Job, ranks: Ranks) -> str:
+    """Return the sentence why the harness kills the living ranks: a failed rank, a log that is too large, or the time limit.
+
+    A failed rank comes first. At the time limit it waits a second, to see whether ranks still issue collectives.
+    """
     failed = sorted(rank for rank, status in ranks.statuses.items() if status)
     if (rank := rank_flooding_log(job)) is not None and not failed:
         return f"killed by the harness after rank {rank} wrote more than {MAX_LOG_BYTES / 1e6:g} MB into its log"
@@ -118,15 +132,16 @@ def kill_reason(job: Job, ranks: Ranks) -> str:
 
 
 def rank_flooding_log(job: Job) -> int | None:
-    """Return the rank that writes without end, None if there is none.
+    """Return the lowest rank whose log is larger than MAX_LOG_BYTES, None if there is none.
 
-    A rank that fills the disk takes everybody's evidence with it."""
+    A rank that fills the disk takes everybody's evidence with it.
+    """
     logs = ((rank, rank_file(job.directory, "logs", rank)) for rank in range(job.world_size))
     return next((rank for rank, log in logs if log.exists() and log.stat().st_size > MAX_LOG_BYTES), None)
 
 
 def is_advancing(job: Job) -> bool:
-    """Return whether any rank issues a collective with others within WATCH_INTERVAL seconds.
+    """Return whether any rank issues a collective with others within WATCH_INTERVAL seconds, which it waits for.
 
     Collectives of threads in the background do not count.
     """
@@ -143,7 +158,8 @@ def is_advancing(job: Job) -> bool:
 
 
 def collect_stacks(job: Job, ranks: Ranks, alive: list[int]) -> None:
-    """Have the living ranks dump their Python stacks; wait until all have."""
+    """Have the ranks dump their Python stacks into their files; wait until all in `alive` have, at most STACK_PATIENCE
+    seconds."""
     ranks.signal(signal.SIGUSR1)
     files = [rank_file(job.directory, "stacks", rank) for rank in alive]
     deadline = time.monotonic() + STACK_PATIENCE
@@ -157,7 +173,7 @@ def has_dumped(file: Path) -> bool:
 
 
 def read_rank_exit(job: Job, ranks: Ranks, rank: int) -> RankExit:
-    """Return what a rank left in files and its launcher reported, as plain data."""
+    """Return how a rank ended, from its files and its launcher's reports. A status that was not reported is None."""
     status = ranks.statuses.get(rank)
     stack = rank_file(job.directory, "stacks", rank)
     log = rank_file(job.directory, "logs", rank)
@@ -175,11 +191,13 @@ def read_rank_exit(job: Job, ranks: Ranks, rank: int) -> RankExit:
 
 
 def read_log_end(log: Path) -> str:
+    """Return the last LOG_BYTES_READ bytes of a log, as text."""
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - LOG_BYTES_READ))
         return file.read().decode(errors="replace")
 
 
 def log_tail(log: str) -> str:
-    """Return what a rank wrote last, without the interpreter's list of threads and modules, which follows its last words."""
+    """Return the last LOG_TAIL characters of a log, without the interpreter's list of threads and modules after a fatal
+    error."""
     return log.partition("\nFatal Python error: ")[0][-LOG_TAIL:]

@@ -1,4 +1,4 @@
-"""Ranks started by torchrun: its rendezvous and environment, our rank.py, our files, our limits."""
+"""Ranks started by torchrun: its rendezvous and environment; the harness's rank.py, files and limits."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ RECORD_PATIENCE = {
 
 
 class TorchrunRanks:
-    """The ranks of one job under torchrun (`supervise.Ranks`). Leaving the context kills torchrun, and so all it has.
+    """The ranks of one job under torchrun (`supervise.Ranks`).
 
-    torchrun and each guard (rank.main) die with their parent: killing torchrun is enough, whoever started late.
+    Leaving the context kills torchrun, and so all that it started. torchrun and each guard (rank.main) die with their
+    parent: killing torchrun is enough, whoever started late.
     """
 
     def __init__(self, job: Job, job_file: Path, own_environment: Mapping[str, str]) -> None:
@@ -46,6 +47,7 @@ class TorchrunRanks:
         self.end_seen_at: float | None = None  # when torchrun was first seen to have ended
 
     def start(self) -> None:
+        """Start torchrun in a session of its own, with its output in logs/torchrun.log; do not wait for it."""
         job = self.job
         parent = str(os.getpid())
         with open(self.log, "wb") as log:
@@ -64,6 +66,8 @@ class TorchrunRanks:
             )
 
     def wait(self, is_done: Callable[[], bool], seconds: float) -> bool:
+        """Wait until `is_done` returns True, at most that many seconds, reading exit records meanwhile; return whether
+        it did."""
         deadline = time.monotonic() + seconds
         self.read_records()
         while not is_done() and time.monotonic() < deadline:
@@ -72,6 +76,8 @@ class TorchrunRanks:
         return is_done()
 
     def read_records(self) -> None:
+        """Read the exit records of ranks into `hosts`, `pids`, `statuses` and `ended`; set `gone` once torchrun ended
+        for good."""
         code = self.process.poll() if self.process else None  # before we read: afterwards nothing is written
         for rank, record in self.open_records():
             self.hosts[rank] = record["host"]
@@ -85,25 +91,30 @@ class TorchrunRanks:
             self.trouble = f"torchrun exited with code {code}, see {self.log}"
 
     def may_report_more(self, code: int) -> bool:
-        """torchrun ends here when it ends on the other nodes; what their ranks left takes its time through a shared disk."""
+        """Return whether exit records may still arrive after torchrun ended here with `code`: only from other nodes,
+        and for a while.
+
+        torchrun ends here when it ends on the other nodes; records of their ranks take time through a shared disk.
+        """
         if not self.job.torchrun_args or not self.hosts or len(self.statuses) == self.job.world_size:
             return False  # no other node, no rank that began, or all are known
         self.end_seen_at = self.end_seen_at or time.monotonic()
         return time.monotonic() - self.end_seen_at < RECORD_PATIENCE[code == 0]
 
     def open_records(self) -> list[tuple[int, dict]]:
+        """Return each rank without a status with its exit record, as far as one is written; its status may be None."""
         unknown = [rank for rank in range(self.job.world_size) if rank not in self.statuses]
         records_by_rank = ((rank, read_json(rank_file(self.job.directory, "exits", rank))) for rank in unknown)
         return [(rank, record) for rank, record in records_by_rank if record]
 
     def signal(self, number: int) -> None:
-        """Send it to the living ranks of this machine."""
+        """Send a signal to the living ranks of this machine."""
         for _, record in self.open_records():
             if record["status"] is None and record["host"] == socket.gethostname():
                 signal_rank(record["pid"], number)
 
     def give_up(self) -> None:
-        """Leaving the context ends all that is left."""
+        """Note why no more is reported. Leaving the context ends all that is left."""
         self.trouble = self.trouble or "torchrun's workers do not answer"
 
     def __enter__(self) -> TorchrunRanks:
@@ -120,7 +131,7 @@ class TorchrunRanks:
 
 
 def signal_rank(pid: int, number: int) -> None:
-    """Send a signal to a rank, which leads its process group. It may have died since its record was read."""
+    """Send a signal to a rank; SIGKILL to its whole process group. It does nothing if the rank has died."""
     if number == signal.SIGKILL:
         return kill_group(pid)
     with contextlib.suppress(ProcessLookupError):
@@ -128,9 +139,9 @@ def signal_rank(pid: int, number: int) -> None:
 
 
 def join(folder: Path, seconds: float) -> int:
-    """Do this node's part of a job that the harness started, or is about to start, on another node; return torchrun's status.
+    """Do this node's part of a job that the harness starts on another node; wait for it and return torchrun's status.
 
-    folder: shared by the nodes, where that harness keeps this launch. Raises LaunchError if none begins in time. A
+    folder: shared by the nodes, where that harness keeps this launch. Raises LaunchError if none begins in `seconds`. A
     launch that has ended (run.json is there) is an earlier one.
     """
     job_file = folder / "job.json"
@@ -147,8 +158,10 @@ def join(folder: Path, seconds: float) -> int:
 
 
 def wait_for_torchrun(torchrun: subprocess.Popen, folder: Path) -> int:
-    """Wait for torchrun and return its exit status. It is killed if the first node has ended the launch: it may look for that
-    node for ever."""
+    """Wait for torchrun and return its exit status, minus SIGKILL if it had to be killed.
+
+    It is killed EXIT_PATIENCE seconds after the first node has ended the launch: it may look for that node for ever.
+    """
     try:
         while torchrun.poll() is None and not (folder / "run.json").exists():
             time.sleep(POLL)
@@ -161,6 +174,10 @@ def wait_for_torchrun(torchrun: subprocess.Popen, folder: Path) -> int:
 
 
 def torchrun_arguments(job: Job) -> list[str]:
+    """Return torchrun's arguments for a job, up to the module that each worker runs; the job's file must follow.
+
+    Workers run Python without torchrun's own -m, which would have the current folder on its path.
+    """
     standalone = ("--standalone", "--nproc-per-node", str(job.world_size))
     logs = str(Path(job.directory) / "logs" / "torchrun")  # else it litters the temporary directory
     ranks = module_command(

@@ -1,8 +1,9 @@
-"""The launches that wait for slots, in the order in which they came; small ones may pass one that waits for many.
+"""The queue of launches that wait for slots, in order of arrival; small ones may pass one that waits for many.
 
-Each has a file, its ticket, which it holds locked. So a ticket is void when its process is dead. A launch that wants more slots
-than are free is passed by later ones that want less, but by OVERTAKEN_AT_MOST of them: then all others wait until it has its
-slots. Without passing, a machine stands idle while one launch waits for all of it; without a limit, that launch waits for ever.
+Each has a file, its ticket, which it holds locked. So a ticket is void when its process is dead. A launch that wants
+more slots than are free is passed by later ones that want less, but by OVERTAKEN_AT_MOST of them: then all others wait
+until it has its slots. Without passing, a machine stands idle while one launch waits for all of it; without a limit,
+that launch waits for ever.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class Ticket:
 
 @contextmanager
 def hold_ticket(folder: Path, wanted: int) -> Iterator[Ticket]:
-    """Keep a ticket in the folder while the launch waits. Only who holds the gate may take one. Raises OSError."""
+    """Yield a new ticket, whose file lies locked in the folder until the context ends.
+
+    Call it only in the gate. Raises OSError.
+    """
     folder.mkdir(mode=0o700, exist_ok=True)
     name = f"{time.monotonic_ns():020d}-{os.getpid()}-{next(_numbers)}"
     own = Ticket(folder / name, os.getpid(), wanted)
@@ -56,14 +60,17 @@ def hold_ticket(folder: Path, wanted: int) -> Iterator[Ticket]:
 
 
 def tickets_ahead_of(own: Ticket) -> list[Ticket]:
-    """Return the tickets of launches that came before, and still wait. Only who holds the gate may ask."""
+    """Return the tickets of launches that came earlier and still wait, earliest first. Call it only in the gate.
+
+    Launches whose process is dead or stopped are left out; files of dead ones are deleted.
+    """
     earlier = sorted(path for path in own.path.parent.iterdir() if path.name < own.path.name)
     tickets = [_read_ticket(path) for path in earlier]
     return [other for other in tickets if other is not None and not is_stopped(other.pid)]
 
 
 def _read_ticket(path: Path) -> Ticket | None:
-    """Return a ticket, or None if its process is dead; then the file goes."""
+    """Return the ticket in a file. None if its launch has its slots, or its process is dead; then the file is deleted."""
     try:
         with open(path, encoding="utf-8") as file:
             if _is_locked(file.fileno()):
@@ -77,6 +84,7 @@ def _read_ticket(path: Path) -> Ticket | None:
 
 
 def _is_locked(descriptor: int) -> bool:
+    """Return whether another open file holds an exclusive lock. If none does, this descriptor keeps a shared one."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -85,9 +93,10 @@ def _is_locked(descriptor: int) -> bool:
 
 
 def may_start(own: Ticket, free: int) -> bool:
-    """Return whether a launch may take its slots now: enough are free, and all that came before want more than that.
+    """Return whether a launch may take its slots now, of `free` many that are free. Call it only in the gate.
 
-    Only who holds the gate may ask. If so, it is noted in their tickets that they were overtaken.
+    False if too few are free, an earlier launch could start too, or one was overtaken OVERTAKEN_AT_MOST times. If True,
+    the tickets of all earlier launches are rewritten: each was overtaken once more.
     """
     earlier = tickets_ahead_of(own)
     if own.wanted_slots > free:

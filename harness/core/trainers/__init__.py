@@ -93,30 +93,41 @@ class Metrics:
 
 
 class StartedTrainer(Protocol):
-    """A trainer on one rank, built and holding its weights. `metrics` grows by one entry a step that is reported. Where what it
-    shows its user depends on the case, it has `reports` in place of the adapter's."""
+    """A trainer on one rank, built and holding its weights.
+
+    `metrics` grows by one entry for each step that is reported. Where the numbers that it shows its user depend on the
+    case, it has an attribute `reports`, which replaces the adapter's.
+    """
 
     model_parts: list[nn.Module]
     metrics: list[Metrics]
 
     def train(self, last_step: int) -> None:
-        """Train up to and with that step, from the one after the last finished step. The schedule is the recipe's."""
+        """Train from the step after the last finished one up to and with `last_step`. The schedule is the recipe's."""
         ...
 
     def save(self, folder: Path) -> object:
-        """Leave a checkpoint in this folder, in which older ones may lie. Only for cases with `resume`.
+        """Leave a checkpoint in this folder, in which older ones may lie. Called only for cases with `resume`.
 
-        Where it is written in the background (Features.async_save), return its future: `result()` is called at the end."""
+        Where it is written in the background (Features.async_save), return its future: `result()` is called at the end.
+        ValueError unless overridden.
+        """
         raise ValueError("this trainer writes no checkpoints")
 
     def resume(self, folder: Path) -> None:
-        """Before the first step: continue from the latest complete checkpoint in this folder, whatever layout wrote it.
-        Only for cases with `resume`. Raises ValueError if there is none."""
+        """Continue from the latest complete checkpoint in this folder, whatever layout wrote it; called before the
+        first step.
+
+        Called only for cases with `resume`. Raises ValueError if there is no checkpoint.
+        """
         raise ValueError("this trainer writes no checkpoints")
 
     def export(self, folder: Path) -> object:
-        """Leave the weights in this folder, as .safetensors, or as .bin, .pt or .pth that torch.load reads. Called on every
-        rank after the last step. Only for cases with `export`, which says the names and the order of rows."""
+        """Leave the weights in this folder, as .safetensors, or as .bin, .pt or .pth that torch.load reads.
+
+        Called on every rank after the last step, only for cases with `export`, which says the names and the order of
+        rows. ValueError unless overridden.
+        """
         raise ValueError("this trainer exports no weights")
 
 
@@ -166,9 +177,10 @@ class Adapter(Protocol):
         ...
 
     def importable(self) -> None:
-        """Make imports find the code under test: a checkout or release of --source comes before what is installed.
+        """Change sys.path so that the code under test is imported: a checkout or release of --source before what is
+        installed.
 
-        Called before a fault is put in, which imports what it changes.
+        By default it does nothing. Called before a fault is put in, which imports the modules that it changes.
         """
         return None
 
@@ -193,7 +205,7 @@ class Adapter(Protocol):
         raise ValueError(f"{self.name}: {self.unsupported_alone(case)}")
 
     def stop(self) -> None:
-        """Leave the process group."""
+        """Leave the process group, if this process is in one."""
         import torch.distributed as dist
 
         if dist.is_initialized():
@@ -220,9 +232,10 @@ class Adapter(Protocol):
 
 
 def absolute_spec(name: str, source: str | None, out: Path = Path("out")) -> str:
-    """Return the trainer as `load_adapter` takes it, with absolute paths, as ranks may run in another folder.
+    """Return NAME or NAME@SOURCE, as `load_adapter` takes it, with absolute paths, for ranks may run in another folder.
 
-    A version is a path too, once pip has installed it into OUT/.environments. Raises ValueError.
+    If the source is a version and the trainer has releases, pip installs it into OUT/.environments, and the path of
+    that is the source. Raises ValueError.
     """
     name = str(Path(name).resolve()) if name.endswith(".py") else name
     if not source:
@@ -235,18 +248,21 @@ def absolute_spec(name: str, source: str | None, out: Path = Path("out")) -> str
 
 
 def traits_by_launch(case: Case, spec: str) -> dict[str, TrainerTraits]:
-    """Return what a trainer chose in each launch of a case, by the launch's name."""
+    """Return the trainer's traits in each launch of a case, by the launch's name. Raises CannotStart."""
     adapter = load_adapter(spec)
     return {name: traits_of(adapter, launched) for name, launched in case.launches.items()}
 
 
 def traits_of(adapter: Adapter, case: Case) -> TrainerTraits:
-    """Return what a trainer chose in this launch: what its adapter says, and what the case declares."""
+    """Return the trainer's traits in this launch: those of its adapter, with those that the case declares in their place."""
     return with_declared(case, adapter.traits(case))
 
 
 def rows_of_trainer(case: Case, spec: str) -> dict[str, np.ndarray]:
-    """Return a trainer's `rows` outside of a rank. Raise CannotStart if the adapter raises."""
+    """Return an adapter's `rows` for a case, by fqn, outside of a rank.
+
+    Raises CannotStart if the adapter cannot be loaded or raises.
+    """
     try:
         return load_adapter(spec).rows(case)
     except Exception as error:
@@ -255,11 +271,16 @@ def rows_of_trainer(case: Case, spec: str) -> dict[str, np.ndarray]:
 
 
 class CannotStart(ValueError):
-    """An adapter, or what it imports, cannot be loaded: nothing of its trainer has run, and nothing can be said of it."""
+    """An adapter, or a module that it imports, cannot be loaded: nothing of its trainer has run, so nothing is known of
+    it."""
 
 
 def load_adapter(spec: str) -> Adapter:
-    """Return the adapter of NAME or FILE.py, or of NAME@SOURCE. Raises ValueError with the known names."""
+    """Return the adapter of NAME or FILE.py, or of NAME@SOURCE.
+
+    Raises CannotStart, a ValueError, for an unknown name (with the known ones), a broken file, or a source where there
+    is none.
+    """
     trainer = TrainerSpec.parse(spec)
     name = trainer.name
     known = sorted(trainer_modules())
@@ -277,13 +298,14 @@ def load_adapter(spec: str) -> Adapter:
 
 
 def trainer_modules() -> dict[str, str]:
-    """Return the module that has each trainer's adapter: of the trainer that comes with the harness, and of those of rings."""
+    """Return the module that has each trainer's adapter, by the trainer's name: of the core's own, and of those of rings."""
     own_names = {module.name for module in pkgutil.iter_modules(__path__)} - {"support"}
     return {name: f"{__name__}.{name}" for name in own_names} | rings.entries_of("trainers")
 
 
 def folder_of_cases(name: str) -> Path | None:
-    """Return the folder of cases that come with a trainer's adapter; None where there is none."""
+    """Return the folder of cases that come with a trainer's adapter; None if the name is unknown, or its package has no
+    such folder."""
     module = trainer_modules().get(name, "")
     module_spec = importlib.util.find_spec(module) if module else None
     folder = Path(module_spec.origin).parent / case_files.CASES_FOLDER if module_spec and module_spec.origin else None
@@ -292,7 +314,7 @@ def folder_of_cases(name: str) -> Path | None:
 
 @contextlib.contextmanager
 def raising_cannot_start(spec: str) -> Iterator[None]:
-    """Raise CannotStart where the body of the `with` lacks a module, or cannot load an adapter."""
+    """Turn an ImportError of the block into CannotStart, with a remedy; other exceptions pass unchanged."""
     try:
         yield
     except ImportError as error:
@@ -302,14 +324,18 @@ def raising_cannot_start(spec: str) -> Iterator[None]:
 
 
 def reload_adapter(spec: str) -> Adapter:
-    """Return the adapter of a FILE.py that has changed since it was loaded."""
+    """Return the adapter that `spec` names, with all files of adapters loaded again: one may have changed."""
     adapter_of_file.cache_clear()
     return load_adapter(spec)
 
 
 @functools.cache
 def adapter_of_file(path: Path) -> Adapter:
-    """Return the adapter of a FILE.py. Raises CannotStart if it cannot be loaded. What lies beside the file can be imported."""
+    """Return the adapter of a FILE.py, loaded once.
+
+    Modules beside the file can be imported: its folder is added to sys.path. Raises CannotStart if the file is missing,
+    raises, or its `adapter` is missing, outdated or lacks a method.
+    """
     if not path.is_file():
         raise CannotStart(f"{path}: no such file; an adapter is given as FILE.py, `harness init train.py` begins one")
     module_spec = importlib.util.spec_from_file_location(f"trainer_{path.stem}", path)

@@ -20,7 +20,11 @@ DIMS_OPTIONS = (
 
 
 def layout_of_arguments(args: argparse.Namespace) -> RequestedLayout:
-    """Return the layout that a command's options name or spell out. Raises BadInput and CaseError."""
+    """Return the layout that a command's options name (a case, or one of layouts/) or spell out with --dims.
+
+    Raises BadInput for both or neither, or options of --dims beside a CASE; CaseError for an unknown case or a wrong
+    layout.
+    """
     if bool(args.case) == bool(args.dims):
         raise BadInput("name a CASE, or pass a layout with --dims")
     if args.case:
@@ -35,6 +39,6 @@ def layout_of_arguments(args: argparse.Namespace) -> RequestedLayout:
 
 
 def _published_layout(args: argparse.Namespace) -> Case | None:
-    """Return the published layout that CASE names. None if there is none, or if --cases names a folder of cases."""
+    """Return the published layout that CASE names. None if there is none, or if --cases names another folder."""
     published_cases = () if args.cases else load_all(case_files.LAYOUTS)
     return next((case for case in published_cases if case.name == args.case), None)

@@ -22,7 +22,7 @@ LIST_OPTIONS = ("--json", "--world", "--model", "--seq", "--batch", "--gpu", "--
 
 
 def command(args: argparse.Namespace) -> int:
-    """Print the plan of a layout, or the layouts that fit. Return the exit code."""
+    """Print the plan of a layout, or, with --model and --world alone, the layouts that fit. Return the exit code."""
     if args.model and args.world and not args.case and not args.dims:
         refuse_others(args, "a list of layouts that fit", LIST_OPTIONS)
         return list_fitting(args)
@@ -37,7 +37,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def list_fitting(args: argparse.Namespace) -> int:
-    """Print the layouts that fit; 2 where none does. Raises BadInput."""
+    """Print the layouts that fit. Return PASSED, or NOT_JUDGED if none does. Raises BadInput and CaseError."""
     if args.model not in PRESETS:
         raise BadInput(f"--model {args.model!r}: choose one of {', '.join(PRESETS)}")
     memory = 1e9 * (parse_gigabytes(args.gpu_memory) if args.gpu_memory else GPU_GIGABYTES[args.gpu])
@@ -55,7 +55,7 @@ def list_fitting(args: argparse.Namespace) -> int:
 
 
 def parse_gigabytes(text: str) -> float:
-    """Return 80 of "80", "80GB" or "80 GB". Raises BadInput."""
+    """Return the number in "80", "80GB" or "80 GB". BadInput for other texts and for 0."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:GB)?\s*", text, re.IGNORECASE)
     if not match or not float(match[1]):
         raise BadInput(f"--gpu-memory {text!r}: expected GB, such as 80")

@@ -40,7 +40,7 @@ CONFIG_OPTIONS = (
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run some ranks of a case alone, or with --layout of a command, and judge them. Return the exit code.
+    """Run some ranks of a case alone, or with --layout of a command, judge them and print that. Return the exit code.
 
     Raises BadInput, CaseError and EvidenceError, and Unsupported for a case that a trainer cannot run so.
     """
@@ -54,7 +54,10 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _preflight_command(args: argparse.Namespace, words: list[str]) -> int:
-    """Run a user's command as some ranks of a layout, each alone, and judge them. Return the exit code."""
+    """Run a user's command as some ranks of a layout, each alone; judge and print. Return the exit code.
+
+    By default these are the first and the last rank. Raises BadInput, CaseError and EvidenceError.
+    """
     if not words or not args.world or args.dims or args.config:
         raise BadInput(
             "--layout is of a command: `harness preflight --world 512 --layout dp_shard=512 -- python train.py`"
@@ -84,7 +87,10 @@ def _preflight_command(args: argparse.Namespace, words: list[str]) -> int:
 
 
 def _preflight_case(args: argparse.Namespace) -> int:
-    """Run some ranks of a case with a trainer that has an adapter, and judge them. Return the exit code."""
+    """Run some ranks of a case with a trainer that has an adapter; judge and print. Return the exit code.
+
+    With a fault that no rank ran into, the exit code is NOT_JUDGED. Evidence goes into a fresh folder of --out.
+    """
     if args.ranks != "auto" and "--seed" in typed_options(args):
         raise BadInput("--seed draws ranks and --ranks names them: use one of the two")
     case, set_aside = _requested_case(args)
@@ -110,7 +116,10 @@ def _preflight_case(args: argparse.Namespace) -> int:
 
 
 def _requested_case(args: argparse.Namespace) -> tuple[Case, tuple[str, ...]]:
-    """Return the case, and what of a configuration is not run. Raises BadInput and CaseError."""
+    """Return the case with --steps steps, and the parts of a configuration that are not run.
+
+    Raises BadInput and CaseError.
+    """
     if args.config is not None:
         if args.case or args.dims or not args.world:
             raise BadInput("--config needs --world, and neither CASE nor --dims")
@@ -139,7 +148,7 @@ def _case_of_config(args: argparse.Namespace) -> config_file.CaseFromFile:
 
 
 def _trainer_spec(args: argparse.Namespace) -> str:
-    """Return the trainer's spec. Raises BadInput."""
+    """Return the trainer as NAME, FILE.py or NAME@SOURCE; a release may be installed for it. Raises BadInput."""
     try:
         return trainers.absolute_spec(trainer_under_test(args), args.source, args.out)
     except ValueError as error:
@@ -155,7 +164,10 @@ def _load_adapter(trainer: str) -> trainers.Adapter:
 
 
 def _parse_ranks(text: str, world: int) -> ChosenRanks:
-    """Return the ranks that --ranks names. Raises CaseError."""
+    """Return the ranks that --ranks names, such as 0-7,512.
+
+    CaseError if that is no list of ranks, or a rank is not in the world.
+    """
     try:
         spans = [span.partition("-") for span in text.split(",")]
         ranks: list[int] = []

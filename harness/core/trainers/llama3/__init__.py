@@ -68,6 +68,7 @@ class Llama3(Adapter):
         return trainer.Trainer(case, weights=weights, device=trainer.join(case, device))
 
     def unsupported_alone(self, case: Case) -> str | None:
+        """Return why a rank of the case cannot run alone without memory, in one sentence; None if it can."""
         return self.unsupported(case) or next(_unsupported_alone(case), None) or next(needs_memory(case), None)
 
     def dry(self, case: Case) -> Trainer:
@@ -123,6 +124,7 @@ def _why_unsupported(case: Case) -> Iterator[str]:
 
 
 def _limits_of_validation(case: Case) -> Iterator[str]:
+    """Yield why this trainer cannot validate in this case, one sentence each; nothing if it can."""
     if case.features.validate_every and case.dims.pp > 1:
         yield f"validate_every with pp {case.dims.pp}: this trainer evaluates whole models only"
     if case.features.validate_every and case.training.quantize:
@@ -130,14 +132,15 @@ def _limits_of_validation(case: Case) -> Iterator[str]:
 
 
 def _limits_of_export(case: Case) -> Iterator[str]:
+    """Yield why this trainer cannot export the weights in this case; nothing if it can."""
     if case.features.export and case.dims.pp > 1:
         yield f"export with pp {case.dims.pp}: this trainer exports whole models only"
 
 
 def _limits_of_freezing(case: Case) -> Iterator[str]:
-    """Yield why frozen parameters cannot be combined with what the case requests.
+    """Yield why frozen parameters cannot be combined with the rest of the case; nothing if none is frozen, or they can.
 
-    What backward leaves out is not planned with all that changes backward.
+    How backward changes if parameters are frozen is not planned for each feature that changes backward.
     """
     if case.model.lora is None and not has_frozen(case):
         return
@@ -168,6 +171,7 @@ def _limits_of_freezing(case: Case) -> Iterator[str]:
 
 
 def _unsupported_alone(case: Case) -> Iterator[str]:
+    """Yield why the case needs samples or contents, which a rank that runs alone lacks."""
     if case.features.validate_every:
         yield f"validate_every {case.features.validate_every}: a rank alone reads no samples"
     if case.features.export:
@@ -175,7 +179,7 @@ def _unsupported_alone(case: Case) -> Iterator[str]:
 
 
 def _where_dropout_differs(case: Case) -> Iterator[str]:
-    """Yield why dropout would draw other masks than the reference.
+    """Yield why dropout would draw other masks than the reference; nothing without dropout, or if masks are equal.
 
     Both draw masks over the whole sequence, block after block, from torch's generator.
     """
@@ -191,6 +195,7 @@ def _where_dropout_differs(case: Case) -> Iterator[str]:
 
 
 def _torchs_limits_of_the_recipe(case: Case) -> Iterator[str]:
+    """Yield why torch cannot train this recipe with cp or pp."""
     dims = case.dims
     training = case.training
     if dims.cp > 1 and training.document_mask and case.features.cp_rotation == "alltoall":
@@ -200,6 +205,7 @@ def _torchs_limits_of_the_recipe(case: Case) -> Iterator[str]:
 
 
 def _limits_of_pipelines(case: Case) -> Iterator[str]:
+    """Yield why torch's schedules, or the plan of them, cannot run this case; nothing without a pipeline."""
     dims = case.dims
     features = case.features
     if dims.pp == 1:
@@ -235,9 +241,9 @@ def _limits_of_pipelines(case: Case) -> Iterator[str]:
 
 
 def _wrong_with_zero_bubble(case: Case) -> Iterator[str]:
-    """Yield what torch computes wrongly in this case, without an error. Such a case is refused.
+    """Yield what torch computes wrongly, without an error, if this case runs with a zero-bubble schedule.
 
-    The cases that show it expect to fail.
+    Such a case is refused, unless it expects to fail, in order to show it.
     """
     features = case.features
     schedule = f"with schedule {features.schedule}"
@@ -266,12 +272,13 @@ def _fsdp1_obstacles(case: Case) -> Iterator[str]:
 
 
 def torch_version() -> tuple[int, int]:
-    """Return the release of the installed torch, without importing it."""
+    """Return the installed torch's major and minor version, without importing it: (2, 13)."""
     major, minor = importlib.metadata.version("torch").split(".")[:2]
     return int(major), int(minor)
 
 
 def _not_implemented(case: Case) -> dict[str, bool]:
+    """Return each combination that is not implemented, in words, and whether the case requests it."""
     features = case.features
     training = case.training
     return {

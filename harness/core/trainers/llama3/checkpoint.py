@@ -46,26 +46,27 @@ class Counters(NamedTuple):
 
 
 def save(parts: Sequence[Part], counters: Counters, folder: Path) -> Path:
-    """Write folder/step_NNNNNN. Called on every rank."""
+    """Write the checkpoint folder/step_NNNNNN and return its path. Call it on every rank."""
     target = folder / f"step_{counters.step:06d}"
     dcp.save(state_of(parts, counters), checkpoint_id=target)
     return target
 
 
 def save_async(parts: Sequence[Part], counters: Counters, folder: Path, group: dist.ProcessGroup | None) -> Future[Any]:
-    """Copy the state now and write it in the background, as `save` does. Called on every rank, once the last one is written.
+    """Copy the state now, write folder/step_NNNNNN in the background, and return the future.
 
-    group: on which no other thread communicates. Trap: on the default one, torch's, collectives of two threads would mix.
+    Call it on every rank, once the last one is written. group: on which no other thread communicates. Trap: on the
+    default one, torch's, collectives of two threads would mix.
     """
     target = folder / f"step_{counters.step:06d}"
     return dcp.async_save(state_of(parts, counters), checkpoint_id=target, process_group=group)
 
 
 def resume(parts: Sequence[Part], checkpoint: Path) -> Counters:
-    """Put the parts where this checkpoint was written; return the counters of then. Called on every rank, before the
-    first step. Raises ValueError if it cannot be read.
+    """Load a checkpoint into the parts' models, optimizers and schedulers; return its counters.
 
-    Trap: get_optimizer_state_dict makes a fresh optimizer's state by calling its step() with gradients of zero.
+    Raises ValueError if it is unreadable. Call it on every rank, before the first step. Trap: get_optimizer_state_dict
+    makes a fresh optimizer's state by calling its step() with gradients of zero.
     """
     state = state_of(parts, Counters(step=0, samples=0))
     read(state, checkpoint)
@@ -77,7 +78,10 @@ def resume(parts: Sequence[Part], checkpoint: Path) -> Counters:
 
 
 def load_model(parts: Sequence[Part], checkpoint: Path) -> None:
-    """Give the parts the weights of this checkpoint, and leave all else new. Called and raises as `resume`."""
+    """Load only the weights of this checkpoint into the parts; all else stays new.
+
+    Call it on every rank; ValueError as in `resume`.
+    """
     state = {"model": model_of(parts)}
     read(state, checkpoint)
     for part in parts:
@@ -85,7 +89,7 @@ def load_model(parts: Sequence[Part], checkpoint: Path) -> None:
 
 
 def set_model(part: Part, model: dict[str, Any]) -> None:
-    """Give a part its own parameters of all that was read."""
+    """Load a part's parameters from `model`, which has those of all parts, by fqn. KeyError if one is missing."""
     parameters_of_part = {fqn: model[fqn] for fqn in get_model_state_dict(part.model)}
     set_model_state_dict(part.model, parameters_of_part, options=StateDictOptions(strict=True))
 
@@ -106,7 +110,7 @@ def read(state: dict[str, Any], checkpoint: Path) -> None:
 
 
 def continue_schedule(scheduler: LRScheduler, finished: int) -> None:
-    """Set the scheduler as it is after this many finished steps.
+    """Set the scheduler to its state after `finished` steps; the optimizer's rates stay as they are.
 
     Trap: a scheduler's own state dict lists a rate for every parameter group, and another layout may have more groups.
     """
@@ -116,7 +120,7 @@ def continue_schedule(scheduler: LRScheduler, finished: int) -> None:
 
 
 def latest(folder: Path) -> Path:
-    """Return the complete checkpoint of the highest step. Raises ValueError if there is none."""
+    """Return the folder of the complete checkpoint of the highest step. Raises ValueError if there is none."""
     complete = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
     complete = [path for path in complete if (path / ".metadata").exists()]
     if not complete:
@@ -125,7 +129,10 @@ def latest(folder: Path) -> Path:
 
 
 def state_of(parts: Sequence[Part], counters: Counters) -> dict[str, Any]:
-    """Return the state that a checkpoint has. Its tensors are the parts' own, not copies: dcp.load writes into them."""
+    """Return the state that a checkpoint has: "model", "optimizer", "step" and "samples".
+
+    Its tensors are the parts' own, not copies: dcp.load writes into them.
+    """
     optimizer_state: dict[str, Any] = {}
     for part in parts:
         optimizer_state |= get_optimizer_state_dict(part.model, part.optimizer, options=OPTIONS)
@@ -133,7 +140,7 @@ def state_of(parts: Sequence[Part], counters: Counters) -> dict[str, Any]:
 
 
 def model_of(parts: Sequence[Part]) -> dict[str, Any]:
-    """Return the parameters of all parts by name."""
+    """Return the parameters of all parts, by fqn."""
     model: dict[str, Any] = {}
     for part in parts:
         model |= get_model_state_dict(part.model)

@@ -24,11 +24,11 @@ def clip_gradients(
     groups: Iterable[dist.ProcessGroup] = (),
     copies: Collection[nn.Parameter] = (),
 ) -> float:
-    """Scale gradients by min(1, max_norm / (norm + 1e-6)), in place; None leaves them. Returns the norm before that.
+    """Scale gradients by min(1, max_norm / (norm + 1e-6)), in place, and return their global norm before that.
 
-    groups: of ranks that hold other elements without a DTensor saying so: other stages of a pipeline, other parts of what
-    FSDP1 has flattened. (FSDP1's own clip_grad_norm_ knows no float64.) copies: parameters whose gradient is that of one on
-    another rank, which counts it.
+    max_norm None leaves them. groups: of ranks that hold other elements without a DTensor saying so: other stages of a
+    pipeline, other parts of a vector that FSDP1 has flattened. (FSDP1's own clip_grad_norm_ takes no float64.) copies:
+    parameters whose gradient is that of one on another rank, which counts it.
     """
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     copy_ids = {*map(id, copies)}
@@ -46,16 +46,16 @@ def clip_gradients(
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter as clipping sees it: what of its gradient lies on this rank."""
+    """A parameter as torch's clipping takes it: `grad` is the slice of its gradient that lies on this rank."""
 
     grad: Tensor
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return this rank's slices of the gradients.
+    """Return this rank's slices of the gradients; parameters without a gradient are left out.
 
-    Trap: on a mesh of three axes DTensor needs half a second for an operator on a gradient and a scalar, or on a list of
-    gradients.
+    Trap: on a mesh of three axes DTensor is slow, half a second for an operator on a gradient and a scalar, or on
+    several gradients.
     """
     gradients = [parameter.grad for parameter in parameters]
     return [
@@ -66,7 +66,7 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def by_layout(parameters: list[nn.Parameter]) -> dict[Layout, list[nn.Parameter]]:
-    """Return, by layout, the parameters whose gradients have it.
+    """Return the parameters by the mesh and placements of their gradients; (None, ()) for plain tensors.
 
     Trap: one torch operator cannot take DTensors of different meshes.
     """
@@ -79,7 +79,7 @@ def by_layout(parameters: list[nn.Parameter]) -> dict[Layout, list[nn.Parameter]
 
 
 def sum_of_squares(family: list[nn.Parameter], mesh: DeviceMesh | None, placements: tuple[Placement, ...]) -> Tensor:
-    """Return the sum of squares over all ranks, each element once, in at least float32 [].
+    """Return the sum of squares of a family's gradients over all ranks, each element once, in at least float32 [].
 
     It is summed over the axes that cut, not over replicas.
     """

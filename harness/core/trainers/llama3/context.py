@@ -27,7 +27,11 @@ SEQUENCE = 2  # dim of q, k, v [b, heads, s, head_dim]
 
 
 def apply_context_parallel(model: Llama, mesh: DeviceMesh, case: Case) -> None:
-    """Make attention of every layer look at all positions of the cp group. The mesh has the one axis cp."""
+    """Make attention of every layer cover all positions of the cp group, in place. The mesh has the one axis cp.
+
+    With packed documents, attention modules are replaced; else torch's ring attention is switched on, for the whole
+    process.
+    """
     if case.training.document_mask:
         for layer in model.layers.values():
             layer.attention.inner_attention = GatheredAttention(mesh, load_balance=case.features.cp_load_balance)
@@ -60,7 +64,7 @@ class GatheredAttention(nn.Module):
 
 
 def document_mask(documents: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return which keys each query sees: bool [b, queries, keys].
+    """Return which keys each query may attend to, earlier ones of its document: bool [b, queries, keys].
 
     documents: int64 [b, s]. queries, keys: the positions in the row of each, int64.
     """

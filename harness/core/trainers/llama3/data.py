@@ -1,4 +1,7 @@
-"""Which samples this rank reads. One step's samples over all data-parallel ranks are one slice of the epoch's order."""
+"""The samples that this rank reads.
+
+One step's samples over all data-parallel ranks are one slice of the epoch's order.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,11 @@ from harness.reference.data import SEPARATOR, build_dataset, sample_order
 
 
 class ResumableSampler(DistributedSampler):
-    """Begins an epoch at this rank's sample number `start` instead of 0, without reading what lies before.
+    """A DistributedSampler that begins an epoch at this rank's sample number `start`, without reading those before.
 
-    Where ranks do not divide an epoch, torch's sampler drops its end or repeats samples. This one leaves some ranks less."""
+    Where ranks do not divide an epoch, torch's sampler drops its end or repeats samples. This one gives some ranks
+    fewer.
+    """
 
     start = 0
 
@@ -27,6 +32,7 @@ class ResumableSampler(DistributedSampler):
         return itertools.islice(self.mine(), self.start, None)
 
     def mine(self) -> Iterator[int]:
+        """Return an iterator over the ids of all of this rank's samples of the epoch, from the first."""
         size = len(self.dataset)
         if size % self.num_replicas == 0:
             return super().__iter__()
@@ -37,7 +43,8 @@ class ResumableSampler(DistributedSampler):
 def build_loader(dataset: Any, case: Case, dp_rank: int) -> DataLoader:
     """Return a loader of this rank's microbatches of one epoch: tokens, labels int64 [local_batch, seq_len].
 
-    Under pp they come together, [microbatches * local_batch, seq_len]: the schedule cuts them.
+    Under pp the microbatches of a step come together, [microbatches * local_batch, seq_len]: the schedule cuts them.
+    With `last_batch` the last one may be smaller.
     """
     sampler = ResumableSampler(
         dataset, num_replicas=case.dims.dp, rank=dp_rank, shuffle=True, seed=case.training.seed, drop_last=True
@@ -63,7 +70,7 @@ class Microbatches:
         self.seek(0)
 
     def seek(self, samples: int) -> None:
-        """Continue after this many samples; a multiple of the global batch."""
+        """Continue after this many samples over all ranks, from the first epoch on; a multiple of the global batch."""
         epoch, done = divmod(samples, len(self.dataset))
         self.samples = samples
         sampler = self.loader.sampler
@@ -73,7 +80,12 @@ class Microbatches:
         self.iterator = iter(self.loader)
 
     def step(self, length: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Return the microbatches of the next optimizer step, of each sample its first `length` tokens (None: all)."""
+        """Return the microbatches of the next optimizer step: (tokens, labels), of each sample the first `length`
+        tokens (None: all).
+
+        There are `accumulation` many. Fewer at the end of data with `last_batch`; one without samples if this rank has
+        none.
+        """
         if self.samples % len(self.dataset) == 0:
             self.seek(self.samples)
         self.samples += min(self.case.training.global_batch, len(self.dataset) - self.samples % len(self.dataset))
@@ -81,15 +93,19 @@ class Microbatches:
         return [(tokens[:, :length], labels[:, :length]) for tokens, labels in microbatches]
 
     def nothing(self) -> tuple[Tensor, Tensor]:
-        """Return a batch without samples, so that a rank that has none takes part in all communication of the step."""
+        """Return a batch of no samples, tokens and labels int64 [0, seq_len], for a rank that has none in a step.
+
+        The rank then still takes part in all communication of the step.
+        """
         return (torch.zeros(0, self.case.training.seq_len, dtype=torch.int64),) * 2
 
     def epochs(self) -> float:
-        """Return how often the data was drawn, up to now."""
+        """Return how many epochs all ranks together have drawn, as a fraction."""
         return self.samples / len(self.dataset)
 
     def held_out(self) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's microbatches of the first epoch's last batch, which is not trained on before that epoch ends."""
+        """Return this rank's microbatches (tokens, labels) of the first epoch's last batch, which that epoch trains on
+        last."""
         ids = sample_order(self.case.training, len(self.dataset), 0)[-self.case.training.global_batch :]
         own_ids = ids[self.loader.sampler.rank :: self.case.dims.dp]
         tokens, labels = zip(*(self.dataset[id_] for id_ in own_ids), strict=True)
@@ -98,7 +114,8 @@ class Microbatches:
 
 
 class Shapes:
-    """Microbatches of which only the shape is right, for a rank that reads none."""
+    """Microbatches of zeros in the right shapes, in place of Microbatches, for a rank that runs alone and reads no
+    samples."""
 
     def __init__(self, case: Case, dp_rank: int) -> None:
         self.case = case
@@ -115,6 +132,8 @@ class Shapes:
         return self.step()
 
     def step(self, length: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Return `accumulation` microbatches of zeros: (tokens, labels), int64 [local_batch * microbatches, length or
+        seq_len]."""
         case = self.case
         self.samples += case.training.global_batch
         shape = case.local_batch * case.microbatches, length or case.training.seq_len
@@ -125,5 +144,8 @@ class Shapes:
 
 
 def documents(tokens: Tensor) -> Tensor:
-    """Return which document of its row each token is in: how many separators stand before it. int64 [b, s]"""
+    """Return the number, from 0, of the document that each token is in within its row. int64 [b, s]
+
+    A separator belongs to the document that it ends.
+    """
     return pad((tokens[:, :-1] == SEPARATOR).cumsum(dim=1), (1, 0))

@@ -1,4 +1,7 @@
-"""Weights under Hugging Face's names, in one file that torch.load reads. Every rank gathers, rank 0 writes."""
+"""Export of the weights under Hugging Face's names, into one file that torch.load reads.
+
+Every rank gathers, rank 0 writes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ LAYER_NAMES = {
 
 
 def export(model: nn.Module, case: Case, folder: Path) -> None:
-    """Write folder/pytorch_model.bin. Called on every rank."""
+    """Write folder/pytorch_model.bin, from rank 0. Call it on every rank: all of them gather the weights."""
     state = converted(whole_state(model), case)
     if not dist.is_initialized() or dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -30,14 +33,16 @@ def export(model: nn.Module, case: Case, folder: Path) -> None:
 
 
 def whole_state(model: nn.Module) -> State:
-    """Return the whole weights, by the reference's names, on every rank."""
+    """Return the whole weights, by fqn, on every rank."""
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 def converted(state: State, case: Case) -> State:
-    """Return the weights as others load them: under their names, fused if requested, with adapters merged.
+    """Return the weights by Hugging Face's names, with adapters merged, and q, k, v and gate, up fused if the case
+    requests it.
 
-    The rows of q and k are in the order that their rotary embedding needs.
+    Rows of q and k are put in the order that Hugging Face's rotary embedding needs, unless the case requests
+    "hf_interleaved". A tied embedding is also listed as lm_head.weight.
     """
     state = lora.merged(state, case.model.lora) if case.model.lora and state else state
     exported = {huggingface_name(fqn): value for fqn, value in state.items()}
@@ -50,6 +55,7 @@ def converted(state: State, case: Case) -> State:
 
 
 def huggingface_name(fqn: str) -> str:
+    """Return Hugging Face's name of a parameter, from its fqn. KeyError for one that is not Llama 3's."""
     name = fqn.removesuffix(".weight")
     if name in MODEL_NAMES:
         return f"{MODEL_NAMES[name]}.weight"
@@ -58,9 +64,9 @@ def huggingface_name(fqn: str) -> str:
 
 
 def halves(weight: Tensor, head_dim: int) -> Tensor:
-    """Return the rows 0 2 4 .. 1 3 5 .. of each head.
+    """Return the weight with the rows of each head in the order 0 2 4 .. 1 3 5 ..
 
-    This model turns neighbours, theirs turns entry i with i + head_dim / 2.
+    This model turns neighbouring entries, Hugging Face's turns entry i with i + head_dim / 2.
     """
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(weight.shape)
 
@@ -76,5 +82,5 @@ def fuse_matrices(state: State) -> State:
 
 
 def qkv(state: State, attention: str) -> list[Tensor]:
-    """Take the three matrices of a layer out of the state, and return them."""
+    """Remove the matrices q, k and v of an attention from the state, and return them in this order."""
     return [state.pop(f"{attention}{part}_proj.weight") for part in "qkv"]

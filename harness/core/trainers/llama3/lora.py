@@ -19,12 +19,12 @@ PARTS = ("lora_a", "lora_b")
 
 
 def modules_with_adapters(model: nn.Module) -> dict[str, Adapted]:
-    """Return the matrices with adapters, by name."""
+    """Return the modules that have adapters, by name. Empty without LoRA."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
 
 
 def take_out_adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Take all adapters out of the model; return their parts by the name of the matrix.
+    """Remove all adapters from the model, and return their parts: by the matrix's name, {"lora_a": .., "lora_b": ..}.
 
     Trap: torch's styles cut every parameter inside a module as they cut its weight.
     """
@@ -35,7 +35,7 @@ def take_out_adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def put_back(model: nn.Module, adapters: dict[str, dict[str, Any]], mesh: DeviceMesh) -> None:
-    """Put adapters back beside their matrices, cut as these are."""
+    """Put adapters back into the model, their weights as DTensors over tp, cut to fit the matrices beside them."""
     for name, module in modules_with_adapters(model).items():
         for part, linear in adapters[name].items():
             placed = distribute_tensor(linear.weight, mesh, [placement(module.weight, part)])
@@ -44,14 +44,17 @@ def put_back(model: nn.Module, adapters: dict[str, dict[str, Any]], mesh: Device
 
 
 def placement(weight: Tensor, part: str) -> Placement:
-    """Return how a part of an adapter lies over tp beside its matrix."""
+    """Return the placement over tp of an adapter's part ("lora_a" or "lora_b") beside its matrix `weight`.
+
+    It is the matrix's own for lora_b of a matrix cut by rows and lora_a of one cut by columns; else it is replicated.
+    """
     assert isinstance(weight, DTensor)
     (cut,) = weight.placements
     return cut if cut == Shard(1 if part == "lora_a" else 0) else Replicate()
 
 
 def merged(state: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
-    """Return whole weights without adapters: each is added to its matrix, alpha / rank times."""
+    """Return the whole weights, by fqn, without adapters: B A, alpha / rank times, is added to each adapted matrix."""
     merged_weights = {fqn: value for fqn, value in state.items() if ".lora_" not in fqn}
     for fqn in merged_weights:
         module = fqn.removesuffix(".weight")

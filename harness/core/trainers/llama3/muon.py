@@ -1,7 +1,8 @@
 """Muon for matrices, AdamW for all else, in one optimizer. Newton-Schulz runs in the parameter's own dtype.
 
-torch.optim.Muon casts to bfloat16, which no layout repeats to the last digit. A matrix is orthogonalised whole: every rank
-gathers the update of all slices, turns it, and keeps its own slice. The average of gradients is cut as the parameter is.
+torch.optim.Muon casts to bfloat16, which no layout repeats to the last digit. A matrix is orthogonalised whole: every
+rank gathers the update of all slices, orthogonalises it, and keeps its own slice. The average of gradients is cut as
+the parameter is.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class MuonWithAdamW(Optimizer):
-    """Groups say by which `rule` ("muon" or "adamw") their parameters are stepped, and have its options."""
+    """An optimizer whose parameter groups say by which `rule` ("muon" or "adamw") they are stepped, and have its options."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Update all parameters that have a gradient, by their group's rule. No closure is accepted."""
         assert closure is None
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -65,6 +67,8 @@ class MuonWithAdamW(Optimizer):
             )
 
     def _muon(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Update one parameter by Muon: average the gradient, orthogonalise the whole update, decay the weight, add
+        this rank's slice."""
         average = average_of(parameter, self.state[parameter])
         gradient = parameter.grad
         assert gradient is not None
@@ -76,13 +80,17 @@ class MuonWithAdamW(Optimizer):
 
 
 def average_of(p: Tensor, state: dict[str, Any]) -> Tensor:
-    """Return the average of gradients, cut as the parameter is."""
+    """Return the average of gradients in a parameter's optimizer state, zeros at first, cut as the parameter is."""
     average: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(p))
     return average
 
 
 def gathered(update: Tensor) -> Tensor:
-    """Return the whole matrix, a plain tensor. FSDP has cut what tp left, so it is undone first."""
+    """Return the whole matrix of an update, as a plain tensor, on every rank; a plain tensor is returned as it is.
+
+    One mesh axis after the other is gathered, from the outermost: FSDP has cut the slices that tp made, so it is undone
+    first.
+    """
     if not isinstance(update, DTensor):
         return update
     for axis in range(update.device_mesh.ndim):
@@ -92,7 +100,7 @@ def gathered(update: Tensor) -> Tensor:
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
-    """Move the singular values of a whole matrix towards 1, by five steps of Newton-Schulz. [m, n] -> [m, n]"""
+    """Return a whole matrix with its singular values moved towards 1, by five steps of Newton-Schulz. [m, n] -> [m, n]"""
     a, b, c = POLYNOMIAL
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
@@ -104,7 +112,10 @@ def orthogonalise(matrix: Tensor) -> Tensor:
 
 
 def own_slice(matrix: Tensor, p: Tensor) -> Tensor:
-    """Return the slice of the whole matrix that lies where the parameter's slice does. No communication."""
+    """Return this rank's slice of the whole matrix, placed as the parameter is.
+
+    No communication. A plain parameter: the whole.
+    """
     if not isinstance(p, DTensor):
         return matrix
     replicated = [Replicate()] * p.device_mesh.ndim
@@ -112,6 +123,9 @@ def own_slice(matrix: Tensor, p: Tensor) -> Tensor:
 
 
 def scale_of(p: Tensor, adjust_lr: str) -> float:
-    """Return the factor of the learning rate. A DTensor's shape is that of the whole matrix."""
+    """Return Muon's factor of the learning rate for a matrix of this shape.
+
+    A DTensor's shape is that of the whole matrix.
+    """
     rows, columns = p.shape
     return math.sqrt(max(1, rows / columns)) if adjust_lr == "original" else 0.2 * math.sqrt(max(rows, columns))

@@ -51,7 +51,7 @@ LOSS_AXES = (*DATA_AXES, "cp")  # ranks along these see different tokens
 
 
 def build_mesh(case: Case, device_type: str) -> DeviceMesh | None:
-    """Return the rank grid over the axes of degree > 1, outermost first. None where there is nothing to distribute.
+    """Return the rank grid over the axes of degree > 1, outermost first. None if there is no such axis.
 
     FSDP2 takes a mesh of two axes for HSDP, also where each replica is one rank: then dp_shard is there with degree 1.
     """
@@ -71,8 +71,8 @@ def axes_of(mesh: DeviceMesh | None) -> tuple[str, ...]:
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that fully_shard gets: (dp_replicate, dp_shard) for HSDP, dp_shard alone for FSDP.
 
-    Trap: flattening the two gives FSDP over all of them, with the same numbers (torchtitan #711). What is flattened is
-    dp_shard with cp, whose ranks hold equal parameters.
+    With cp, dp_shard and cp are flattened into one axis, whose ranks share the shards of a parameter. Trap: flattening
+    dp_replicate and dp_shard gives FSDP over all of them, with the same numbers (torchtitan #711).
     """
     if "cp" not in axes_of(mesh):
         return mesh[tuple(axis for axis in DATA_AXES if axis in axes_of(mesh))]
@@ -81,7 +81,7 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def data_parallel_rank(mesh: DeviceMesh | None) -> int:
-    """Return which of the dp shares of a batch is this rank's. Peers along other axes have the same."""
+    """Return the index of this rank's share of a batch, 0 to dp - 1. Peers along other axes have the same."""
     rank = 0
     for axis in DATA_AXES:
         if mesh is not None and axis in axes_of(mesh):
@@ -90,9 +90,9 @@ def data_parallel_rank(mesh: DeviceMesh | None) -> int:
 
 
 def sum_over_data_ranks(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """Sum a value over all ranks, in place, and return it. One all_reduce for each axis that divides the tokens.
+    """Sum a value over all ranks with different tokens, in place, and return it.
 
-    Afterwards it is the same on every rank.
+    Afterwards it is the same on each of them. It takes one all_reduce for each axis that divides the tokens.
     """
     for axis in LOSS_AXES:
         if mesh is not None and axis in axes_of(mesh):
@@ -104,9 +104,10 @@ def sum_over_data_ranks(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
 
 
 def shard(model: Llama, mesh: DeviceMesh | None, case: Case) -> None:
-    """Make parameters DTensors that hold this rank's slice. The model may be on the meta device.
+    """Apply tp, freezing, cp, checkpointing, compile and FSDP2 to the model, in place, as the case requests.
 
-    Trap: torch's SequenceParallel makes parameters anew, which are then trained whatever they were.
+    Parameters become DTensors that hold this rank's slice. The model may be on the meta device. Trap: torch's
+    SequenceParallel makes parameters anew, which are then trained whatever they were; so freezing comes after tp.
     """
     if mesh is not None and "tp" in axes_of(mesh):
         apply_tensor_parallel(model, mesh["tp"], case.features)
@@ -120,9 +121,9 @@ def shard(model: Llama, mesh: DeviceMesh | None, case: Case) -> None:
 
 
 def replicate(model: Llama, mesh: DeviceMesh | None, case: Case) -> nn.Module:
-    """Return the model in a wrapper that takes a whole one with its weights, or the model itself.
+    """Return the model, which has its weights, in DDP, replicate or FSDP1; the model itself with another wrapper or alone.
 
-    DDP and replicate send out their first rank's weights.
+    DDP and replicate broadcast their first rank's weights.
     """
     wrap = {"ddp": apply_ddp, "replicate": apply_replicate, "fsdp1": apply_fsdp1}.get(case.wrapper or "")
     return wrap(model, data_parallel_mesh(mesh), case) if wrap is not None and mesh is not None else model
@@ -133,21 +134,26 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, case: Case) -> nn.Module:
 
 
 def apply_replicate(model: nn.Module, mesh: DeviceMesh, case: Case) -> nn.Module:
-    """Apply the composable DDP; return the same object. What DDP does when it is made is done in the first forward."""
+    """Apply the composable DDP to the model and return the same object.
+
+    Its set-up and broadcast happen in the first forward.
+    """
     return composable_replicate(model, **ddp_options(mesh, case))
 
 
 def ddp_options(mesh: DeviceMesh, case: Case) -> dict[str, Any]:
+    """Return the keyword arguments of DDP: the dp_replicate group, no broadcast of buffers, and the case's bucket size
+    in MB."""
     size = case.features.bucket_mb
     bucket = {} if size is None else {"bucket_cap_mb": size}
     return {"process_group": mesh.get_group("dp_replicate"), "broadcast_buffers": False, **bucket}
 
 
 def apply_fsdp1(model: Llama, mesh: DeviceMesh, case: Case) -> nn.Module:
-    """Return the model in FSDP1. Units: each block, and the root with all the rest. The root's is never freed after forward.
+    """Return the model in FSDP1. Units: each block, and the root with all the rest, which is never freed after forward.
 
-    Trap: on CPU it needs the device, or it looks for an accelerator. A policy by class would wrap a checkpointed
-    block inside its checkpoint.
+    Trap: on CPU it needs the device, or it looks for an accelerator. A policy by class would wrap a checkpointed block
+    inside its checkpoint.
     """
     blocks = set(model.layers.values())
     return FullyShardedDataParallel(
@@ -161,12 +167,16 @@ def apply_fsdp1(model: Llama, mesh: DeviceMesh, case: Case) -> nn.Module:
 
 
 def flat_group(mesh: DeviceMesh | None, case: Case) -> dist.ProcessGroup | None:
-    """Return the group of ranks over which FSDP1 cuts its flat parameters. None with another wrapper."""
+    """Return the group of ranks over which FSDP1 cuts its flat parameters.
+
+    None with another wrapper, or without dp_shard.
+    """
     sharded = mesh is not None and case.wrapper == "fsdp1" and case.dims.dp_shard > 1
     return mesh.get_group("dp_shard") if mesh is not None and sharded else None
 
 
 def fsdp1_strategy(case: Case) -> ShardingStrategy:
+    """Return FSDP1's strategy: whether and how it shards, and whether it frees parameters after forward."""
     keep = case.features.reshard_after_forward == "never"
     if case.dims.dp_shard == 1:
         return ShardingStrategy.NO_SHARD
@@ -176,9 +186,10 @@ def fsdp1_strategy(case: Case) -> ShardingStrategy:
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, features: Features) -> None:
-    """Cut the model like Megatron: column-wise into heads and SwiGLU, row-wise out, embedding and output over the vocabulary.
+    """Cut the model over tp as Megatron does, in place: column-wise into heads and SwiGLU, row-wise out.
 
-    With sequence parallel, what lies between (norms, residual stream) is split over the sequence, dim 1.
+    Embedding and output are cut over the vocabulary. With sequence parallel, norms and the residual stream are split
+    over the sequence, dim 1. Adapters are cut to fit their matrices.
     """
     adapters = lora.take_out_adapters(model)
     parallelize_module(model, mesh, outer_plan(features, tied=model.config.tied_embeddings))
@@ -188,9 +199,9 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, features: Features) ->
 
 
 def outer_plan(features: Features, *, tied: bool = False) -> dict[str, ParallelStyle]:
-    """Return the styles of embedding, final norm and output.
+    """Return torch's parallel styles of embedding, final norm and output, by module.
 
-    With loss parallel the logits stay split over the vocabulary, as DTensors.
+    The norm only with sequence parallel. With loss parallel the logits stay split over the vocabulary, as DTensors.
     """
     between = Shard(1) if features.sequence_parallel else Replicate()
     logits = Shard(-1) if features.loss_parallel else Replicate()
@@ -204,9 +215,9 @@ def outer_plan(features: Features, *, tied: bool = False) -> dict[str, ParallelS
 
 
 def tied_output(between: Placement, logits: Placement) -> ParallelStyle:
-    """Return the style of a tied output.
+    """Return the style of a tied output, which is called with the embedding's weight as a DTensor.
 
-    Its weight is the embedding's, which is called with as a DTensor: its rows are the logits' columns.
+    That weight's rows are the logits' columns.
     """
     return PrepareModuleInputOutput(
         input_layouts=(between, None),
@@ -218,9 +229,9 @@ def tied_output(between: Placement, logits: Placement) -> ParallelStyle:
 
 
 def layer_plan(features: Features) -> dict[str, ParallelStyle]:
-    """Return the styles of one TransformerBlock.
+    """Return torch's parallel styles of one TransformerBlock, by module.
 
-    Attention is called with (x, positions, documents); the latter are None or whole on every rank.
+    Attention is called with (x, positions, documents); the latter two are None or whole on every rank.
     """
     between = Shard(1) if features.sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
@@ -241,10 +252,12 @@ def layer_plan(features: Features) -> dict[str, ParallelStyle]:
 
 
 def apply_fsdp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
-    """Apply FSDP2. Units: tok_embeddings; each block; norm with output, which backward needs first. The root must come last.
+    """Apply FSDP2 to the model, in place.
 
-    Tied embeddings go into the last unit: the output reads the embedding's weight, which must be whole then. In a pipeline
-    they are a unit of their own. Trap: the last stage never calls the module, so no unit but the root's is gathered for it.
+    Units: tok_embeddings; each block; norm with output; last, as it must, the root. Norm and output are one unit
+    because backward needs them first. Tied embeddings go into that unit: the output reads the embedding's weight, which
+    must be whole then. In a pipeline the first stage has them as a unit, and the last stage in the root's. Trap: the
+    last stage never calls the embedding's module, so no unit but the root's is gathered for it.
     """
     policy = mixed_precision(case)
     reshard = case.features.reshard_after_forward
@@ -269,14 +282,14 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
 
 
 def present(modules: list[nn.Module | None]) -> list[nn.Module]:
-    """Return the modules that there are: a pipeline stage lacks some."""
+    """Return the modules that are not None: a pipeline stage lacks some."""
     return [module for module in modules if module is not None]
 
 
 def mixed_precision(case: Case) -> MixedPrecisionPolicy:
-    """Return FSDP2's policy of dtypes; None in it leaves the recipe's dtype.
+    """Return FSDP2's policy of dtypes; None in it means the recipe's dtype.
 
-    By default gradients are reduced as computed, which torch 2.15 needs said.
+    By default gradients are reduced in the dtype in which they are computed, which torch 2.15 needs stated.
     """
     param = case.training.compute_dtype
     reduce = case.features.reduce_dtype or param
@@ -290,9 +303,10 @@ def mixed_precision(case: Case) -> MixedPrecisionPolicy:
 
 @contextmanager
 def gradient_sync(model: nn.Module, features: Features, *, last: bool) -> Iterator[None]:
-    """Reduce gradients over the data ranks in the last microbatch's backward only, or over replicas only.
+    """Reduce gradients in the block's backward only if `last`.
 
-    Trap: DDP decides in the forward pass, so this must be around both.
+    With defer_sync "all_reduce", only replicas' reduction waits for it. Trap: DDP decides in the forward pass, so this
+    must be around both.
     """
     switch = "all_reduce" if features.defer_sync == "all_reduce" else "gradient_sync"
     set_sync: Any = getattr(model, f"set_requires_{switch}", None)  # FSDP2's and replicate's
@@ -307,18 +321,21 @@ def gradient_sync(model: nn.Module, features: Features, *, last: bool) -> Iterat
 
 @contextmanager
 def loss_context(mesh: DeviceMesh | None, features: Features) -> Iterator[None]:
-    """Make cross_entropy take logits split along the vocabulary, never gathered. It must be around backward too."""
+    """Let cross_entropy take logits split along the vocabulary, without gathering them, if tp uses loss parallel.
+
+    It must be around backward too.
+    """
     with loss_parallel() if "tp" in axes_of(mesh) and features.loss_parallel else nullcontext():
         yield
 
 
 def settle_gradients(parameters: list[nn.Parameter]) -> None:
-    """Redistribute every gradient to its parameter's placements.
+    """Redistribute every gradient, in place, to its parameter's placements. Plain tensors are left alone.
 
-    FSDP2 does this itself. With TP alone torch leaves two kinds undone. Norms' gradients under sequence parallel are Partial:
-    each rank holds what its part of the sequence gave. tok_embeddings' gradient is whole on every rank. Clipping and
-    optimizer still come out right, as they go through DTensor. But local values are not the gradient, memory is wasted, and
-    AdamW sums each norm's gradient three times over.
+    FSDP2 does this itself. With TP alone torch leaves two kinds undone. Norms' gradients under sequence parallel are
+    Partial: each rank holds the gradient of its part of the sequence. tok_embeddings' gradient is whole on every rank.
+    Clipping and optimizer still come out right, as they go through DTensor. But local values are not the gradient,
+    memory is wasted, and AdamW sums each norm's gradient three times over.
     """
     for parameter in parameters:
         if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):

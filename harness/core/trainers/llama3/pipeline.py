@@ -26,7 +26,10 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 def stages_here(case: Case, mesh: DeviceMesh | None) -> list[int]:
-    """Return the stages of this rank, ascending: dealt out in rounds; a V-shaped schedule sends the second round back."""
+    """Return the stages of this rank, ascending; [0] without a pipeline. Stages are dealt out to ranks in rounds.
+
+    A V-shaped schedule deals the second round in reverse.
+    """
     if mesh is None or case.dims.pp == 1:
         return [0]
     rank = mesh.get_local_rank("pp")
@@ -37,10 +40,10 @@ def stages_here(case: Case, mesh: DeviceMesh | None) -> list[int]:
 
 
 def cut(model: Llama, stage: int, case: Case) -> None:
-    """Leave of a whole model what the stage holds.
+    """Delete from a whole model, in place, the layers and modules that the stage does not hold. One stage keeps all.
 
-    The first stages take the layers that are left over. Of the layers that are dealt out, the first and last few may stand for
-    embedding and output. A tied embedding is in both (tied.py).
+    The first stages take the layers that are left over. Of the layers that are dealt out, the first and last few may
+    stand for embedding and output. A tied embedding is in both (tied.py).
     """
     n_stages = case.n_stages
     features = case.features
@@ -60,9 +63,10 @@ def cut(model: Llama, stage: int, case: Case) -> None:
 def build_schedule(
     parts: list[nn.Module], loss: LossFunction, case: Case, mesh: DeviceMesh | None, device: torch.device
 ) -> Any:
-    """Return a schedule whose step runs microbatches * local_batch samples, given as (tokens, target=labels). None without pp.
+    """Return torch's schedule for this rank's stages; None without pp. Its step runs microbatches * local_batch samples.
 
-    scale_grads: our loss is a sum that is scaled already; torch would divide by the number of microbatches.
+    loss: called with a microbatch's logits and labels. scale_grads: the loss is a sum that is scaled already; torch
+    would divide by the number of microbatches.
     """
     if mesh is None or case.dims.pp == 1:
         return None
@@ -97,13 +101,20 @@ def build_stage(part: nn.Module, index: int, case: Case, mesh: DeviceMesh, devic
 
 
 def activation_shape(case: Case) -> tuple[int, int, int]:
-    """Return the shape of what a stage sends on for one microbatch: with sequence parallel only this tp rank's part."""
+    """Return the shape [b, s, dim] of the activations that a stage sends on for one microbatch.
+
+    Under cp, and tp with sequence parallel, s is this rank's part of the sequence.
+    """
     degree = case.dims.cp * (case.dims.tp if case.features.sequence_parallel else 1)
     return case.local_batch, case.training.seq_len // degree, case.model.dim
 
 
 def run(schedule: Any, tokens: Tensor, labels: Tensor, **rest: Tensor | None) -> None:
-    """Run forward and backward of one batch, cut into microbatches along dim 0. rest: what all its samples share."""
+    """Run forward and backward of one batch, which the schedule cuts into microbatches along dim 0; gradients are left
+    in .grad.
+
+    rest: tensors that all samples share, which are expanded to each sample; None is left out.
+    """
     shared = {name: value.expand(len(tokens), -1) for name, value in rest.items() if value is not None}
     received = (tokens,) if has_first_stage(schedule) else ()
     schedule.step(*received, target=labels, return_outputs=False, **shared)  # or all logits would be kept
@@ -116,5 +127,5 @@ def has_first_stage(schedule: Any) -> bool:
 
 
 def group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Return the group of ranks that hold the other stages. None without a pipeline."""
+    """Return the pp group, whose ranks hold the other stages. None without a pipeline."""
     return mesh.get_group("pp") if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else None

@@ -1,4 +1,4 @@
-"""Matmuls in 8 bits, by torchao: modules are exchanged before anything else is done to the model."""
+"""Matmuls in 8 bits, by torchao: modules are replaced before anything else is done to the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from harness.reference.precision import runs_in_hardware
 
 
 def convert(model: nn.Module, case: Case, device: torch.device) -> None:
-    """Exchange the recipe's modules (all nn.Linear of the blocks) for torchao's. Emulated where the device lacks the format."""
+    """Replace the recipe's modules (all nn.Linear of the blocks) by torchao's, in place.
+
+    It does nothing without `quantize`. Products are emulated where the device lacks the format.
+    """
     recipe = case.training.quantize
     modules = quantized_modules(case.model)
     if recipe == "mxfp8":
@@ -24,6 +27,7 @@ def convert(model: nn.Module, case: Case, device: torch.device) -> None:
 
 
 def _to_float8(model: nn.Module, recipe: str, modules: tuple[str, ...], device: torch.device) -> None:
+    """Replace these modules by torchao's float8 linear modules, in place. recipe: torchao's name, such as "rowwise"."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = dataclasses.replace(
@@ -33,7 +37,10 @@ def _to_float8(model: nn.Module, recipe: str, modules: tuple[str, ...], device: 
 
 
 def _to_mxfp8(model: nn.Module, fqn: str, device: torch.device) -> None:
-    """Exchange a linear module for torchao's of this format, which is a prototype without a function that exchanges it."""
+    """Replace a linear module by torchao's MXFP8 one with the same weight.
+
+    torchao has no function for that: it is a prototype.
+    """
     from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 

@@ -17,7 +17,7 @@ from harness.reference.train import lr_factor
 
 
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
-    """Return AdamW, or SGD without momentum, or Muon with AdamW.
+    """Return the recipe's optimizer for the trained parameters: AdamW, SGD without momentum, or Muon with AdamW.
 
     AdamW is fused: one operator a parameter group, which DTensor has to look into once instead of once per arithmetic
     operation. (torch has no sharding rule for the fused SGD.)
@@ -32,9 +32,10 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
 
 
 def parameter_groups(model: nn.Module, training: TrainingConfig) -> list[dict[str, Any]]:
-    """Return a group for each rule, weight decay and mesh, of the parameters that are trained.
+    """Return the optimizer's parameter groups: trained parameters with equal rule, weight decay and mesh share one.
 
-    Trap: one fused operator takes no DTensors beside plain tensors, which norms are without sequence parallel.
+    Each is a dict with "params" and "weight_decay"; with Muon also "rule" and the rule's options. Trap: one fused
+    operator takes no DTensors beside plain tensors, which norms are without sequence parallel.
     """
     families: dict[tuple[str, float, DeviceMesh | None], list[nn.Parameter]] = {}
     for fqn, parameter in model.named_parameters():
@@ -68,5 +69,5 @@ def build_scheduler(optimizer: Optimizer, training: TrainingConfig) -> LambdaLR:
 
 
 def _factor(finished: int, *, training: TrainingConfig) -> float:
-    """Return the factor of the step that comes after those that are finished."""
+    """Return the learning rate's factor for the next step, after `finished` steps."""
     return lr_factor(finished + 1, training)

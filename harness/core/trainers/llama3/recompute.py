@@ -1,7 +1,7 @@
-"""What is computed twice and what is compiled: activation checkpointing and torch.compile, block by block.
+"""Recomputation and compilation, block by block: activation checkpointing and torch.compile.
 
-Order, as in torchtitan: tensor parallel, then checkpointing, then compile, then FSDP around it, so that FSDP's gathering
-is neither recomputed nor traced.
+Order, as in torchtitan: tensor parallel, then checkpointing, then compile, then FSDP around it, so that FSDP's
+gathering is neither recomputed nor traced.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ KEPT_OPERATORS = (
 
 
 def apply_checkpointing(model: Llama, case: Case) -> None:
-    """Make blocks forget their activations after forward and compute them again in backward."""
+    """Wrap the blocks that the case recomputes, in place: they free their activations and compute them again in backward."""
     for name, block in list(model.layers.items()):
         if is_checkpointed(int(name), case):
             model.layers[name] = with_checkpointing(block, case)
 
 
 def is_checkpointed(layer: int, case: Case) -> bool:
-    """Return whether a block is recomputed.
+    """Return whether a block is recomputed: all with "full" or "op", every second one with "layer", none otherwise.
 
-    "layer" is every second one, counted over the whole model, so that stages of a pipeline do not matter.
+    `layer` is counted over the whole model, so that stages of a pipeline do not matter.
     """
     kind = case.features.activation_checkpointing
     return kind in ("full", "op") or (kind == "layer" and layer % 2 == 1)
@@ -58,13 +58,14 @@ def with_checkpointing(block: nn.Module, case: Case) -> nn.Module:
 
 
 def kept_operators() -> Any:
-    """Return torch's contexts in which a block keeps the results of costly operators.
+    """Return torch's two contexts (forward, recomputation) in which a block keeps the results of KEPT_OPERATORS.
 
-    Called for every forward pass of a block, so that counting begins anew. Recomputation counts by itself.
+    torch calls it for every forward pass of a block, so that counting matmuls begins anew.
     """
     matmuls: Counter[bool] = Counter()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """Return whether an operator's result is kept: every second matmul, and other operators of KEPT_OPERATORS."""
         if str(operator) == "aten.mm.default":
             matmuls[context.is_recompute] += 1
             if matmuls[context.is_recompute] % 2 == 0:
@@ -80,7 +81,10 @@ def plain(name: str) -> str:
 
 
 def apply_compile(model: Llama, mesh: DeviceMesh | None, case: Case) -> None:
-    """Compile each block in place, so that names stay. Blocks are alike: the first is compiled, the others find its code."""
+    """Compile each block in place, so that names stay; do nothing unless the case requests it.
+
+    Blocks are alike: the first is compiled, the others reuse its code.
+    """
     if not case.features.compile:
         return
     if case.features.async_tp and mesh is not None:
@@ -101,7 +105,10 @@ def plain_copy(_: nn.Module, args: Any, embedded: Tensor) -> Tensor:
 
 
 def pipeline_products_with_collectives(mesh: DeviceMesh) -> None:
-    """Switch async TP on: inductor fuses all-gathers and reduce-scatters with the matmuls beside them. GPUs only."""
+    """Switch async TP on: inductor fuses all-gathers and reduce-scatters with the matmuls beside them. GPUs only.
+
+    It changes a global switch of inductor.
+    """
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

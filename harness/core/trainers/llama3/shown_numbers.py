@@ -1,4 +1,4 @@
-"""Numbers that are shown in addition to loss, norm and rate: what each means, and the norm of the parameters."""
+"""Numbers that are shown in addition to loss, norm and rate: their meanings, and the norm of the parameters."""
 
 from __future__ import annotations
 
@@ -27,20 +27,28 @@ MEANINGS: dict[str, dict[str, Any]] = {
 
 
 def with_meanings(shown: Mapping[str, float], handed_over: Mapping[str, dict[str, Any]]) -> dict[str, Number]:
-    """Return each number that is shown with its meaning. handed_over: what is handed over beside it, by name."""
+    """Return each shown number with its meaning, by name. KeyError for a name that MEANINGS lacks.
+
+    handed_over: more fields of a Number, by name, which depend on the step.
+    """
     return {name: Number(value, **MEANINGS[name], **handed_over.get(name, {})) for name, value in shown.items()}
 
 
 def mean_over_ranks(sum_and_count: torch.Tensor, mesh: DeviceMesh | None) -> float:
-    """Return the mean over all data ranks. sum_and_count: this rank's sum, and how many it is of. [2]"""
+    """Return the mean over all data ranks.
+
+    sum_and_count: this rank's sum and the number of its terms, [2], which is changed.
+    """
     total, count = parallelize.sum_over_data_ranks(sum_and_count, mesh).tolist()
     return float(total / count)
 
 
 def parameter_norm(parameters: Iterable[nn.Parameter], groups: Iterable[dist.ProcessGroup]) -> float:
-    """Return the 2-norm of all, each element once. groups: of ranks that hold others without a DTensor saying so.
+    """Return the 2-norm of all parameters over all ranks, each element once.
 
-    Trap: what FSDP2 cuts that tp has cut already lies as a _StridedShard, of which is_shard() says no."""
+    groups: of ranks that hold other elements without a DTensor saying so. Trap: a slice that FSDP2 cuts from one of tp
+    lies as a _StridedShard, of which is_shard() returns False.
+    """
     squares: dict[Any, torch.Tensor] = {}
     for parameter in parameters:
         value = parameter.detach()

@@ -18,7 +18,8 @@ from harness.reference.model import Llama
 
 
 def share(parts: list[nn.Module], indices: list[int], case: Case) -> None:
-    """Make the weight of a rank's first and last stage one, where it has both."""
+    """Let the last stage use the first stage's embedding module, if this rank has both and embeddings are tied; else do
+    nothing."""
     if case.model.tied_embeddings and {0, case.n_stages - 1} == {*indices} and len(indices) > 1:
         first = model_of(parts[0])
         last = model_of(parts[-1])
@@ -26,7 +27,7 @@ def share(parts: list[nn.Module], indices: list[int], case: Case) -> None:
 
 
 def step_once(optimizers: list[Optimizer]) -> None:
-    """Take from each optimizer what an earlier one steps: a rank's parts may share a weight."""
+    """Remove from each optimizer the parameters that an earlier one steps: a rank's parts may share a weight."""
     stepped_ids: set[int] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -35,20 +36,24 @@ def step_once(optimizers: list[Optimizer]) -> None:
 
 
 def model_of(part: nn.Module) -> Llama:
-    """Return the model inside a wrapper."""
+    """Return the Llama model inside a wrapper. StopIteration if there is none."""
     return next(module for module in part.modules() if isinstance(module, Llama))
 
 
 def weights(parts: list[nn.Module]) -> list[nn.Parameter]:
-    """Return the tied weights of a rank's parts, each once."""
+    """Return the embedding weights of a rank's parts, which are the tied weights, each once.
+
+    Empty if no part has an embedding.
+    """
     tables = [table for part in parts if (table := model_of(part).tok_embeddings) is not None]
     return list(dict.fromkeys(table.weight for table in tables))
 
 
 def group_of_ends(case: Case, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Return the group of a pipeline's first and last stage. None where this rank has neither, or nothing is tied.
+    """Return the group of a pipeline's first and last stage, over which the gradients of a tied weight are summed.
 
-    Called on every rank.
+    None if this rank has neither stage, nothing is tied, there is no pipeline, or both stages are on one rank. Call it
+    on every rank: it makes groups.
     """
     if mesh is None or case.dims.pp == 1 or not case.model.tied_embeddings:
         return None
@@ -67,7 +72,10 @@ def axis(mesh: DeviceMesh) -> int:
 
 
 def sum_gradients(parts: list[nn.Module], group: dist.ProcessGroup | None) -> None:
-    """Sum this rank's slice of the gradient, in place, over the ranks that hold the same slice for another use."""
+    """Sum this rank's slice of the tied weight's gradient over the group, in place.
+
+    It does nothing if `group` is None.
+    """
     if group is None:
         return
     for gradient in clip.local_gradients(weights(parts)):
@@ -75,5 +83,5 @@ def sum_gradients(parts: list[nn.Module], group: dist.ProcessGroup | None) -> No
 
 
 def copies(parts: list[nn.Module], group: dist.ProcessGroup | None) -> list[nn.Parameter]:
-    """Return this rank's weights that are copies of the first stage's: the last stage's."""
+    """Return this rank's weights that are copies of the first stage's: the last stage's. Empty on all other ranks."""
     return weights(parts) if group is not None and dist.get_rank(group) > 0 else []

@@ -1,4 +1,4 @@
-"""Start-up, the step, the loop.
+"""One rank's trainer: its start-up, its step, its loop.
 
 The check of the loss: the sum over all valid tokens of a step (every microbatch, every data-parallel rank) over their
 number. Averages of averages are something else as soon as ranks have uneven valid-token counts.
@@ -43,11 +43,11 @@ from harness.reference.model import Llama, at_least_float32, seed_masks
 
 
 class Microbatch(NamedTuple):
-    """tokens, labels: int64 [local_batch, s], s the step's length over cp. positions: int64 [s], None for 0 .. s-1, or
-    [local_batch, s] where they count anew in each document.
+    """A microbatch as this rank computes it.
 
-    documents: int64 [local_batch, s * cp], which of its row's each token is in, also under cp of the whole row; None
-    without a document mask.
+    tokens, labels: int64 [local_batch, s], s the step's length over cp. positions: int64 [s], None for 0 .. s-1, or
+    [local_batch, s] where they count anew in each document. documents: int64 [local_batch, s * cp], the number of each
+    token's document in its row, under cp of the whole row; None without a document mask.
     """
 
     tokens: Tensor
@@ -86,7 +86,10 @@ def join(case: Case, device: str) -> torch.device:
 
 
 def build_parts(case: Case, mesh: DeviceMesh | None, weights: Path | None, device: torch.device) -> list[nn.Module]:
-    """Return a model for each pipeline stage of this rank. Without a pipeline that is the whole model."""
+    """Return the models of this rank's pipeline stages, with their weights.
+
+    Without a pipeline that is the whole model alone.
+    """
     stages = pipeline.stages_here(case, mesh)
     parts = [build_model(case, mesh, weights, device, stage) for stage in stages]
     tied.share(parts, stages, case)
@@ -96,7 +99,7 @@ def build_parts(case: Case, mesh: DeviceMesh | None, weights: Path | None, devic
 def build_model(
     case: Case, mesh: DeviceMesh | None, weights: Path | None, device: torch.device, stage: int = 0
 ) -> nn.Module:
-    """Return the model of a stage, with its weights.
+    """Return the model of a stage, with its weights, sharded and wrapped. weights: a file; None means the seed's.
 
     First come shapes on the meta device, then parallelism, then memory for this rank's slices only, then the weights.
     """
@@ -114,7 +117,7 @@ def build_model(
 
 
 def sequence_part(tokens: Tensor, labels: Tensor, mesh: DeviceMesh | None, case: Case) -> Microbatch:
-    """Return the part of a microbatch that this rank computes: all of it, or under context parallel its positions."""
+    """Return the part of a microbatch that this rank computes: the whole one, or under cp this rank's positions."""
     documents = data.documents(tokens) if case.training.document_mask else None
     if mesh is None or "cp" not in parallelize.axes_of(mesh):
         return Microbatch(tokens, labels, documents=documents)
@@ -140,7 +143,8 @@ def own_valid_tokens(microbatches: list[Microbatch]) -> int:
 
 
 def loss_of(model: nn.Module, part: Microbatch) -> Tensor:
-    """Return the sum of the valid tokens' negative log-likelihoods, in at least float32. 0 for a microbatch without any."""
+    """Return the sum of the valid tokens' negative log-likelihoods, in at least float32 []. 0 for a microbatch without
+    any."""
     return token_loss(model(part.tokens, part.positions, part.documents), part.labels)
 
 
@@ -166,7 +170,10 @@ def forward_backward(
 
 
 class PipelineLoss:
-    """What the last stage calls for each microbatch; `total` is this rank's sum of token losses, float64 []."""
+    """The loss function of the last stage, called once per microbatch.
+
+    `total`: this rank's sum of token losses, float64 [].
+    """
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.ranks = case.dims.dp * case.dims.cp
@@ -174,6 +181,7 @@ class PipelineLoss:
         self.begin(valid_tokens=1)
 
     def begin(self, *, valid_tokens: int) -> None:
+        """Begin a step, with the number of valid tokens that its loss is averaged over: `total` is 0 again."""
         self.valid_tokens = valid_tokens
         self.total = torch.zeros((), dtype=torch.float64, device=self.device)
 
@@ -204,12 +212,15 @@ def run_pipeline(
 
 
 def scaled(loss: Tensor, *, ranks: int, valid_tokens: int) -> Tensor:
-    """Return the number that this rank differentiates. DDP and FSDP2 average over dp and cp; the factor makes that a sum."""
+    """Return the loss times ranks over valid_tokens, which this rank differentiates.
+
+    DDP and FSDP2 average gradients over dp and cp; the factor `ranks` makes that a sum.
+    """
     return loss * ranks / valid_tokens
 
 
 def reported_loss(loss_sum: Tensor, mesh: DeviceMesh | None, valid_tokens: int) -> float:
-    """Return the global mean loss, from every rank's own sum. Under pp only last stages have one."""
+    """Return the global mean loss, from every rank's own sum, which is changed. Under pp only last stages have one."""
     if "pp" in parallelize.axes_of(mesh):
         assert mesh is not None
         dist.all_reduce(loss_sum, group=mesh.get_group("pp"))
@@ -231,7 +242,10 @@ def count_tokens(microbatches: list[Microbatch], case: Case) -> int:
 
 
 def evaluated(model: nn.Module, parts: list[Microbatch], mesh: DeviceMesh | None, case: Case) -> float:
-    """Return the global mean loss, computed without gradients."""
+    """Return the global mean loss of these microbatches, computed without gradients and in eval mode.
+
+    Train mode is set afterwards.
+    """
     model.eval()
     with torch.no_grad(), parallelize.loss_context(mesh, case.features):
         losses = [plain_loss(loss_of(model, part)) for part in parts]
@@ -240,7 +254,7 @@ def evaluated(model: nn.Module, parts: list[Microbatch], mesh: DeviceMesh | None
 
 
 def mean_over_ranks(loss_sum: Tensor, valid_tokens: int, mesh: DeviceMesh | None) -> float:
-    """Return the mean loss over all ranks. loss_sum: this rank's. valid_tokens: of all ranks."""
+    """Return the mean loss over all data ranks. loss_sum: this rank's, which is changed. valid_tokens: of all ranks."""
     return float(parallelize.sum_over_data_ranks(loss_sum, mesh)) / valid_tokens
 
 
@@ -248,12 +262,18 @@ def mean_over_ranks(loss_sum: Tensor, valid_tokens: int, mesh: DeviceMesh | None
 
 
 class Trainer:
-    """One rank's trainer. `step` counts finished optimizer steps; each part has an optimizer and a scheduler."""
+    """One rank's trainer.
+
+    `step` counts finished optimizer steps; each part of the model has an optimizer and a scheduler.
+    """
 
     def __init__(
         self, case: Case, *, weights: Path | None, device: torch.device, batches: type[data.Shapes] | None = None
     ) -> None:
-        """batches: other than those of the recipe's data."""
+        """weights: a file; None means the seed's.
+
+        batches: the class of microbatches in place of those of the recipe's data.
+        """
         self.case = case
         self.device = device
         self.mesh = parallelize.build_mesh(case, device.type)
@@ -276,7 +296,11 @@ class Trainer:
     def train(
         self, last_step: int | None = None, *, checkpoints: Path | None = None, checkpoint_every: int | None = None
     ) -> None:
-        """Train up to `last_step`, by default the recipe's. The schedule is the recipe's all the same."""
+        """Train up to `last_step`, by default the recipe's, adding to `metrics`.
+
+        The schedule is the recipe's in either case. checkpoints: the folder in which one is saved every
+        `checkpoint_every` steps; none are saved if either is None.
+        """
         last_step = self.case.training.steps if last_step is None else last_step
         for step in range(self.step + 1, last_step + 1):
             started = time.perf_counter()
@@ -289,6 +313,7 @@ class Trainer:
                 self.save(checkpoints)
 
     def save(self, folder: Path) -> Path | Future[Any]:
+        """Write a checkpoint into the folder and return its path; its future, if the case saves in the background."""
         if not self.case.features.async_save:
             return checkpoint.save(self.parts(), self.counters(), folder)
         if self.written is not None:
@@ -300,7 +325,10 @@ class Trainer:
         export.export(self.model_parts[0], self.case, folder)
 
     def resume(self, folder: Path) -> None:
-        """Continue from the latest complete checkpoint, or from its weights alone. Raises ValueError if there is none."""
+        """Load the latest complete checkpoint, with optimizer, schedule and data position.
+
+        Raises ValueError if there is none. Where the case requests only weights (`model_of`), all else stays new.
+        """
         if self.case.model_of is not None:
             checkpoint.load_model(self.parts(), checkpoint.latest(folder))
             return
@@ -309,6 +337,7 @@ class Trainer:
         self.tokens_seen = sum(map(self.case.seq_len, range(1, self.step + 1))) * self.case.training.global_batch
 
     def train_step(self) -> Metrics:
+        """Run the next optimizer step and return its metrics, without `numbers`."""
         microbatches = [
             sequence_part(tokens.to(self.device), labels.to(self.device), self.mesh, self.case)
             for tokens, labels in self.microbatches.step(self.case.seq_len(self.step + 1))
@@ -331,6 +360,8 @@ class Trainer:
         return Metrics(step=self.step, loss=loss, grad_norm=grad_norm, lr=lr)
 
     def forward_backward(self, microbatches: list[Microbatch], valid_tokens: int) -> Tensor:
+        """Compute the gradients of a step, with or without a pipeline; return this rank's sum of token losses, float64
+        []."""
         if self.schedule is None:
             return forward_backward(
                 self.model_parts[0], microbatches, case=self.case, mesh=self.mesh, valid_tokens=valid_tokens
@@ -364,9 +395,11 @@ class Trainer:
         return evaluated(self.model_parts[0], parts, self.mesh, self.case)
 
     def display(self, metrics: Metrics, seconds: float) -> dict[str, float]:
-        """Print a step, and return what is shown in addition to loss, norm and rate, by the names of shown_numbers.MEANINGS.
+        """Print a step on rank 0, and return the numbers shown beside loss, norm and rate, by the names of
+        shown_numbers.MEANINGS.
 
-        What costs communication is shown with the last step.
+        Validation runs in steps that `validate_every` divides. Numbers that cost communication come with the recipe's
+        last step.
         """
         every = self.case.features.validate_every
         shown: dict[str, float] = {
@@ -393,7 +426,11 @@ class Trainer:
         return shown
 
     def parameter_norm(self) -> float:
-        """Return the norm of what optimizers step, which a unit that stays gathered does not show, and of what is frozen."""
+        """Return the norm of the parameters that optimizers step, and of frozen ones, over all ranks; copies of a tied
+        weight once.
+
+        The model's own parameters would not do: a unit that stays gathered does not show the stepped ones.
+        """
         stepped: list[nn.Parameter] = []
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -405,7 +442,7 @@ class Trainer:
         return shown_numbers.parameter_norm(counted, self.groups())
 
     def handed_over(self, seconds: float) -> dict[str, dict[str, Any]]:
-        """Return what a number's meaning needs, by its name. seconds: those of the step."""
+        """Return further fields of the shown numbers, by name. seconds: those of the step."""
         return {
             "tokens per second": {"seconds": seconds},
             "epochs": {"data_size": self.microbatches.size},
@@ -413,7 +450,10 @@ class Trainer:
         }
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups of ranks that hold other elements, where no DTensor says so."""
+        """Return the groups of ranks that hold other elements, where no DTensor says so: over pp, and FSDP1's.
+
+        Empty if neither is used.
+        """
         groups = [pipeline.group_of(self.mesh), parallelize.flat_group(self.mesh, self.case)]
         return [group for group in groups if group is not None]
 

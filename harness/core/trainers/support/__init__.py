@@ -1,7 +1,7 @@
-"""What adapters share. docs/adapters.md has an example of each.
+"""Helpers that adapters share. docs/adapters.md has an example of each.
 
 names.py               tables of names, and names by them.
-requests.py            why a trainer cannot run a case: what it is not known to do.
+requests.py            why a trainer cannot run a case: features that it is not known to support.
 rows.py                rows of a weight in the order of another rotary embedding.
 process_group.py       where the ranks of a launch meet.
 weights.py             each rank's slices of the seed weights.

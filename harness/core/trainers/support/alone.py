@@ -1,4 +1,4 @@
-"""What of torch does not run on tensors without memory, which a rank that runs alone computes with."""
+"""Features that do not run on tensors without memory, with which a rank that runs alone computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from harness.core.case.case import Case
 
 
 def needs_memory(case: Case) -> Iterator[str]:
-    """Yield why a case does not run on tensors without memory.
+    """Yield why a case does not run on tensors without memory, one sentence each; nothing if it does.
 
     `case.wrapper` is the trainer's own, where the case leaves it open.
     """

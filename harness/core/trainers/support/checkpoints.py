@@ -9,8 +9,10 @@ VARIABLE = "HARNESS_CHECKPOINTS"
 
 
 def folder() -> Path:
-    """Return where the launches of this case leave their checkpoints, and find those before them. Raises ValueError if this
-    process is no rank of a launch."""
+    """Return the folder in which all launches of this case leave and find their checkpoints.
+
+    Raises ValueError if this process is no rank of a launch.
+    """
     if VARIABLE not in os.environ:
         raise ValueError(f"{VARIABLE} is not set: only a rank that the harness launched has a folder of checkpoints")
     return Path(os.environ[VARIABLE])

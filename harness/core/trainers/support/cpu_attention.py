@@ -1,5 +1,7 @@
-"""Ring attention on CPU, where torch 2.11 to 2.13 has two gaps. The ring lacks the operator that SDPA chooses on CPU. Partial
-results are merged in float32, whatever the model's dtype. On GPUs nothing is touched.
+"""Ring attention on CPU, where torch 2.11 to 2.13 has two gaps.
+
+The ring lacks the operator that SDPA chooses on CPU. Partial results are merged in float32, whatever the model's dtype.
+On GPUs nothing is touched.
 """
 
 from __future__ import annotations
@@ -20,13 +22,17 @@ BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.d
 
 
 def support_ring(case: Case) -> None:
-    """Make torch's ring attention take CPU's operator. Partial results are merged in float64 where the case computes in it."""
+    """Patch torch's ring attention to take CPU's operator, in this process.
+
+    Partial results are merged in float64 where the case computes in it, else in float32.
+    """
     ring._cp_options.convert_to_f32 = (case.training.compute_dtype or case.training.dtype) != "float64"
     handlers: dict[Any, Any] = ring.custom_ops
     handlers |= {FORWARD: _forward, BACKWARD: _backward}
 
 
 def _forward(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+    """Run ring attention's forward with CPU's operator; return its results as DTensors cut along the sequence."""
     names = ("query", "key", "value", "dropout_p", "is_causal")
     arguments = dict(zip(names, args, strict=False)) | kwargs
     mesh = arguments["query"].device_mesh
@@ -35,6 +41,8 @@ def _forward(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTe
 
 
 def _backward(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+    """Run ring attention's backward with CPU's operator; return the gradients of q, k and v as DTensors cut along the
+    sequence."""
     names = ("grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal")
     arguments = dict(zip(names, args, strict=False)) | kwargs
     mesh = arguments["query"].device_mesh

@@ -30,7 +30,11 @@ MOST_SECONDS = 3600.0  # for making an environment
 
 
 def run_python(python: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run an interpreter with this harness, whatever is installed there and whatever lies in the current folder."""
+    """Run an interpreter with these arguments and the harness importable; return the finished process, whatever its
+    exit code.
+
+    Nothing is imported from the current folder (-P). Its output is captured as text.
+    """
     environment = {**os.environ, "PYTHONPATH": python_path()}
     return subprocess.run(
         [str(python), "-P", *arguments], env=environment, capture_output=True, encoding="utf-8", errors="replace"
@@ -38,9 +42,10 @@ def run_python(python: Path, arguments: Sequence[str]) -> subprocess.CompletedPr
 
 
 def environment(requirement: str, folder: Path, tell: Callable[[str], None]) -> Path:
-    """Return the interpreter of an environment with this requirement of pip's. Raises EnvironmentFailed.
+    """Return the interpreter of an environment with this pip requirement, made in `folder` if it is not there complete.
 
-    The environment is made if it is not there whole.
+    It also sees the packages of this interpreter. `tell` is called with a line before it is made. Raises
+    EnvironmentFailed.
     """
     python = folder / "bin" / "python"
     finished_mark = folder / "whole"
@@ -59,7 +64,10 @@ def environment(requirement: str, folder: Path, tell: Callable[[str], None]) -> 
 
 
 def begin_environment(folder: Path) -> None:
-    """Make the folder of an environment, in place of one that was begun and not finished. Raises EnvironmentFailed."""
+    """Make the folder of an environment, after deleting one that was begun here before.
+
+    Raises EnvironmentFailed if the folder is a link, or holds files that this harness did not begin.
+    """
     mark = folder / BEGUN_MARK
     if folder.is_symlink() or (folder.exists() and any(folder.iterdir()) and not mark.is_file()):
         raise EnvironmentFailed(
@@ -72,7 +80,10 @@ def begin_environment(folder: Path) -> None:
 
 
 def install_release(package: str, number: str, folder: Path) -> Path:
-    """Return the folder of that version of a package, without what it needs. Raises ValueError with pip's complaint."""
+    """Return the folder of that version of a package, installed by pip without its dependencies, once.
+
+    Raises ValueError with pip's complaint if it cannot be installed.
+    """
     release_folder = folder.absolute() / f"{package}-{number}"
     if not release_folder.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +100,10 @@ def install_release(package: str, number: str, folder: Path) -> Path:
 
 
 def run_command(command: Sequence[str]) -> None:
-    """Run a command. Raises EnvironmentFailed with its last error if it fails or takes too long."""
+    """Run a command and wait.
+
+    Raises EnvironmentFailed with its last error if it fails or takes more than MOST_SECONDS.
+    """
     try:
         process = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=MOST_SECONDS)
     except subprocess.TimeoutExpired:

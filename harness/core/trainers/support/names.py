@@ -17,9 +17,9 @@ def pairs(text: str) -> dict[str, str]:
 
 
 def renamed(name: str, table: Mapping[str, str]) -> str:
-    """Return a dotted name with its parts as the table has them. Parts that it lacks stay, parts that it has nothing for go.
+    """Return a dotted name with its parts replaced by the table; a part that the table maps to nothing is left out.
 
-    The table may name several parts at once ("mlp.proj"): the longest such key counts.
+    Parts that the table lacks stay. It may map several parts at once ("mlp.proj"): the longest such key counts.
     """
     parts = name.split(".")
     new_parts: list[str] = []
@@ -33,18 +33,22 @@ def renamed(name: str, table: Mapping[str, str]) -> str:
 
 
 def with_tied_output(case: Case, fqn: Callable[[str], str]) -> Callable[[str], str]:
-    """Return an adapter's `fqn`, by which a tied output of a pipeline's last stage is the embedding's weight, whatever its
-    module is called. A V puts both ends on one rank, which needs no copy."""
+    """Return an adapter's `fqn`, changed so that a tied output is called tok_embeddings.weight.
+
+    Only in a pipeline with tied embeddings, whose last stage has a copy; otherwise `fqn` itself. A V-shaped schedule
+    puts both ends on one rank, which needs no copy.
+    """
     if case.dims.pp == 1 or not case.model.tied_embeddings or case.features.schedule in V_SHAPED:
         return fqn
     return lambda name: EMBEDDING if (own_fqn := fqn(name)) == OUTPUT else own_fqn
 
 
 def in_one(case: Case, *texts: str) -> dict[str, tuple[str, ...]]:
-    """Return an adapter's `fused`, of every layer.
+    """Return an adapter's `fused` for every layer: the fused tensor's fqn -> the fqns of the weights in it, from top to
+    bottom.
 
-    "attention.qkv.weight=wq+wk+wv" says what `fqn` calls a tensor there, and which of the reference's lie in it, one below the
-    other.
+    A text "attention.qkv.weight=wq+wk+wv" says what `fqn` calls the tensor, and which weights of the reference it has.
+    A weight written twice counts once.
     """
     fused: dict[str, tuple[str, ...]] = {}
     for layer in range(case.model.n_layers):

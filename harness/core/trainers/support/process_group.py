@@ -1,4 +1,5 @@
-"""Where the ranks of a launch meet: torchrun's at the environment's address, the local launcher's at INIT_METHOD, a file."""
+"""The meeting point of a launch's ranks: torchrun's at the environment's address, the local launcher's at INIT_METHOD,
+a file."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ def join(backend: str) -> None:
 
 
 def redirect() -> None:
-    """Make a trainer's own `init_process_group`, and the one that a device mesh calls, meet where the launcher says."""
+    """Patch `init_process_group`, also that of device meshes, to use INIT_METHOD, RANK and WORLD_SIZE in place of its
+    arguments.
+
+    It does nothing where INIT_METHOD is not set, as under torchrun.
+    """
     if "INIT_METHOD" not in os.environ:
         return
     original = dist.init_process_group

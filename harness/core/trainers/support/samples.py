@@ -15,7 +15,7 @@ from harness.reference.data import Dataset, build_dataset, sample_order, step_sa
 
 
 class OnlyShapes:
-    """Samples of which only the shape is right, for a rank that runs alone and reads none."""
+    """A data set of zeros in the right shapes, one step's samples, for a rank that runs alone and reads no samples."""
 
     def __init__(self, case: Case) -> None:
         self.training = case.training
@@ -29,16 +29,17 @@ class OnlyShapes:
 
 
 def dataset_of(case: Case) -> Dataset:
-    """Return the recipe's data set. For a rank whose tensors have no memory, one of shapes alone."""
+    """Return the recipe's data set; one of zeros for a rank whose tensors have no memory."""
     return OnlyShapes(case) if is_without_memory(torch.empty(0)) else build_dataset(case.training, case.model)
 
 
 def rank_samples(
     case: Case, dataset: Dataset, step: int, dp_rank: int = 0, dp_degree: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Return tokens and labels, int64 [global_batch / dp_degree, s], s the step's length. dataset: `build_dataset` of the case.
+    """Return a rank's tokens and labels of a step (from 1), int64 [global_batch / dp_degree, s], s the step's length.
 
-    Rank r reads every dp_degree-th sample from the r-th on, as torch's DistributedSampler cuts them. By default all.
+    dataset: `build_dataset` of the case. Rank r reads every dp_degree-th sample from the r-th on, as torch's
+    DistributedSampler cuts them. By default all.
     """
     if isinstance(dataset, OnlyShapes):
         sample_ids: Sequence[int] = range(len(dataset))[dp_rank::dp_degree]
@@ -50,7 +51,8 @@ def rank_samples(
 
 
 def recipe_batches(case: Case, dp_rank: int = 0, dp_degree: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's microbatches, one after the other, without end: for a trainer whose batches are made by a function."""
+    """Yield this rank's microbatches (tokens, labels), step after step, without end, for a trainer with a function for
+    batches."""
     dataset = build_dataset(case.training, case.model)
     for step in itertools.count(1):
         tokens, labels = rank_samples(case, dataset, step, dp_rank, dp_degree)

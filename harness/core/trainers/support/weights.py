@@ -26,7 +26,11 @@ WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "
 
 
 def read_weights(weights: Path | None, case: Case) -> Mapping[str, np.ndarray]:
-    """Return full tensors by fqn. From a file each is read when requested. Raises ValueError if names do not fit."""
+    """Return full tensors by fqn: those of the .npz file, each read when it is asked for, or the seed's if `weights` is
+    None.
+
+    Raises ValueError if the file cannot be read, or its names are not the model's.
+    """
     if weights is None:
         return initial_weights(case.model, case.training.seed)
     try:
@@ -40,14 +44,16 @@ def read_weights(weights: Path | None, case: Case) -> Mapping[str, np.ndarray]:
 
 
 def _shapes_alone(case: Case) -> Mapping[str, Any]:
-    """Return weights for parameters without memory: tensors of one number each, expanded, so that they add nothing to what a
-    rank has at once."""
+    """Return weights, by fqn, for parameters without memory: one number each, expanded, so that they add no bytes."""
     number = torch.empty((), dtype=torch.float64)
     return {fqn: number.expand(shape) for fqn, shape in case.model.parameter_shapes().items()}
 
 
 class DoNotFit(ValueError):
-    """Parameters that are none of the reference's, or of another shape. shapes: of all parameters, by the trainer's names."""
+    """The model's parameters do not match the reference's: an unknown name, or another shape.
+
+    The message has the first problem. shapes: of all parameters, by the trainer's names.
+    """
 
     def __init__(self, problems: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
         others = f"; and {len(problems) - 1} more, which `harness doctor` lists" if len(problems) > 1 else ""
@@ -65,10 +71,11 @@ def load_weights(
     cut: Callable[[str, Tensor], Tensor] = lambda _, full_tensor: full_tensor,
     fused: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> None:
-    """Copy this rank's slice of every seed weight into place. No communication. Raises DoNotFit.
+    """Copy this rank's slice of every seed weight, or of those in a file, into the parts' parameters. No communication.
 
-    fqn gives the reference's spelling of a parameter's name; rows and fused are an adapter's, by that name. cut gives this
-    rank's part of a whole tensor where the trainer's own layers divide it, and no DTensor says how: see `tensor_parallel`.
+    fqn gives the reference's spelling of a parameter's name; rows and fused are an adapter's, by that name. cut gives
+    this rank's part of a whole tensor where the trainer's own layers divide it, and no DTensor says how: see
+    `tensor_parallel`. Raises DoNotFit after copying those that fit.
     """
     problems: list[str] = []
     fqn = with_tied_output(case, fqn)
@@ -99,9 +106,9 @@ def load_weights(
 
 
 def _fuse_parts(local_parts: Mapping[str, Tensor], fused_blocks: Sequence[Block]) -> Tensor:
-    """Return this rank's slice of a fused tensor.
+    """Return this rank's slice of a fused tensor. ValueError if a block is cut, so that slices do not fill whole blocks.
 
-    local_parts: its slice of each part. fused_blocks: the blocks of the fused tensor.
+    local_parts: its slice of each part, by fqn. fused_blocks: the blocks of the fused tensor.
     """
     if len(local_parts) == 1:
         return next(iter(local_parts.values()))
@@ -122,7 +129,10 @@ def plain(name: str) -> str:
 
 
 def tensor_parallel(rank: int, degree: int) -> Callable[[str, Tensor], Tensor]:
-    """Return the `cut` of a tp rank, for layers that are column and row parallel as Megatron's are."""
+    """Return the `cut` of a tp rank for load_weights, for column- and row-parallel layers as Megatron's are.
+
+    It returns the rank's chunk of a whole tensor; a tensor that tp does not cut, whole.
+    """
 
     def cut(fqn: str, whole: Tensor) -> Tensor:
         dim = next((dim for module, dim in TP_DIM.items() if fqn.removesuffix(".weight").endswith(module)), None)
@@ -132,10 +142,10 @@ def tensor_parallel(rank: int, degree: int) -> Callable[[str, Tensor], Tensor]:
 
 
 def local_slice(full: Tensor, parameter: Tensor) -> Tensor:
-    """Return the slice of the full tensor that this rank holds, as torch.chunk splits it. The last ranks may get less, or none.
+    """Return the slice of the full tensor that this rank holds, as torch.chunk splits it; the whole for a plain parameter.
 
-    Trap: FSDP2 over TP on one dim is split by tp first and by dp_shard inside, against the mesh's order. Its placement, a
-    _StridedShard, says so.
+    The last ranks may get less, or an empty slice. Trap: FSDP2 over TP on one dim is split by tp first and by dp_shard
+    inside, against the mesh's order. Its placement, a _StridedShard, says so.
     """
     if not isinstance(parameter, DTensor):
         return full
