@@ -65,8 +65,8 @@ def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     is_another_draw = trial.repeat is not None and not any(_is_same_in_repeat(trial, pair) for pair in strange_pairs)
     if all(twin is not None for twin in twins.values()):
         (rank, _), twin = next(iter(twins.items()))
-        ranks = sorted({rank for rank, _ in twins} | {twin for twin in twins.values() if twin is not None})
-        text = f"ranks start from the same shard: {rank_text(ranks)} hold values of one another"
+        sources = sorted({twin for twin in twins.values() if twin is not None})
+        text = f"ranks start from the same shard: the values of {rank_text(sources)} stand again"
         cause = Cause("same shard", text, where_text(trial, strange_pairs), details=(("rank", rank), ("of", twin)))
     else:
         are_text = common_text([_seed_value_text(trial, pair) for pair in strange_pairs])
