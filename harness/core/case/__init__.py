@@ -1,1 +1,1 @@
-"""What is requested: a case, its dims and features, loading it from YAML, and which cases there are to request."""
+"""The request: a case, its dims and features, loading it from YAML, and the options that a case may request."""

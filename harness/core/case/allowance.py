@@ -1,6 +1,7 @@
-"""What a trainer may do in addition to its plan: declared by a case or an adapter, with a reason.
+"""Allowances: what a trainer may do in addition to its plan, declared by a case or an adapter, with a reason.
 
-An allowance is reviewed in git and shown in the report. What exceeds it is a finding; one that nothing uses is reported.
+An allowance is reviewed in git and shown in the report. What exceeds it is a finding; one that nothing uses is
+reported.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class Allowance:
             raise ValueError(f"{self.what} has no op, phase or axis: they are for what is moved")
 
     def _check_amount(self) -> None:
+        """Raise ValueError if the amount that this kind needs is missing or malformed, or the amount of another kind is
+        given."""
         key = AMOUNT_KEYS[self.what]
         amount = getattr(self, key)
         multiple = MULTIPLE_PATTERNS.get(key)
@@ -84,7 +87,10 @@ class Allowance:
 
     @property
     def yaml_entry(self) -> str:
-        """Return the YAML that declares it, as an entry of `allow`."""
+        """Return the YAML mapping, on one line, that declares this allowance as an entry of `allow`.
+
+        Empty fields are left out.
+        """
         keys = ("what", "op", "phase", "axis", AMOUNT_KEYS[self.what], "reason")
         items = (f"{key}: {_as_yaml(getattr(self, key))}" for key in keys if getattr(self, key))
         return f"{{{', '.join(items)}}}"

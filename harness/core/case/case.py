@@ -103,9 +103,9 @@ class Case:
 
     @property
     def steps(self) -> range:
-        """Return the steps that this launch trains, counted on from the launch that it continues.
+        """Return the steps that this launch trains, counted on from the step after which the launch before saved.
 
-        A start from weights alone counts from 1.
+        A start from the seed, or from weights alone, counts from 1.
         """
         first = self.resume[-1].after + 1 if self.resume and self.model_of is None else 1
         return range(first, (self.last_step or self.training.steps) + 1)
@@ -130,7 +130,8 @@ class Case:
 
     @property
     def launches(self) -> dict[str, Case]:
-        """Return all launches by folder name: the earlier ones, each as a case, then this one."""
+        """Return all launches by folder name: the earlier ones as saved_1, saved_2, .., each as a case, then this one
+        as run."""
         earlier = {
             f"saved_{number}": dataclasses.replace(
                 self,
@@ -165,6 +166,8 @@ class Case:
 
     @property
     def stages_per_rank(self) -> int:
+        """Return the number of pipeline stages on each rank: as requested, else 2 for a looped schedule, else 1. 1
+        without pp."""
         if self.dims.pp == 1:
             return 1
         return self.features.stages_per_rank or (2 if self.features.schedule in LOOPED else 1)
@@ -175,9 +178,10 @@ class Case:
 
     @property
     def wrapper(self) -> str | None:
-        """Return the wrapper over the data ranks: FSDP2 where parameters are sharded, else DDP. None without data parallelism.
+        """Return the wrapper over the data ranks: the requested one, else FSDP2 where parameters are sharded, else DDP.
 
-        Context parallel counts as sharding: its ranks hold equal parameters and different tokens.
+        None without data parallelism. Context parallel counts as sharding: its ranks hold equal parameters and
+        different tokens.
         """
         if self.features.wrapper is not None:
             return self.features.wrapper
@@ -192,11 +196,11 @@ class Case:
 
     @property
     def data_dims(self) -> ParallelDims:
-        """Return the degrees as parameters lie on the ranks.
+        """Return the degrees by which parameters lie on the ranks: `dims`, with two exceptions.
 
-        If the case's features do not shard over cp, they are the same degrees, and ranks of cp are replicas. DDP shards
-        over nothing, so that cp becomes a part of dp_replicate and is 1 itself. There dp_shard is 1, and folding both
-        changes no rank's mesh coordinate. Otherwise they are `dims`.
+        If features do not shard over cp, they are the same degrees as CpReplicates. DDP and replicate shard over
+        nothing, so that cp becomes a part of dp_replicate and is 1 itself. There dp_shard is 1, and folding both
+        changes no rank's mesh coordinate.
         """
         if not self.features.shards_over_cp:
             return CpReplicates(*self.dims.degrees)
@@ -206,19 +210,27 @@ class Case:
 
     @property
     def replicate_axis(self) -> str:
-        """Return the axis that reduces whole gradients: DDP's, joined with cp where FSDP does not shard over cp."""
+        """Return the axis over which replicas reduce their gradients: "dp_replicate" if cp ranks are shards or cp is 1.
+
+        Else ranks of cp are replicas as well: "cp" if dp_replicate is 1, or "dp_replicate_cp", both joined.
+        """
         if self.data_dims == self.dims:
             return "dp_replicate"
         return "cp" if self.dims.dp_replicate == 1 else "dp_replicate_cp"
 
     def seq_len(self, step: int) -> int:
-        """Return the number of tokens of each sample that a step trains on. Steps are counted from 1."""
+        """Return the number of tokens of each sample that a step trains on: with variable length, half as many in steps
+        2, 4, .."""
         if self.training.variable_length and step % 2 == 0:
             return self.training.seq_len // 2
         return self.training.seq_len
 
     def at(self, step: int) -> Case:
-        """Return the case as it is in a step: the last one may have fewer samples, in fewer or in smaller microbatches."""
+        """Return the case as it is in a step. Only the last step of a recipe with `last_batch` differs from the case
+        itself.
+
+        It has fewer samples, in fewer or in smaller microbatches.
+        """
         if self.training.last_batch is None or step != self.training.steps:
             return self
         full_microbatches = self.training.last_batch // (self.dims.dp * self.local_batch)
@@ -228,9 +240,10 @@ class Case:
         )
 
     def sizes_at(self, step: int, share: int) -> tuple[int, ...]:
-        """Return how many samples each microbatch of a step has on a data rank. share: the data rank, counted from 0.
+        """Return the number of samples in each microbatch of a step on a data rank. share: the data rank, counted from 0.
 
-        Where the last batch is not divided evenly, the first ranks have one more, and some may have none.
+        A last batch that is not divided evenly is one microbatch. There the first ranks have one sample more, and some
+        may have none.
         """
         case_of_step = self.at(step)
         total = case_of_step.training.global_batch

@@ -1,6 +1,7 @@
-"""Where files of cases lie, and what belongs to them: in somebody's repository, or in this one, whose cases are built in.
+"""Folders of case files, in somebody's repository or built in here, and the paths by which cases name their files.
 
-A repository has cases/ and golden/ side by side. The path of a case's file is absolute, and relative for one that is built in.
+A repository has cases/ and golden/ side by side. The path of a case's file is absolute, and relative for one that is
+built in.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def repository_folder(file: str) -> Path:
 
 
 def recorded_path(path: Path) -> str:
-    """Return the path as a case and its evidence keep it."""
+    """Return the path as a case and its evidence keep it: relative for a file that is built in, else absolute, links
+    resolved."""
     path = Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for a loop of links, which reading reports
     return str(path.relative_to(BUILTIN)) if path.is_relative_to(BUILTIN) else str(path)
 
@@ -60,12 +62,18 @@ def shown_path(file: str) -> str:
 
 
 def cases_arguments(file: str) -> list[str]:
-    """Return the words that select the file's folder on a command line here. Empty if it is the usual folder, or of no file."""
+    """Return the words, such as --cases DIR, that select the file's folder on a command line here.
+
+    Empty if it is the usual folder, cases/ here, or if the case is of no file.
+    """
     return folder_arguments(path_of(file).parent) if file else []
 
 
 def folder_arguments(folder: Path) -> list[str]:
-    """Return the words that select a folder of cases on a command line here. Empty if it is the usual one."""
+    """Return the words, such as --cases DIR, that select a folder of cases on a command line here.
+
+    Empty if it is cases/ here.
+    """
     if folder == Path.cwd() / CASES_FOLDER:
         return []
     return ["--cases", BUILTIN_WORD if folder == BUILTIN / CASES_FOLDER else path_from_here(folder)]

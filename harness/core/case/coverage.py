@@ -1,8 +1,9 @@
-"""What the matrix covers: every option a user can request, and every pair of options, with its case or its reason.
+"""Coverage of the matrix: every pair of options that a user can request, with its cases or the reason why there can be
+none.
 
-The options are those of options.py. Two options of one kind are alternatives and no pair. A pair is covered by a case that has
-both and that the trainer runs. Without such a case, validation or the trainer must refuse both together, with a reason. A pair
-that is neither covered nor refused is MISSING, and a test fails.
+The options are those of options.py. Two options of one kind are alternatives and no pair. A pair is covered by a case
+that has both and that the trainer runs. Without such a case, validation or the trainer must refuse both together, with
+a reason. A pair that is neither covered nor refused is MISSING, and a test fails.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class Pair:
     first: Option
     second: Option
     cases: tuple[str, ...] = ()
-    """Those that have both."""
+    """Names of the cases that request both and that the trainer runs, in the order of the cases."""
     by_default: bool = False
-    """Whether one of these is of the default tier."""
+    """Whether a case of the default tier is among them."""
     reason: str = ""
-    """Why there can be none."""
+    """Why no case can request both, or MISSING; empty if a case does."""
 
     @property
     def is_missing(self) -> bool:
@@ -39,7 +40,11 @@ class Pair:
 
 
 def option_pairs(cases: Sequence[Case], unsupported: WhyUnsupported) -> list[Pair]:
-    """Return all pairs of options of different kinds. unsupported: why a trainer cannot run a case; None if it can."""
+    """Return every pair of options of different kinds, each with the cases that request both, or the reason why none can.
+
+    unsupported: returns why the trainer cannot run a case, None if it can. A case with an unsupported launch covers no
+    pair.
+    """
     every = all_options()
     runnable = [case for case in cases if not any(map(unsupported, case.launches.values()))]
     having: dict[str, set[str]] = {}
@@ -57,7 +62,11 @@ def option_pairs(cases: Sequence[Case], unsupported: WhyUnsupported) -> list[Pai
 
 
 def _why_no_case(first: Option, second: Option, unsupported: WhyUnsupported) -> str:
-    """Return why no case can request both."""
+    """Return why no case can request both options: what validation or the trainer says of a case that does, or that one
+    option excludes the other.
+
+    MISSING if nothing refuses it.
+    """
     fragment = merge(first.fragment, second.fragment)
     try:
         case = from_json({"name": "pair", "why": "-"} | fragment)
@@ -72,7 +81,10 @@ def _why_no_case(first: Option, second: Option, unsupported: WhyUnsupported) -> 
 
 
 def pairs_text(all_pairs: Sequence[Pair]) -> str:
-    """Return a line for each pair: its first case, or the reason why there is none. Then a line with the numbers of pairs."""
+    """Return a line for each pair: its first case, or the reason why there is none. Then a line with the numbers of pairs.
+
+    There must be at least one pair.
+    """
     width = max(len(_pair_title(pair)) for pair in all_pairs)
     lines = [f"{_pair_title(pair):<{width}}  {_pair_outcome(pair)}" for pair in all_pairs]
     covered = sum(bool(pair.cases) for pair in all_pairs)
@@ -91,7 +103,10 @@ def _pair_title(pair: Pair) -> str:
 
 
 def _pair_outcome(pair: Pair) -> str:
-    """Return the first case of a pair and the number of others, or why there is none."""
+    """Return "hsdp_2x2 and 3 more", the first case of a pair and the number of others.
+
+    Without a case "refused: REASON", or MISSING.
+    """
     if not pair.cases:
         return pair.reason if pair.is_missing else f"refused: {pair.reason}"
     others = f" and {len(pair.cases) - 1} more" if len(pair.cases) > 1 else ""

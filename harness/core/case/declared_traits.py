@@ -38,7 +38,11 @@ def declaration(values: Iterable[tuple[str, Any]]) -> str:
 
 
 def traits_for_case(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return the traits as a case keeps them. Raise ValueError for a trait or a value that there is not."""
+    """Return the traits as Case.traits keeps them: pairs of name and value, lists as tuples.
+
+    Raises ValueError for an unknown trait, for one that is declared elsewhere, and for a value of a wrong type or
+    choice.
+    """
     pairs = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in values.items())
     for name, value in pairs:
         if name in DECLARED_ELSEWHERE:

@@ -1,4 +1,4 @@
-"""How a recipe is carried out, as opposed to what it computes."""
+"""The features of a case: how a recipe is carried out, as opposed to what it computes."""
 
 from __future__ import annotations
 

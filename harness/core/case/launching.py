@@ -1,4 +1,4 @@
-"""What a person may choose of a launch: where its ranks come from, and how long it may take."""
+"""Choices of a person about a launch: where its ranks come from, and how long it may take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ LONGEST_SECONDS = 604_800.0
 
 
 def requested_ranks(command: Sequence[str]) -> int | None:
-    """Return the ranks of all nodes, if the launcher's options name them in numbers. The script's own options do not count."""
+    """Return the number of ranks on all nodes that a launcher's options name; None if they name none, or not in decimals.
+
+    The script's own options do not count. --num_processes already counts all nodes, --nproc-per-node one.
+    """
     script = next((number for number, word in enumerate(command) if word.endswith(".py")), len(command))
     text = " ".join(command[:script]) + " "
     ranks = re.search(r"--nproc[-_]per[-_]node[= ](\d+) |--num[-_]processes[= ](\d+) ", text)

@@ -1,4 +1,5 @@
-"""A layout as a person types it: dp_replicate=2,dp_shard=8; or the configuration that a job is started with."""
+"""Reading a layout as a person types it: dp_replicate=2,dp_shard=8; or from the configuration that a job is started
+with."""
 
 from __future__ import annotations
 
@@ -42,10 +43,10 @@ WITHIN_MACHINES = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "4", "5")
 
 
 def parse_layout(text: str, world_size: int | None) -> ParallelDims:
-    """Return the degrees of a layout as a person types it. Raises CaseError.
+    """Return the degrees of a layout as a person types it. Raises CaseError for a text or a file that does not give them.
 
     text: degrees, torchtitan's TOML file, MODULE:FUNCTION that returns its configuration, or accelerate's YAML file.
-    world_size: None where only a file can say it.
+    world_size: number of ranks; None if unknown, or if the file says it.
     """
     degrees = _reader_of(text)(text, world_size)
     try:
@@ -55,7 +56,8 @@ def parse_layout(text: str, world_size: int | None) -> ParallelDims:
 
 
 def _reader_of(text: str) -> Callable[[str, int | None], dict[str, int]]:
-    """Return the function that reads the degrees of this kind of text."""
+    """Return the function that reads the degrees of this kind of text: by its ending, by MODULE:FUNCTION, else
+    AXIS=DEGREE words."""
     if text.endswith(".toml"):
         return _degrees_of_toml
     if text.endswith((".yaml", ".yml")):
@@ -64,6 +66,10 @@ def _reader_of(text: str) -> Callable[[str, int | None], dict[str, int]]:
 
 
 def _degrees_of_words(text: str, _world_size: int | None) -> dict[str, int]:
+    """Return the degrees of "dp_replicate=2,dp_shard=8", by axis.
+
+    Raises CaseError for an unknown axis, or a degree in no digits.
+    """
     degrees: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         axis, _, degree = part.strip().partition("=")
@@ -78,6 +84,7 @@ def _degrees_of_words(text: str, _world_size: int | None) -> dict[str, int]:
 
 
 def _degrees_of_toml(file: str, world_size: int | None) -> dict[str, int]:
+    """Return the degrees of torchtitan's TOML file, by axis. Raises CaseError if the file cannot be read or is no TOML."""
     text = _read_file(file)
     try:
         document = tomllib.loads(text)
@@ -90,7 +97,11 @@ def _degrees_of_toml(file: str, world_size: int | None) -> dict[str, int]:
 
 
 def _degrees_of_python(reference: str, world_size: int | None) -> dict[str, int]:
-    """Return the degrees of the configuration that MODULE:FUNCTION returns. It is imported as a job started here would."""
+    """Return the degrees of the torchtitan configuration that MODULE:FUNCTION returns, by axis.
+
+    The module is imported as a job started here would. Raises CaseError if that fails, or nothing with `parallelism`
+    comes back.
+    """
     module, _, name = reference.partition(":")
     if "" not in sys.path:
         sys.path.append("")
@@ -106,9 +117,10 @@ def _degrees_of_python(reference: str, world_size: int | None) -> dict[str, int]
 
 
 def degrees_of_titan(source: str, words: Mapping[str, Any], world_size: int | None) -> dict[str, int]:
-    """Return the degree of each axis that torchtitan's words give. A shard degree of -1, or none, is what the others leave.
+    """Return the degrees that torchtitan's words give, by axis. A shard degree of -1, or none, is what the others leave
+    of the ranks.
 
-    Raises CaseError, which begins with the source.
+    source: the file or function, with which a CaseError begins. Raises it for a degree that is no whole number.
     """
     degrees = {axis: _as_degree(source, word, words[word]) for word, axis in TITAN_DEGREES.items() if word in words}
     if degrees.get(REMAINING_AXIS, -1) == -1:
@@ -118,8 +130,10 @@ def degrees_of_titan(source: str, words: Mapping[str, Any], world_size: int | No
 
 
 def remaining_degree(source: str, word: str, others: int, world_size: int | None) -> int:
-    """Return what other degrees leave of the ranks. Raises CaseError if they do not divide the ranks or the world size is
-    unknown."""
+    """Return the degree that other degrees leave of the ranks. others: their product.
+
+    Raises CaseError if it does not divide the world size, or the world size is None. MANY_RANKS need not be divisible.
+    """
     if world_size is None:
         raise CaseError(f"{source}: {word}: the world size is not known; add --world N")
     if world_size % others and world_size != MANY_RANKS:
@@ -131,7 +145,11 @@ def remaining_degree(source: str, word: str, others: int, world_size: int | None
 
 
 def _degrees_of_accelerate(file: str, world_size: int | None) -> dict[str, int]:
-    """Return the degrees of accelerate's configuration. Its world is num_processes unless another one is given."""
+    """Return the degrees of accelerate's configuration file, by axis: those of parallelism_config, else of its
+    distributed_type.
+
+    The world size is num_processes unless another one is given. Raises CaseError for a file that defines no layout.
+    """
     document = accelerate_file(file)
     section = _section(file, document, "parallelism_config")
     if section.get("parallelism_config_sp_size", 1) != 1:
@@ -145,7 +163,10 @@ def _degrees_of_accelerate(file: str, world_size: int | None) -> dict[str, int]:
 
 
 def accelerate_file(file: str) -> dict[str, Any]:
-    """Return the document of accelerate's configuration. Raises CaseError for a file that is none."""
+    """Return the document of accelerate's configuration file.
+
+    Raises CaseError if it cannot be read or lacks distributed_type.
+    """
     text = _read_file(file)
     try:
         document = document_of(text)
@@ -165,7 +186,11 @@ def process_count(file: str, document: Mapping[str, Any]) -> int:
 
 
 def _degrees_of_kind(file: str, document: Mapping[str, Any], world_size: int) -> dict[str, int]:
-    """Return the degrees of a configuration that names only a kind. Trap: YAML reads an unquoted NO as false."""
+    """Return the degrees of a configuration that names only a distributed_type: DDP's kinds, or FSDP with its sharding
+    strategy.
+
+    Raises CaseError for another type. Trap: YAML reads an unquoted NO as false.
+    """
     kind = str(document["distributed_type"] or "NO")
     if kind in REPLICATED_TYPES:
         return {"dp_replicate": world_size}
@@ -184,12 +209,14 @@ def _degrees_of_kind(file: str, document: Mapping[str, Any], world_size: int) ->
 
 
 def _section(file: str, document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a section of a configuration; an empty one if it is absent. Raises CaseError if it is no mapping."""
     if not isinstance(section := document.get(name) or {}, dict):
         raise CaseError(f"{file}: {name}: expected a mapping")
     return section
 
 
 def _read_file(file: str) -> str:
+    """Return the text of a configuration file. Raises CaseError if it cannot be read."""
     try:
         return read_text(Path(file))
     except OSError as error:
@@ -197,6 +224,10 @@ def _read_file(file: str) -> str:
 
 
 def _as_degree(source: str, word: str, value: object) -> int:
+    """Return the value, which must be an int.
+
+    Raises CaseError that names source and word for anything else, a bool included.
+    """
     if not isinstance(value, int) or isinstance(value, bool):
         raise CaseError(f"{source}: {word} must be a number of ranks, got {value!r}")
     return value

@@ -1,4 +1,7 @@
-"""How large a case may be. Neither the plan's arithmetic nor a run of a larger one would end: it is refused before any work."""
+"""Limits on the size of a case.
+
+Neither the plan's arithmetic nor a run of a larger one would end: it is refused before any work.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ PATH_WORD = re.compile(rf"[\w.-]{{1,{MOST_NAME_LETTERS}}}")
 
 
 def size_problem(case: Case) -> str:
-    """Return which number is too large, or which name cannot be part of a path. Empty if all is well."""
+    """Return a sentence on the first number of a case that is too large, or on a name that cannot be part of a path.
+
+    Empty if all is well. A negative seed and a path with a NUL are refused, too.
+    """
     for record in (case.training, case.model, case.features):
         for key, limit in MOST_BY_KEY.items():
             if getattr(record, key, 0) > limit:
@@ -48,7 +54,10 @@ def size_problem(case: Case) -> str:
 
 
 def start_problem(case: Case) -> str:
-    """Return why a run of this case is refused; empty if it can be tried."""
+    """Return why a run of this case is refused: too many ranks in one of its launches, or too many tokens a step.
+
+    Empty if neither.
+    """
     ranks = max(launched.dims.world_size for launched in case.launches.values())
     tokens = case.training.global_batch * case.training.seq_len
     for unit, number, limit in (("ranks", ranks, MOST_STARTED_RANKS), ("tokens a step", tokens, MOST_TRAINED_TOKENS)):
@@ -58,6 +67,7 @@ def start_problem(case: Case) -> str:
 
 
 def _product(shape: Iterable[int]) -> int:
+    """Return the product of all sizes; 1 without any."""
     count = 1
     for size in shape:
         count *= size
@@ -71,9 +81,9 @@ def combinations_problem(axes: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def refuse_bombs(node: yaml.Node | None) -> None:
-    """Raise YAMLError if the values of a document, each alias counted, are too many.
+    """Raise YAMLError if a document has more than MOST_YAML_NODES values, what each alias stands for counted each time.
 
-    A few lines of aliases of aliases stand for more than any memory holds.
+    A few lines of aliases of aliases stand for more than any memory holds. An empty document, None, passes.
     """
     if node is not None and (count := _count_nodes(node, {})) > MOST_YAML_NODES:
         raise yaml.YAMLError(
@@ -82,9 +92,10 @@ def refuse_bombs(node: yaml.Node | None) -> None:
 
 
 def _count_nodes(node: yaml.Node, count_by_id: dict[int, int]) -> int:
-    """Return the number of values in a node, what an alias stands for counted each time.
+    """Return the number of values in a node, what an alias stands for counted each time. Raises YAMLError for an alias
+    to its own node.
 
-    count_by_id: counts by id of a node.
+    count_by_id: counts of nodes that were counted before, by id of the node. This call adds to it.
     """
     if id(node) not in count_by_id:
         count_by_id[id(node)] = 0  # stands for a node that is being counted: an alias to it would be a loop
@@ -100,7 +111,7 @@ def _count_nodes(node: yaml.Node, count_by_id: dict[int, int]) -> int:
 
 
 def short_repr(value: Any) -> str:
-    """Return at most 200 letters of a value's repr."""
+    """Return at most 200 letters of a value's repr; "a number of N bits" for an integer that Python refuses to print."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no number of thousands of digits

@@ -1,7 +1,7 @@
-"""What is requested: Case and its parts, and loading them from YAML.
+"""Loading of cases from YAML files, and from the JSON of evidence.
 
-Any mistake in a file raises a CaseError that names the file, the case, the key and the remedy. Nothing is guessed and no
-key is ignored.
+Any mistake in a file raises a CaseError that names the file, the case, the key and the remedy. Nothing is guessed and
+no key is ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from harness.reference.config import PRESETS, Lora, ModelConfig, RopeScaling, Tr
 
 
 def from_json(record: Mapping[str, Any]) -> Case:
-    """Return the case of a record, the inverse of to_json. Raises CaseError where the record has unknown keys or values."""
+    """Return the case of a record, the inverse of to_json. Raises CaseError for a record with unknown keys or values."""
     record = as_mapping(record, "case")
     return build_case(record, file=record.get("file", ""))
 
@@ -47,7 +47,10 @@ UNWRITTEN_KEYS = {
 
 
 def load_cases(path: Path) -> list[Case]:
-    """Return all cases of one YAML file, in the order written. Raises CaseError."""
+    """Return all cases of one YAML file, those of `cases` before those of `matrix`, in the order written.
+
+    Raises CaseError for anything wrong in it, and for a file without a case.
+    """
     shown = case_files.recorded_path(path)
     document = _read_yaml(path, shown)
     refuse_unknown(document, ("defaults", "cases", "matrix"), f"{shown}: top level")
@@ -68,7 +71,10 @@ def load_cases(path: Path) -> list[Case]:
 
 
 def load_all(folder: Path = BUILTIN / case_files.CASES_FOLDER) -> list[Case]:
-    """Return every case of every file. A name used in two files is refused: `pytest -k` could not choose one."""
+    """Return every case of every *.yaml file of a folder, file by file. Raises CaseError if there is none.
+
+    A name used in two files is refused: `pytest -k` could not choose one.
+    """
     cases = load_files(sorted(folder.glob("*.yaml")))
     if not cases:
         raise CaseError(f"{case_files.recorded_path(folder)}: no *.yaml file with cases in it")
@@ -76,7 +82,10 @@ def load_all(folder: Path = BUILTIN / case_files.CASES_FOLDER) -> list[Case]:
 
 
 def load_files(paths: Iterable[Path]) -> list[Case]:
-    """Return the cases of several files, in order. Raises CaseError for a name that two of them have."""
+    """Return the cases of several files, in order.
+
+    Raises CaseError for a name that two of them have, and for a file that is wrong.
+    """
     cases: list[Case] = []
     for path in paths:
         cases += load_cases(path)
@@ -89,7 +98,7 @@ def load_files(paths: Iterable[Path]) -> list[Case]:
 
 
 def find_case(name: str, cases: Iterable[Case]) -> Case:
-    """Return the case of that name. Raises CaseError with the nearest names."""
+    """Return the case of that name. Raises CaseError, with the nearest name, if there is none."""
     known = {case.name: case for case in cases}
     if name not in known:
         raise CaseError(f"no case is named {name!r}{did_you_mean(name, known)}; `harness matrix --list` lists them")
@@ -97,6 +106,10 @@ def find_case(name: str, cases: Iterable[Case]) -> Case:
 
 
 def _read_yaml(path: Path, shown: str) -> dict[str, Any]:
+    """Return the document of a file of cases. Raises CaseError if it cannot be read, is no valid YAML, or no mapping.
+
+    shown: the path as messages name it.
+    """
     try:
         document = document_of(read_text(path))
     except OSError as error:
@@ -109,7 +122,8 @@ def _read_yaml(path: Path, shown: str) -> dict[str, Any]:
 
 
 def _named_fragments(document: Mapping[str, Any], shown: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name of each case of a document, and what is written of it."""
+    """Yield the name and the fragment of each case of a document: those of `cases`, then those of each cross product in
+    `matrix`."""
     yield from as_mapping(document.get("cases"), f"{shown}: cases").items()
     for number, product in enumerate(_as_list(document.get("matrix"), f"{shown}: matrix"), start=1):
         yield from _cross_product(product, f"{shown}: matrix entry {number}")
@@ -147,6 +161,10 @@ def _cross_product(product: Any, location: str) -> Iterator[tuple[str, dict[str,
 
 
 def _check_labels(chosen: Any, axes: Mapping[str, Mapping[str, Any]], location: str) -> dict[str, Any]:
+    """Return the chosen label of each axis as a new dict.
+
+    Raises CaseError for an axis or a label that the cross product lacks.
+    """
     for axis, label in as_mapping(chosen, location).items():
         if axis not in axes:
             raise CaseError(f"{location}: unknown axis {axis!r}{did_you_mean(axis, axes)}")
@@ -156,6 +174,7 @@ def _check_labels(chosen: Any, axes: Mapping[str, Mapping[str, Any]], location: 
 
 
 def _merge_fragments(chosen: Mapping[str, Any], axes: Mapping[str, Mapping[str, Any]], location: str) -> dict[str, Any]:
+    """Return the fragments of the chosen labels as one. chosen: axis -> label; an axis further back in it wins."""
     fragment: dict[str, Any] = {}
     for axis, label in chosen.items():
         fragment = merge(fragment, as_mapping(axes[axis][label], f"{location}: {axis}: {label}"))
@@ -208,6 +227,10 @@ def _with_tuples(value: Any, location: str) -> Mapping[str, Any]:
 
 
 def _as_tuple(record: Mapping[str, Any], key: str, kind: str, location: str) -> Mapping[str, Any]:
+    """Return the record with the list at `key` as a tuple; unchanged if there is no list.
+
+    Raises CaseError for an entry not of `kind`.
+    """
     values = record.get(key)
     if not isinstance(values, list):
         return record
@@ -217,6 +240,7 @@ def _as_tuple(record: Mapping[str, Any], key: str, kind: str, location: str) -> 
 
 
 def _read_tier(value: Any, location: str) -> str:
+    """Return the tier. Raises CaseError for one that is not in TIERS."""
     if value not in list(TIERS):
         raise CaseError(f"{location}: unknown tier {value!r}{did_you_mean(value, TIERS)}; known: {', '.join(TIERS)}")
     return str(value)
@@ -225,7 +249,8 @@ def _read_tier(value: Any, location: str) -> str:
 def _read_expected_failure(value: Any, location: str) -> ExpectedFailure | None:
     """Return the expected failure that a case declares. None if it declares none.
 
-    All fields but torch and raised are needed, so that a reader can look into the failure.
+    Raises CaseError if `torch` is no condition on releases. So does a field other than `torch` and `raised` that is
+    empty: a reader needs them to look into the failure.
     """
     if value is None:
         return None
@@ -244,6 +269,7 @@ ALLOWED_TYPES = {"bytes": "int | str", "matmuls": "int | str", "graphs": "int"}
 
 
 def _read_allowances(value: Any, location: str) -> tuple[Allowance, ...]:
+    """Return the allowances of a list of mappings; () for an absent list. Raises CaseError for an entry that is none."""
     allowances = []
     for number, entry in enumerate(_as_list(list(value) if isinstance(value, tuple) else value, location), start=1):
         entry_location = f"{location}: entry {number}"
@@ -259,6 +285,10 @@ def _read_allowances(value: Any, location: str) -> tuple[Allowance, ...]:
 
 
 def _read_traits(value: Any, location: str) -> tuple[tuple[str, Any], ...]:
+    """Return the declared traits as pairs of name and value; () if there are none.
+
+    Raises CaseError for an unknown trait or value.
+    """
     values = as_mapping(value, location)
     try:
         return declared_traits.traits_for_case(values)
@@ -267,6 +297,10 @@ def _read_traits(value: Any, location: str) -> tuple[tuple[str, Any], ...]:
 
 
 def _read_resume(value: Any, location: str) -> tuple[Saved, ...]:
+    """Return the earlier launches that `resume` lists; () if it is absent.
+
+    Raises CaseError for an entry without `after`, or a wrong one.
+    """
     launches = []
     for number, entry in enumerate(_as_list(list(value) if isinstance(value, tuple) else value, location), start=1):
         entry_location = f"{location}: entry {number}"
@@ -280,6 +314,10 @@ def _read_resume(value: Any, location: str) -> tuple[Saved, ...]:
 
 
 def _read_model(value: Any, location: str) -> ModelConfig:
+    """Return the model of a preset's name, or of a mapping that changes a preset ("debug" if it names none).
+
+    Raises CaseError for an unknown preset or key, and for a size below 1.
+    """
     value = {"preset": value} if isinstance(value, str) else dict(as_mapping(value, location))
     preset = value.pop("preset", "debug")
     if preset not in list(PRESETS):
@@ -299,7 +337,11 @@ def _read_model(value: Any, location: str) -> ModelConfig:
 
 
 def _build_record(kind: type, value: Any, location: str, base: Any = None) -> Any:
-    """Return a frozen dataclass from a mapping: unknown keys refused, types checked, the class's own ValueError located."""
+    """Return a frozen dataclass of class `kind`: `base`, or its defaults, with the values of a mapping.
+
+    Raises CaseError with the location for an unknown key, a wrong type, and a number that is not finite. What the class
+    itself refuses becomes a CaseError, too.
+    """
     value = as_mapping(value, location)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     refuse_unknown(value, fields, location)
@@ -319,6 +361,10 @@ def _build_record(kind: type, value: Any, location: str, base: Any = None) -> An
 
 
 def _check_type(value: Any, default: Any, annotation: str, location: str) -> None:
+    """Raise CaseError if a value is of none of the types in an annotation such as "int | None". A bool is no number.
+
+    default: shown in the message.
+    """
     wanted = [part.strip() for part in annotation.split("|")]
     kinds: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
     kinds |= {"RopeScaling": RopeScaling, "ParallelDims": ParallelDims, "Features": Features, "None": type(None)}
@@ -343,6 +389,7 @@ def as_mapping(value: Any, location: str) -> Mapping[str, Any]:
 
 
 def _as_list(value: Any, location: str) -> list[Any]:
+    """Return the list, an empty one for an absent value. Raises CaseError for anything else."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -351,7 +398,10 @@ def _as_list(value: Any, location: str) -> list[Any]:
 
 
 def refuse_unknown(keys: Mapping[str, Any], known: Iterable[str], location: str, unsaid: Iterable[str] = ()) -> None:
-    """Refuse keys that are not known. unsaid: known keys that the message does not list."""
+    """Raise CaseError, with the nearest known key, if a key is not known.
+
+    unsaid: known keys that the message does not list.
+    """
     known = list(known)
     for key in keys:
         if key not in known:

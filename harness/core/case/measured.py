@@ -42,7 +42,7 @@ NOTHING_MEASURED = Measured()
 
 
 def to_json(measured: Measured) -> dict[str, Any]:
-    """Return plain values; ranks that claim the same units share one entry."""
+    """Return the record as plain values, by field name; ranks that claim the same units share one entry of `units`."""
     kinds: dict[tuple[Unit, ...], list[int]] = {}
     for rank, units in (measured.units or {}).items():
         kinds.setdefault(units, []).append(rank)
@@ -54,7 +54,10 @@ def to_json(measured: Measured) -> dict[str, Any]:
 
 
 def from_json(record: Mapping[str, Any]) -> Measured:
-    """Return the inverse of to_json. Raise KeyError, TypeError or ValueError for anything else."""
+    """Return the record that to_json turned into plain values.
+
+    Raise KeyError, TypeError or ValueError for anything else.
+    """
     by_rank: dict[int, tuple[Unit, ...]] = {}
     for entry in record["units"] or ():
         units = tuple(Unit(**{**unit, "parameters": tuple(unit["parameters"])}) for unit in entry["units"])

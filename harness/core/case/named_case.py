@@ -1,4 +1,4 @@
-"""The case of a name, without reading more than need be."""
+"""Loading the one case of a name, without reading more files than need be."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from harness.core.evidence.reading import read_bytes
 
 
 def load_case_named(name: str, folder: Path) -> Case:
-    """Return the case of that name. Raises CaseError.
+    """Return the case of that name. Raises CaseError if no file has it, with the nearest names, or if a file that is
+    read is wrong.
 
-    Reading all files takes as long as judging a case, so only files that contain the name are read. If none does, all are
-    read: the names of a cross product are written nowhere.
+    Reading all files takes as long as judging a case, so only files that contain the name are read. If none does, all
+    are read: the names of a cross product are written nowhere.
     """
     candidates = [path for path in sorted(folder.glob("*.yaml")) if _may_contain(path, name)]
     cases = [case for case in load_files(candidates) if case.name == name]

@@ -17,7 +17,10 @@ from harness.reference.config import ModelConfig
 
 @dataclass(frozen=True)
 class Option:
-    """kind: what it is an alternative of. fragment: the least that a case must say to request it."""
+    """One option that a user can request.
+
+    kind: what it is an alternative of. fragment: the least that a case must say to request it.
+    """
 
     name: str
     kind: str
@@ -31,7 +34,10 @@ def all_options() -> list[Option]:
 
 
 def with_options(fragment: Mapping[str, Any], location: str) -> Mapping[str, Any]:
-    """Return the fragment with what the options say in the place of their names. Raises CaseError for an unknown name."""
+    """Return the fragment with what its `options` stand for; what else the fragment says wins. Unchanged without `options`.
+
+    Raises CaseError for an unknown name. Names are separated by '; '.
+    """
     if "options" not in fragment:
         return fragment
     known = {option.name: option for option in all_options()}
@@ -45,7 +51,8 @@ def with_options(fragment: Mapping[str, Any], location: str) -> Mapping[str, Any
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return both fragments as one. `over` wins; mappings are merged key by key.
+    """Return both fragments as a new one. `over` wins; mappings are merged key by key, and an empty value changes no
+    mapping.
 
     A model named by its preset counts as {preset: name}.
     """
@@ -62,6 +69,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any] | None) -> dict[str, 
 
 
 def _layout_options() -> Iterator[Option]:
+    """Yield the options of layouts: the wrappers of data parallelism, TP, CP, and each pipeline schedule."""
     shard = {"dp_shard": 2}
     replicate = {"dp_replicate": 2}
     hybrid = shard | replicate
@@ -98,7 +106,8 @@ def _layout_options() -> Iterator[Option]:
 
 
 def _wrapper_predicate(dims: Mapping[str, int], wrapper: str) -> Callable[[Case], bool]:
-    """Return a predicate: whether a case has this wrapper on such data axes.
+    """Return a predicate: whether a case has this wrapper, with replicas and shards above 1 exactly where `dims` names
+    them.
 
     CP shards like dp_shard: FSDP over its ranks is FSDP.
     """
@@ -116,11 +125,14 @@ def _schedule_predicate(schedule: str) -> Callable[[Case], bool]:
 
 
 def _feature_option(name: str, kind: str, key: str, value: Any, dims: Mapping[str, int] | None = None) -> Option:
+    """Return an option that requests `features: {key: value}`, on these degrees if any are needed."""
     fragment: dict[str, Any] = {"features": {key: value}} | ({"dims": dict(dims)} if dims else {})
     return Option(name, kind, fragment, lambda case: getattr(case.features, key) == value)
 
 
 def _feature_options() -> Iterator[Option]:
+    """Yield the options of `features` that are no layouts: loss, resharding, offload, activation checkpointing, and so
+    on."""
     yield _feature_option("no loss parallel", "loss parallel", "loss_parallel", False, {"tp": 2})
     yield _feature_option("async TP", "async TP", "async_tp", True, {"tp": 2})
     yield _feature_option("CP, no load balance", "load balance", "cp_load_balance", False, {"cp": 2})
@@ -137,6 +149,7 @@ def _feature_options() -> Iterator[Option]:
 
 
 def _training_options() -> Iterator[Option]:
+    """Yield the options of `training`: precision, optimizer, clipping and data."""
     small = {"global_batch": 8}  # as in cases/precision.yaml: noise is measured once a recipe, and takes long
     bf16 = {"dtype": "float32", "compute_dtype": "bfloat16"} | small
     yield Option(
@@ -187,6 +200,7 @@ def _training_option(name: str, kind: str, key: str, value: Any) -> Option:
 
 
 def _model_options() -> Iterator[Option]:
+    """Yield the options of `model`: tied embeddings, RoPE scaling, uneven sizes, dropout."""
     yield Option(
         "tied embeddings", "tied", {"model": {"tied_embeddings": True}}, lambda case: case.model.tied_embeddings
     )

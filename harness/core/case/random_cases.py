@@ -29,15 +29,17 @@ MOST_REASONS = 3
 
 
 def case_of_name(name: str) -> Case | None:
-    """Return the case of a name like random_7_1. None for any other name."""
+    """Return the case of a name like random_7_1, drawn again from that seed and number. None for any other name."""
     match = re.fullmatch(r"random_(\d+)_(\d+)", name)
     return draw(int(match[1]), int(match[2])) if match else None
 
 
 def draw_first(count: int, seed: int, reason: Callable[[Case], str | None], dtype: str | None = None) -> list[Case]:
-    """Return the first cases in this dtype for which there is no reason why they cannot run. Raises CaseError if too rare.
+    """Return the first `count` cases of a seed that can run, in this dtype; None leaves each in the dtype that it was
+    drawn in.
 
-    reason: why a case cannot run; None if it can.
+    reason: returns why a case cannot run, None if it can. Those that cannot are skipped. Raises CaseError after
+    MOST_REFUSED of them in a row.
     """
     cases: list[Case] = []
     reasons: list[str] = []
@@ -56,7 +58,7 @@ def draw_first(count: int, seed: int, reason: Callable[[Case], str | None], dtyp
 
 
 def _too_rare_text(runnable: int, drawn: int, reasons: list[str]) -> str:
-    """Return what keeps most of the drawn cases from running.
+    """Return "of 2003 drawn this trainer runs 3, ..; most often because of: ..", with the most frequent reasons.
 
     It shows a person which option of the adapter or command would help.
     """
@@ -66,7 +68,11 @@ def _too_rare_text(runnable: int, drawn: int, reasons: list[str]) -> str:
 
 
 def draw(seed: int, number: int) -> Case:
-    """Return a case of one to three layouts and two to four other options, drawn anew until that is a valid case."""
+    """Return the case random_SEED_NUMBER: one to three layouts and two to four other options, drawn anew until that is
+    a valid case.
+
+    A seed and a number always give the same case. Options of LEFT_OUT_KINDS are never drawn.
+    """
     generator = random.Random(f"{seed} {number}")
     kinds = _options_by_kind()
     other_kinds = [kind for kind in kinds if kind not in (*LAYOUTS, *LEFT_OUT_KINDS)]
@@ -82,6 +88,7 @@ def draw(seed: int, number: int) -> Case:
 
 @functools.cache
 def _options_by_kind() -> dict[str, list[Option]]:
+    """Return all options by their kind, in the order of the table in docs/checks.md."""
     by_kind: dict[str, list[Option]] = {}
     for option in all_options():
         by_kind.setdefault(option.kind, []).append(option)
@@ -89,6 +96,10 @@ def _options_by_kind() -> dict[str, list[Option]]:
 
 
 def _combine(chosen: list[Option], generator: random.Random, name: str) -> Case | None:
+    """Return the case that requests all chosen options, with degrees and layers drawn.
+
+    None if validation refuses it, if it needs more than LARGEST_WORLD ranks, or if an option excludes another.
+    """
     fragment: dict[str, Any] = functools.reduce(merge, (option.fragment for option in chosen), {})
     wider = {axis: degree * generator.choice((1, 1, 2)) for axis, degree in fragment.get("dims", {}).items()}
     earlier = {"dims": {generator.choice(AXES[1:]): 2}} if "resume" in fragment else {}

@@ -1,4 +1,7 @@
-"""What differs between the torch releases that a trainer may run on. Which one ran is evidence."""
+"""Differences between the torch releases that a trainer may run on, and conditions on a release.
+
+Which one ran is evidence.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ COMPARISONS = {"<": operator.lt, ">=": operator.ge}
 
 
 def parse_release(release: str) -> tuple[int, int]:
-    """Return the first two numbers of a release: 2.15.0+cpu -> (2, 15). Raises ValueError."""
+    """Return the first two numbers of a release: 2.15.0+cpu -> (2, 15). Raises ValueError if it does not begin with two."""
     match = re.match(r"(\d+)\.(\d+)", release)
     if not match:
         raise ValueError(f"{release!r} is no release: expected two numbers, such as 2.15")
@@ -25,7 +28,10 @@ def parse_release(release: str) -> tuple[int, int]:
 
 
 def parse_condition(condition: str) -> tuple[str, tuple[int, int]]:
-    """Return the comparison and the release of a condition: "<2.15" -> ("<", (2, 15)). Raises ValueError."""
+    """Return the comparison and the release of a condition: "<2.15" -> ("<", (2, 15)).
+
+    Raises ValueError for any other form.
+    """
     match = re.fullmatch(r"\s*(<|>=)\s*(\d+\.\d+)\s*", condition)
     if not match:
         raise ValueError(f'{condition!r}: expected "<" or ">=" and a release, such as "<2.15"')
@@ -39,7 +45,8 @@ def condition_holds(condition: str, release: str) -> bool:
 
 
 def untested_text(release: str) -> str:
-    """Return a sentence on a release of torch outside of those that were tried; empty for one of them, or for no release."""
+    """Return a sentence on a release of torch outside of TESTED_RELEASES; empty for one inside, and for a text that is
+    no release."""
     try:
         release_numbers = parse_release(release)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The repository around the current folder: its name, and paths as they are typed in it."""
+"""The git repository around a folder: its root, its name, and paths as they are typed in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ def root_of(folder: Path) -> Path | None:
 
 
 def repository_name_here() -> str:
-    """Return the name of the repository, and the folder in it in which commands are typed. Empty outside of a repository."""
+    """Return "NAME/FOLDER": the repository's name, and the current folder inside it. Empty outside of a repository.
+
+    The name is that of the remote origin, or the root folder's if there is no remote.
+    """
     current_folder = Path.cwd()
     root = root_of(current_folder)
     if root is None:
@@ -29,7 +32,11 @@ def repository_name_here() -> str:
 
 
 def path_from_here(path: str | Path) -> str:
-    """Return the path relative to the current folder if both lie in one repository, or the path below that folder."""
+    """Return an absolute path relative to the current folder, if both lie in one repository or the path lies below that
+    folder.
+
+    Any other path is returned unchanged.
+    """
     path = Path(path)
     current_folder = Path.cwd()
     if not path.is_absolute():

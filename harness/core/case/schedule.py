@@ -1,13 +1,16 @@
-"""Who computes what, when, in a pipeline: the actions of every schedule, by arithmetic alone.
+"""The actions of every pipeline schedule, by arithmetic alone: which rank computes which stage of which microbatch, in
+order.
 
-An action is written as torch writes it: stage, kind, microbatch: 0F2 is the forward pass of microbatch 2 on stage 0. Kinds
-are F, forward; B, whole backward; and its halves I and W. The previous stage waits for I, the gradient of the input, but not
-for W, the gradient of the weights. A rank's stages are its chunks; its pp index counts from the first stage's rank.
+An action is written as torch writes it: stage, kind, microbatch: 0F2 is the forward pass of microbatch 2 on stage 0.
+Kinds are F, forward; B, whole backward; and its halves I and W. The previous stage waits for I, the gradient of the
+input, but not for W, the gradient of the weights. A rank's stages are its chunks; its pp index counts from the first
+stage's rank.
 
 GPipe (Huang et al. 2019) runs all forwards, then all backwards. 1F1B (Narayanan et al. 2019) lets each rank run as many
-forwards ahead as there are ranks behind it, then alternates. Interleaved1F1B (Narayanan et al. 2021) does so with several
-chunks, going through them in rounds of microbatches; LoopedBFS (Lamy-Poirier 2023) finishes a chunk before the next.
-InterleavedZeroBubble is ZB1P, ZBVZeroBubble section 6 of Qi et al. 2024; DualPipeV halves DeepSeek's DualPipe (2024).
+forwards ahead as there are ranks behind it, then alternates. Interleaved1F1B (Narayanan et al. 2021) does so with
+several chunks, going through them in rounds of microbatches; LoopedBFS (Lamy-Poirier 2023) finishes a chunk before the
+next. InterleavedZeroBubble is ZB1P, ZBVZeroBubble section 6 of Qi et al. 2024; DualPipeV halves DeepSeek's DualPipe
+(2024).
 """
 
 from __future__ import annotations
@@ -33,11 +36,13 @@ class Action(NamedTuple):
 
 
 Slots = Iterable[tuple[str, int]]
-"""Kinds with the chunk they are of, in order; which microbatch follows from counting. Chunk -1: whichever is due."""
+"""Pairs of an action's kind and its chunk, in order; the microbatch follows from counting. Chunk -1, of a W: whichever
+is due."""
 
 
 def stages_of(schedule: str, pp: int, chunks: int, index: int) -> tuple[int, ...]:
-    """Return the stages at a pp index: each round of stages runs forward over the ranks, every second one back if V-shaped."""
+    """Return the stages at a pp index, ascending: each round of `pp` stages goes over the ranks, every second one
+    backwards if V-shaped."""
     back = schedule in V_SHAPED
     return tuple(
         round_number * pp + (pp - 1 - index if back and round_number % 2 else index) for round_number in range(chunks)
@@ -45,7 +50,10 @@ def stages_of(schedule: str, pp: int, chunks: int, index: int) -> tuple[int, ...
 
 
 def refusal(schedule: str, pp: int, chunks: int, microbatches: int) -> str | None:
-    """Return why a schedule does not take these numbers, in one sentence. None if it does."""
+    """Return why a schedule does not take these numbers, in one sentence. None if it does.
+
+    chunks: stages on each rank. microbatches: those of one pass of the schedule.
+    """
     if schedule in ("GPipe", "1F1B") and chunks != 1:
         return f"schedule {schedule} has one stage a rank, requested stages_per_rank {chunks}"
     if schedule in V_SHAPED and chunks != 2:
@@ -69,7 +77,10 @@ def rounds_of(pp: int, microbatches: int) -> int:
 
 
 def schedule_actions(schedule: str, pp: int, chunks: int, microbatches: int, index: int) -> tuple[Action, ...]:
-    """Return the actions of the rank at a pp index in one pass of the schedule, in order. Only where `refusal` is None."""
+    """Return the actions of the rank at a pp index in one pass of the schedule, in order.
+
+    `refusal` must be None for these numbers.
+    """
     stages = stages_of(schedule, pp, chunks, index)
     behind = pp - 1 - index
     size = microbatches // rounds_of(pp, microbatches)
@@ -126,7 +137,10 @@ def _forward_chunks(chunks: int, size: int, microbatches: int) -> list[int]:
 
 
 def _one_forward_one_backward(order: list[int], ahead: int) -> Iterator[tuple[str, int]]:
-    """Yield `ahead` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    """Yield `ahead` forwards, then one forward and one backward in turn, then the remaining backwards.
+
+    order: the chunk of each forward. Backwards take the chunks in the opposite numbering.
+    """
     last = max(order)
     for number in range(ahead + len(order)):
         if number < len(order):
@@ -136,7 +150,10 @@ def _one_forward_one_backward(order: list[int], ahead: int) -> Iterator[tuple[st
 
 
 def _zb1p(order: list[int], ahead: int, late: int) -> Iterator[tuple[str, int]]:
-    """Yield 1F1B with halved backwards. The W of an I follows `late` backwards later, so they fill the bubble at the end."""
+    """Yield the slots of 1F1B with halved backwards. The W of an I follows `late` backwards later.
+
+    So they fill the bubble at the end.
+    """
     ahead = min(ahead, len(order))
     done = 0
     for kind, chunk in _one_forward_one_backward(order, ahead):
@@ -148,6 +165,7 @@ def _zb1p(order: list[int], ahead: int, late: int) -> Iterator[tuple[str, int]]:
 
 
 def _zbv(pp: int, index: int, microbatches: int) -> list[tuple[str, int]]:
+    """Return the slots of ZBVZeroBubble at a pp index: fill, steady and drain. It needs at least 2 pp - 1 microbatches."""
     behind = pp - index
     fill = [("F", 0)] * (2 * behind - 1) + [("F", 1), ("F", 0)] * index + [("F", 1), ("I", 1), ("W", 1)] * behind
     remaining_forwards = microbatches - (2 * pp - 1 - index)  # forwards of the way down that are still to come
@@ -161,6 +179,7 @@ def _zbv(pp: int, index: int, microbatches: int) -> list[tuple[str, int]]:
 
 
 def _dual_pipe_v(pp: int, index: int, microbatches: int) -> list[tuple[str, int]]:
+    """Return the slots of DualPipeV at a pp index: fill, steady and drain. It needs at least 2 pp microbatches."""
     behind = pp - 1 - index
     fill = [("F", 0)] * (2 * behind) + [("F", 0), ("F", 1)] * (index + 1) + [("I", 1), ("W", -1), ("F", 1)] * behind
     steady = [("F", 0), ("B", 1), ("F", 1), ("B", 0)] * (microbatches - 2 * pp + index + 1)

@@ -12,7 +12,11 @@ from harness.core.evidence.git import run_git
 
 
 def repository_of(spec: str) -> Path:
-    """Return the root of the repository that has the sources of a trainer. Raises CaseError where there is none."""
+    """Return the root of the git repository that holds a trainer's sources. Raises CaseError if there is none.
+
+    It is that of SOURCE, else that of FILE.py. For llama3 it is the harness's own, unless that is installed. Other
+    names have none without a source.
+    """
     trainer = TrainerSpec.parse(spec)
     if trainer.source or trainer.is_file:
         folder = Path(trainer.source) if trainer.source else Path(trainer.name).parent
@@ -25,7 +29,11 @@ def repository_of(spec: str) -> Path:
 
 
 def clean_commit(root: Path) -> str:
-    """Return the commit that is checked out. Raises CaseError if files differ from it: a map is of a commit."""
+    """Return the hash of the commit that is checked out. Raises CaseError if there is none, or if tracked files differ
+    from it.
+
+    A map of which sources each case ran is valid for one commit only.
+    """
     commit = run_git(root, "rev-parse", "--verify", "HEAD").stdout.strip()
     if not commit or run_git(root, "status", "--porcelain", "--untracked-files=no").stdout.strip():
         raise CaseError(f"{root}: has changes that are not committed; a map is of a commit: commit them or leave --map")

@@ -1,4 +1,4 @@
-"""Which trainer, and where it comes from, as it is written: NAME or FILE.py, or either with @SOURCE."""
+"""The trainer under test, and where it comes from, as it is written: NAME or FILE.py, or either with @SOURCE."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ class TrainerSpec:
 
     @classmethod
     def parse(cls, text: str) -> TrainerSpec:
+        """Return the spec that a text writes. Any text is accepted; without an @ the source is empty.
+
+        The name is a plain word before an @, else a path up to its .py, else all before the first @.
+        """
         match = SPEC_PATTERN.fullmatch(text)
         assert match is not None  # the last alternative and what follows take any text
         return cls(match["name"], match["source"] or "")

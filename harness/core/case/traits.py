@@ -1,4 +1,4 @@
-"""What a trainer chose where a case leaves the choice to it."""
+"""Traits: what a trainer chose where a case leaves the choice to it."""
 
 from __future__ import annotations
 
@@ -132,9 +132,10 @@ class TrainerTraits:
         return dataclasses.replace(self, measured=dataclasses.replace(self.measured, units=units))
 
     def units_of(self, case: Case) -> str:
-        """Return how the units are named in this case.
+        """Return the name of the units in this case: "apart", "root" or "observed". The case's own word takes
+        precedence over the trait.
 
-        A case that requests units has them; "observed" in a case leaves them open, as None does.
+        "observed" leaves the units open: the plan has those that the wrappers claim.
         """
         return case.features.fsdp_units or self.fsdp_units
 
@@ -144,7 +145,11 @@ class TrainerTraits:
         return self.flat_order or self.measured.flat_order
 
     def noise_key(self, case: Case) -> str:
-        """Return the key of the noise that this trainer is judged by: another model rounds as another build may."""
+        """Return the key of the noise that judges this trainer: the golden's key if its model is not the reference's,
+        else the case's.
+
+        Another model rounds at other places, as another build of the reference may.
+        """
         return case.golden_noise_key if self.own_model else case.noise_key
 
 
@@ -155,7 +160,8 @@ MEGATRON_TRAITS = TrainerTraits(master_weights=True, cp_heads="key_value")
 
 
 def with_trainer_choices(case: Case, traits: Mapping[str, TrainerTraits]) -> Case:
-    """Return the case with the trainer's choices in every launch, and its schedule where it keeps its own.
+    """Return the case with the trainer's choices in every launch, and with its learning rates where it keeps its own
+    schedule.
 
     traits: by the names of Case.launches. Raises CaseError for a schedule that has too few rates.
     """
@@ -169,7 +175,11 @@ def with_trainer_choices(case: Case, traits: Mapping[str, TrainerTraits]) -> Cas
 
 
 def with_own_schedule(case: Case, rates: tuple[float, ...] | None) -> Case:
-    """Return the case with these rates. It is no longer the case of any file, for its goldens are of the recipe's schedule."""
+    """Return the case with these learning rates, one a step; the case itself if they are None or the case declares its own.
+
+    With them it is the case of no file, for a file's goldens are of the recipe's schedule. Raises CaseError if they do
+    not fit.
+    """
     if rates is None or case.training.rates is not None:
         return case
     try:
@@ -179,9 +189,11 @@ def with_own_schedule(case: Case, rates: tuple[float, ...] | None) -> Case:
 
 
 def with_choices(case: Case, traits: TrainerTraits) -> Case:
-    """Return a launch with the trainer's choices: wrapper, how often gradients are reduced, expected failure.
+    """Return a launch with the trainer's wrapper and expected failure where the case names none, and as it defers
+    reductions.
 
-    The wrapper is the trainer's where the case leaves it open. A pipeline reduces after every pass of its schedule, as it is.
+    Whatever the case says, a trainer that cannot defer reduces after each microbatch, or defers HSDP's all-reduce
+    alone. A pipeline's `defer_sync` stays as it is: it reduces after every pass of its schedule.
     """
     case = with_wrapper(case, traits.wrapper)
     case = dataclasses.replace(case, expected_failure=case.expected_failure or traits.expected_failure)
@@ -193,9 +205,10 @@ def with_choices(case: Case, traits: TrainerTraits) -> Case:
 
 
 def with_wrapper(case: Case, wrapper: str | None) -> Case:
-    """Return a launch with this wrapper where it names none.
+    """Return a launch with this wrapper. The case itself if it names one, if this one is its default, or if `wrapper`
+    is None.
 
-    What is expected to fail with the wrapper of other trainers is not with this one's own.
+    A failure that is expected with the default wrapper is not expected with another one, and is dropped.
     """
     if case.features.wrapper is not None or wrapper in (None, case.wrapper):
         return case
@@ -210,7 +223,11 @@ def to_json(traits: TrainerTraits) -> dict[str, Any]:
 
 
 def from_json(record: Mapping[str, Any]) -> TrainerTraits:
-    """Return the inverse of to_json. Raises KeyError, TypeError or ValueError for a record of something else."""
+    """Return the traits that to_json turned into plain values. Fields that are missing have their defaults, except
+    `measured`.
+
+    Raises KeyError, TypeError or ValueError for a record of something else.
+    """
     allow = tuple(Allowance(**entry) for entry in record.get("allow", ()))
     layout = FlatLayout(**record.get("zero_layout", {}))
     layout = dataclasses.replace(layout, order=tuple(tuple(parts) for parts in layout.order))

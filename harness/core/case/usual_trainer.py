@@ -23,6 +23,8 @@ FILES = ("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini", "pyproject.
 
 @dataclass(frozen=True)
 class DefaultTrainer:
+    """The trainer that commands and the pytest plugin use if none is typed, and what chose it."""
+
     name: str
     """NAME, or FILE.py: absolute if a configuration names it, else relative to this folder."""
     reason: str = ""
@@ -30,7 +32,12 @@ class DefaultTrainer:
 
 
 def default_trainer() -> DefaultTrainer:
-    """Return the trainer to use if none is named. Raises ValueError if this folder has several adapters."""
+    """Return the trainer to use if none is typed: the configuration's, else the only adapter of this folder, else
+    BUILTIN_TRAINER.
+
+    Raises ValueError if this folder has several adapters and no configuration chooses, or if the configuration is
+    wrong.
+    """
     adapters = adapters_here()
     if trainer := configured(Path.cwd()):
         return trainer
@@ -45,13 +52,16 @@ def default_trainer() -> DefaultTrainer:
 
 
 def adapters_here() -> list[str]:
-    """Return the files of this folder that are called as `harness init` calls adapters."""
+    """Return the paths of the adapters in this folder, sorted: adapter.py and *_adapter.py, as `harness init` calls
+    them."""
     return sorted(str(file) for file in Path().glob("*.py") if file.stem == "adapter" or file.stem.endswith("_adapter"))
 
 
 def trainer_arguments(name: str) -> list[str]:
-    """Return the words of a command line here that select the trainer: none if it is the usual one. An adapter in a checkout
-    of `harness nightly` is the repository's."""
+    """Return the words that select a trainer on a command line here: --trainer NAME, or none if it is the usual one.
+
+    An adapter in a checkout of `harness nightly` is named by its path in the repository.
+    """
     name = name.rpartition(f"/{CHECKOUT_FOLDER}/")[2]
     try:
         usual_name = default_trainer().name
@@ -65,7 +75,11 @@ def trainer_arguments(name: str) -> list[str]:
 
 
 def configured(folder: Path) -> DefaultTrainer | None:
-    """Return what the nearest pytest configuration names, in this folder or above it. Raises ValueError."""
+    """Return the trainer that the nearest pytest configuration names, in this folder or above it.
+
+    Only the first file with a section for pytest counts: None if it names no trainer, or there is none. Raises
+    ValueError if it cannot be read, or names a file that does not exist.
+    """
     for above in (folder, *folder.parents):
         for name in FILES:
             path = above / name
@@ -78,7 +92,10 @@ def configured(folder: Path) -> DefaultTrainer | None:
 
 
 def trainer_of_value(value: Any, path: Path) -> DefaultTrainer:
-    """Return the trainer of that value; a FILE.py in it is relative to the configuration. Raises ValueError."""
+    """Return the trainer that a configuration's value names; a FILE.py in it is relative to the configuration's folder.
+
+    Raises ValueError if the value is no text, empty, or a file that does not exist.
+    """
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{path}: {CONFIGURATION_KEY} = {value!r}: a NAME or a FILE.py is needed")
     name = value.strip()
@@ -90,7 +107,10 @@ def trainer_of_value(value: Any, path: Path) -> DefaultTrainer:
 
 
 def pytest_section_of(path: Path) -> Mapping[str, Any] | None:
-    """Return the part that is for pytest; None if the file has none. Raises ValueError if it cannot be read."""
+    """Return the section for pytest of a configuration file, options by name; None if the file has none.
+
+    Raises ValueError if it cannot be read.
+    """
     try:
         if path.name in TABLES:
             return _section_of_toml(tomllib.loads(path.read_text(encoding="utf-8")), path.name)
@@ -100,6 +120,10 @@ def pytest_section_of(path: Path) -> Mapping[str, Any] | None:
 
 
 def _section_of_toml(document: Any, name: str) -> Mapping[str, Any] | None:
+    """Return the section for pytest of a TOML document, with its ini_options; None if it is pyproject.toml and has none.
+
+    A pytest.toml counts even if it is empty. Raises ValueError if it is no table.
+    """
     for key in TABLES[name]:
         document = document.get(key, {})
         if not isinstance(document, dict):

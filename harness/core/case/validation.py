@@ -1,4 +1,4 @@
-"""What fits together in a case, and what does not. Every refusal names file, case, key and remedy."""
+"""Validation of a case: which degrees, sizes and options fit together. Every refusal names file, case, key and remedy."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ def validate_resume(case: Case, location: str) -> None:
 
 
 def validate(case: Case, world_size: Any, location: str) -> None:
-    """Raise CaseError if the degrees do not fit the world, the model, the batch and the sequence.
+    """Raise CaseError if the degrees do not fit the world, the model, the batch and the sequence, or features do not
+    fit together.
 
-    These are the refusals that no single part of a case can make.
+    These are the refusals that no single part of a case can make. world_size: the number of ranks that the file says;
+    None if none.
     """
     dims = case.dims
     model = case.model
@@ -78,13 +80,14 @@ def validate(case: Case, world_size: Any, location: str) -> None:
 
 
 def _nearest_multiples(number: int, divisor: int) -> str:
-    """Return the nearest multiples, in words."""
+    """Return the nearest multiples of the divisor in words: "8 or 12"; the divisor alone if the number is smaller."""
     below = number // divisor * divisor
     return f"{below} or {below + divisor}" if below else str(divisor)
 
 
 def _validate_stages(case: Case, location: str) -> None:
-    """Raise CaseError if there are more stages than layers, or if first or last stage would have less than no layer.
+    """Raise CaseError if there are more stages than layers, or if an end of the pipeline would have a negative number
+    of layers.
 
     A stage in the middle has a layer. The first may have the embedding alone, and the last norm and output alone.
     """
@@ -126,9 +129,10 @@ def _validate_blocks(case: Case, location: str) -> None:
 
 
 def _validate_trainable(case: Case, location: str) -> None:
-    """Raise CaseError if a pattern of `trainable` fits no parameter, or no adapter is trained.
+    """Raise CaseError if a pattern of `trainable` fits no parameter, if LoRA trains no adapter, or if LoRA meets 8-bit
+    matmuls.
 
-    What no pattern fits is frozen, which a slip would do.
+    What no pattern fits is frozen, so that a slip of the pen would freeze the model.
     """
     names = case.model.parameter_shapes()
     for pattern in case.training.trainable or ("",):
@@ -150,9 +154,11 @@ def _validate_trainable(case: Case, location: str) -> None:
 
 
 def _validate_last_batch(case: Case, location: str) -> None:
-    """Raise CaseError unless the last batch is whole microbatches on each rank, or one smaller microbatch.
+    """Raise CaseError unless the last batch is whole microbatches on each rank, or one smaller microbatch. None is
+    always fine.
 
-    Some ranks may have more samples than others, or none, where data is all that ranks divide.
+    Some ranks may have more samples than others, or none, where data is all that ranks divide. No pipeline has a last
+    batch.
     """
     last = case.training.last_batch
     ranks = case.dims.dp
@@ -176,7 +182,8 @@ def _validate_last_batch(case: Case, location: str) -> None:
 
 
 def _validate_features(case: Case, location: str) -> None:
-    """Raise CaseError for options that request something on an axis of degree 1, or that contradict each other."""
+    """Raise CaseError for features that mean nothing on an axis of degree 1, that contradict each other, or that no
+    plan covers."""
     dims = case.dims
     features = case.features
     usual = Features()
@@ -274,7 +281,10 @@ def _validate_wrapper_options(case: Case, location: str) -> None:
 
 
 def refuse_missing_script(expected: ExpectedFailure | None, file: str, location: str) -> None:
-    """Refuse an expected failure whose minimal program is not in the repository of the case's file."""
+    """Raise CaseError if the minimal program of an expected failure is not in the repository of the case's file.
+
+    None passes.
+    """
     if expected and not (case_files.repository_folder(file) / expected.script).is_file():
         raise CaseError(
             f"{location}: expected_failure: script {expected.script!r} not found in "

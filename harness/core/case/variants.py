@@ -14,7 +14,10 @@ from harness.core.case.features import Features
 
 
 def with_dtype(case: Case, dtype: str | None) -> Case:
-    """Return the case in this dtype, no longer the case of any file. A case that is in this dtype is returned unchanged."""
+    """Return the case in this dtype, as the case of no file. The case itself if `dtype` is None or its own.
+
+    A compute or reduce dtype that equals the old dtype becomes the new one as well, in earlier launches too.
+    """
     old = case.training.dtype
     if dtype is None or dtype == old:
         return case
@@ -35,9 +38,10 @@ def _with_reduce_dtype(features: Features, old: str, dtype: str) -> Features:
 
 
 def with_seed(case: Case, seed: int) -> Case:
-    """Return the case with another seed: other weights, data and order. Raises CaseError for a seed that there is not.
+    """Return the case with another seed: other weights, data and order. Raises CaseError for a seed that is negative or
+    too large.
 
-    It is no longer the case of any file, and has no golden.
+    It is the case of no file, and has no golden.
     """
     reseeded_case = dataclasses.replace(case, training=dataclasses.replace(case.training, seed=seed), file="")
     if problem := limits.size_problem(reseeded_case):

@@ -13,14 +13,17 @@ from harness.core.case import limits
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML as people mean it: a key written twice is an error, not the last one winning."""
+    """Python's YAML loader, except that a key written twice is an error, not the last one winning."""
 
 
 if yaml.__with_libyaml__:
     from yaml.cyaml import CParser  # type: ignore[attr-defined]
 
     class _FastLoader(Composer, CParser, SafeConstructor, Resolver):
-        """The same, scanned and parsed in C. Trap: libyaml's composer crashes on what is nested deeply, so it has Python's."""
+        """A loader that scans and parses in C.
+
+        Trap: libyaml's composer crashes on what is nested deeply, so it has Python's.
+        """
 
         def __init__(self, text: str) -> None:
             CParser.__init__(self, text)
@@ -52,9 +55,10 @@ for _loader in (_UniqueKeyLoader, _FastLoader):
 
 
 def document_of(text: str) -> Any:
-    """Return what a YAML file holds. Raises yaml.YAMLError or ValueError, also for one that is nested too deeply.
+    """Return the document of a YAML text as Python values; None for an empty text.
 
-    The slow loader says what is wrong, in the same words with and without libyaml.
+    Raises yaml.YAMLError or ValueError for a text that is not valid, writes a key twice, is too large or nested too
+    deeply. A refused text is read again by the slow loader, whose messages are the same with and without libyaml.
     """
     try:
         try:
@@ -66,6 +70,10 @@ def document_of(text: str) -> Any:
 
 
 def _construct_document(loader: Any) -> Any:
+    """Return the document that a loader reads; None for an empty text.
+
+    Raises YAMLError if aliases stand for too many values.
+    """
     node = loader.get_single_node()
     limits.refuse_bombs(node)
     return None if node is None else loader.construct_document(node)

@@ -32,7 +32,7 @@ CORE_COMMANDS = {
 
 
 def all_commands() -> dict[str, tuple[str, str]]:
-    """Return the package that has each command, of the core and of rings, and the command's line of help."""
+    """Return the commands of the core and of rings by name: the package that has each, and its line of help."""
     return {name: (__name__, help) for name, help in CORE_COMMANDS.items()} | rings.commands()
 
 
@@ -47,6 +47,12 @@ RENAMED_COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that was typed and return the exit code; with --json print one document, also on why nothing was
+    judged.
+
+    argv: the words behind `harness`; None for those of this process. A shell that asks for completion is answered
+    instead.
+    """
     argv = sys.argv[1:] if argv is None else argv
     escape_unprintable_letters()
     answer_completion(make_parser)
@@ -70,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def refuse_renamed(argv: Sequence[str]) -> None:
-    """Raises Usage for a command that has another name now."""
+    """Print an error and raise UsageError for a command that has another name now."""
     if argv and (replacement := RENAMED_COMMANDS.get(argv[0])):
         message = f"`harness {argv[0]}` has another name now: {replacement}"
         print_error(message)
@@ -78,7 +84,11 @@ def refuse_renamed(argv: Sequence[str]) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code. What keeps it from judging is a message and never a verdict."""
+    """Run the command and return its exit code. What keeps it from judging is printed, kept in `args.failed`, and never
+    a verdict.
+
+    The code is then NOT_JUDGED, or INTERRUPTED after Ctrl-C.
+    """
     expected: tuple[type[Exception], ...] = ()
     try:
         expected = importlib.import_module("harness.core.cli.work.expected").EXPECTED
@@ -102,7 +112,7 @@ def run_command(args: argparse.Namespace) -> int:
 def make_parser(typed: str = "") -> argparse.ArgumentParser:
     """Return the parser of all commands. A command's own options are added as it parses.
 
-    typed: the command whose options are added at once, for who looks at them without parsing.
+    typed: the command whose options are added at once, for a caller that looks at them without parsing.
     """
     top = Parser(
         prog="harness",

@@ -16,20 +16,27 @@ Data = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 
 def answer(args: argparse.Namespace, kind: str, data: Data, *text: object) -> None:
-    """Say the text, or keep the document for main to print. data: what takes time is a function."""
+    """Print the text, or with --json keep the document of this kind in `args.answered`, for main to print at the end.
+
+    data: the document's data, or a function that returns it, called only with --json. Without text nothing is printed.
+    """
     if not args.json:
         return print_lines(*text) if text else None
     args.answered = document_text(kind, data() if callable(data) else data)
 
 
 def is_document_asked(argv: Sequence[str]) -> bool:
-    """Return whether a document is wanted of what could not be parsed. Words behind -- are another command's."""
+    """Return whether --json is among the words, for a command line that could not be parsed.
+
+    Words behind -- are another command's.
+    """
     return "--json" in [*argv, "--"][: [*argv, "--"].index("--")]
 
 
 @contextmanager
 def stdout_for_document_only() -> Iterator[None]:
-    """Send to stderr what a trainer, a library or a command that is recorded prints meanwhile."""
+    """Send stdout to stderr while the block runs: what a trainer, a library or a command that is recorded prints
+    meanwhile."""
     with ExitStack() as stack:
         if sys.stdout is not None and sys.stderr is not None:  # neither was closed by who called
             sys.stdout.flush()
@@ -42,6 +49,9 @@ def stdout_for_document_only() -> Iterator[None]:
 
 
 def print_document(args: argparse.Namespace, code: int) -> None:
-    """Print what the command answered, or why it did not. Raises OutputError."""
+    """Print to stdout the document that the command kept, or an error document with its message and exit code.
+
+    Raises OutputError.
+    """
     error_document = document_text("error", {"message": getattr(args, "failed", ""), "exit": code})
     write_text_as_is(getattr(args, "answered", error_document) + "\n", sys.stdout)

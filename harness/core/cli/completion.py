@@ -13,9 +13,9 @@ COMPLETION_VARIABLE = "_ARGCOMPLETE"
 
 
 def answer_completion(parser: Callable[[str], argparse.ArgumentParser]) -> None:
-    """Answer the shell and end this process, if it was the shell that started it.
+    """Answer the shell and end this process, if the shell started it for completion; return at once otherwise.
 
-    parser: makes the parser of the command that is typed.
+    parser: makes the parser of all commands, with the options of the command that is typed.
     """
     if COMPLETION_VARIABLE not in os.environ:
         return
@@ -28,7 +28,7 @@ def answer_completion(parser: Callable[[str], argparse.ArgumentParser]) -> None:
 
 
 def case_names(parsed_args: argparse.Namespace, **_: object) -> Iterable[str]:
-    """Return the names that may stand for CASE."""
+    """Return the names that may stand for CASE, for argcomplete. Empty if the cases cannot be loaded."""
     from harness.core.case.case import CaseError
     from harness.core.cli.work.cases import cases_of
 

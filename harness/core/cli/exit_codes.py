@@ -22,6 +22,6 @@ exit codes:
 
 
 def worst_code(codes: Iterable[int]) -> int:
-    """Return the code that outweighs the others. Without any code nothing was judged."""
+    """Return the code that outweighs the others: BROKEN before NOT_JUDGED before PASSED. NOT_JUDGED without any code."""
     distinct_codes = set(codes)
     return next((code for code in (BROKEN, NOT_JUDGED, PASSED) if code in distinct_codes), NOT_JUDGED)

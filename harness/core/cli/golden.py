@@ -8,6 +8,7 @@ from harness.core.cli.parsing import add_cases, add_json, add_out, add_selection
 
 
 def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `harness golden`."""
     add_json(parser)
     add_cases(parser)
     add_selection(parser)

@@ -18,11 +18,14 @@ DEFAULT_HANDLERS: dict[signal.Signals, Any] = {
 
 @contextmanager
 def single_interrupt() -> Iterator[None]:
-    """Let the first Ctrl-C, SIGTERM or lost terminal end what is under way, and ignore the next ones.
+    """Let the first Ctrl-C, SIGTERM or lost terminal raise KeyboardInterrupt in the block, and ignore the next ones.
 
-    While that is cleaned up, another would leave a traceback and processes."""
+    While that is cleaned up, another would leave a traceback and processes. Outside of the main thread, and for a
+    signal that has another handler, nothing changes.
+    """
 
     def interrupt(*_: object) -> None:
+        """Ignore all further signals of these kinds, and raise KeyboardInterrupt."""
         for number in handled:
             signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt

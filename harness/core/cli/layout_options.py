@@ -11,8 +11,10 @@ LAYOUT_FILES_HELP = "torchtitan's .toml, accelerate's or NeMo's .yaml, NeMo's .p
 
 
 def add_layout(parser: argparse.ArgumentParser, *, accepts_command: bool = False) -> None:
-    """Let a person type a layout. accepts_command: the words of a command may stand for CASE, behind "--"; `case` is then a
-    list."""
+    """Add the options by which a person types a layout: CASE, --dims, the model and its lengths.
+
+    accepts_command: the words of a command may stand for CASE, behind "--"; `case` is then a list.
+    """
     positional_kwargs = (
         {"metavar": "CASE | -- COMMAND", "nargs": "*"} if accepts_command else {"metavar": "CASE", "nargs": "?"}
     )
@@ -39,6 +41,6 @@ def add_layout(parser: argparse.ArgumentParser, *, accepts_command: bool = False
 
 
 def add_degrees(parser: argparse._ActionsContainer) -> None:
-    """Let a person type what a recorded job was requested to be."""
+    """Add --layout, the degrees by which a recorded job is judged."""
     help_text = f"judge it by what was requested: dp_replicate=2,dp_shard=8, or {layout.LAYOUT_FILES}"
     parser.add_argument("--layout", metavar="DEGREES", help=help_text)

@@ -20,6 +20,7 @@ from harness.core.run.selection import ALL_TIERS
 
 
 def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `harness matrix`."""
     add_json(parser)
     add_cases(parser)
     add_selection(parser)
@@ -42,13 +43,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tier(parser: argparse.ArgumentParser) -> None:
+    """Add --tier, which tier of cases runs; by default "default"."""
     parser.add_argument(
         "--tier", choices=(*TIERS, ALL_TIERS), default="default", help="which cases; all but default are for the night"
     )
 
 
 def add_parts(parser: argparse.ArgumentParser) -> None:
-    """Let a person type which of the selected cases are run, and what a run does when it is not the first."""
+    """Add the options that choose a part of the selected cases, and continue or repeat an earlier run."""
     part = parser.add_argument_group("which part of them; every run is recorded in OUT/verdicts.jsonl")
     part.add_argument("--shard", metavar="I/N", help="the I-th of N parts, which several machines run")
     part.add_argument(

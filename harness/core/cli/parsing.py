@@ -24,7 +24,7 @@ class BadInput(Exception):
 
 
 class UsageError(SystemExit):
-    """What was typed is not understood, and that was said."""
+    """What was typed is not understood, and that was printed. It ends the process with code 2 if nothing catches it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(2)
@@ -32,19 +32,23 @@ class UsageError(SystemExit):
 
 
 class Parser(argparse.ArgumentParser):
-    """Options are typed in full: another may begin like them one day, and main() looks for --bisect."""
+    """A parser whose options are typed in full: another may begin like them one day, and main() looks for --bisect.
+
+    It notes in `args.typed` which options were typed.
+    """
 
     def __init__(self, **how: Any) -> None:
         super().__init__(allow_abbrev=False, **how)
         remember_typed(self)
 
     def error(self, message: str) -> NoReturn:
+        """Print usage and message to stderr, and raise UsageError."""
         self.print_usage(sys.stderr)
         self._print_message(f"{self.prog}: error: {message}\n", sys.stderr)
         raise UsageError(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, and refuse what a command does not know with its own usage; argparse leaves that to the parser of all."""
+        """Parse, and refuse an unknown option with the command's own usage; argparse leaves that to the parser of all."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown and self._subparsers is None:
             questions = [did_you_mean(word.partition("=")[0], self._option_string_actions) for word in unknown]
@@ -54,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class CommandParser(Parser):
-    """The parser of one command. It imports the command's file when it is to parse: all of them take a while."""
+    """The parser of one command. It imports the command's file only when it parses: importing all of them takes a while."""
 
     def __init__(self, command: str, package: str, **how: Any) -> None:
         """package: where the command's files are."""
@@ -65,7 +69,7 @@ class CommandParser(Parser):
         self.set_defaults(command=command, package=package, json=False)
 
     def add_options(self) -> None:
-        """Add what can be typed behind the command, once."""
+        """Add the options of the command, and those that rings add to it. A second call does nothing."""
         if not self.has_options:
             self.has_options = True
             importlib.import_module(f"{self.package}.{self.command}").add(self)
@@ -78,11 +82,12 @@ class CommandParser(Parser):
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Let a person ask for the answer that a program reads."""
+    """Add --json: one document on stdout, and all else on stderr."""
     parser.add_argument("--json", action="store_true", help="print one JSON document, all else to stderr")
 
 
 def add_cases(parser: argparse.ArgumentParser) -> None:
+    """Add --cases, the folder of case files. Without it the value is None, which means cases/ here."""
     parser.add_argument(
         "--cases",
         metavar="DIR",
@@ -103,7 +108,7 @@ def add_jobs(parser: argparse.ArgumentParser, help_text: str) -> None:
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Let a person change the seed or dtype of a case's recipe."""
+    """Add --seed and --dtype, which change the recipe of a case; None for the case's own."""
     parser.add_argument("--seed", type=int, metavar="N", help="another seed; goldens do not apply")
     parser.add_argument(
         "--dtype",
@@ -114,7 +119,10 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def add_how_to_run(parser: argparse.ArgumentParser, server_choices: Sequence[str] = (), server_help: str = "") -> Any:
-    """Add these options and return their group. server_choices, server_help: further choices of --server, what they mean."""
+    """Add the options on how ranks are started, --trainer and --out among them, and return their group.
+
+    server_choices, server_help: further choices of --server, what they mean.
+    """
     group = parser.add_argument_group("how ranks are started")
     add_trainer(group)
     group.add_argument(
@@ -147,6 +155,7 @@ def add_how_to_run(parser: argparse.ArgumentParser, server_choices: Sequence[str
 
 
 def add_trainer(parser: Any) -> None:
+    """Add --trainer. Without it the value is None, and `default_trainer` chooses."""
     parser.add_argument(
         "--trainer",
         metavar="NAME|FILE.py",
@@ -160,6 +169,7 @@ def add_out(parser: Any, help: str) -> None:
 
 
 def positive_number(text: str) -> float:
+    """Return the number that was typed, above 0 and finite, as an option's type. Raises ArgumentTypeError or ValueError."""
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
@@ -167,6 +177,7 @@ def positive_number(text: str) -> float:
 
 
 def seconds_within_limit(text: str) -> float:
+    """Return the seconds that were typed, above 0 and at most LONGEST_SECONDS. Raises ArgumentTypeError or ValueError."""
     value = float(text)
     if not 0 < value <= LONGEST_SECONDS:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most {LONGEST_SECONDS:g} seconds, got {text}")
@@ -174,7 +185,7 @@ def seconds_within_limit(text: str) -> float:
 
 
 def add_again(parser: argparse._ActionsContainer, *, default: int) -> None:
-    """Let a person say how often a failing case is made again, in fresh ranks; `default` times if it is not typed."""
+    """Add --again, how often a failing case is rerun in fresh ranks; `default` times if it is not typed."""
     help_text = f"make a failing case again N times, in fresh ranks, to see whether it always fails; default {default}"
     parser.add_argument("--again", type=whole_number, default=default, metavar="N", help=help_text)
 
@@ -184,7 +195,7 @@ def positive_int(text: str) -> int:
 
 
 def whole_number(text: str) -> int:
-    """Return a whole number from 0."""
+    """Return the whole number from 0 that was typed. Raises ArgumentTypeError for any other text."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number from 0, got {text}")
     return int(text)

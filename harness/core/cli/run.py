@@ -14,6 +14,7 @@ SERVER_ACTIONS = (SHOW, END, END_ALL) = ("show", "end", "end-all")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `harness run`, with those on rank servers and other nodes."""
     add_json(parser)
     case = parser.add_argument("case", metavar="CASE", nargs="?", help="its name; `harness matrix --list` lists them")
     case.completer = case_names  # type: ignore[attr-defined]

@@ -14,12 +14,15 @@ from harness.core.run.commit import commit_of_harness
 
 
 class Version(argparse.Action):
+    """The action of --version: print the versions and end the process."""
+
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print_lines(version_text())
         parser.exit()
 
 
 def version_text() -> str:
+    """Return the versions of harness, commit, records, torch and Python on one line."""
     commit = commit_of_harness() or "unknown"
     python = sys.version.split()[0]
     return (
@@ -28,6 +31,7 @@ def version_text() -> str:
 
 
 def _torch_version() -> str:
+    """Return the version of torch, without importing it; "not installed" if there is none."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

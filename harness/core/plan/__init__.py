@@ -1,1 +1,1 @@
-"""What must be true of every rank, by arithmetic alone: from a case, before anything runs."""
+"""The plan: all that must be true of every rank, derived from a case by arithmetic alone, before anything runs."""

@@ -1,4 +1,4 @@
-"""What a recipe trains, and what backward leaves out because all before it is frozen."""
+"""Frozen parameters: which parameters a recipe trains, and what backward leaves out because all before it is frozen."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def trained_values(case: Case, values: Mapping[str, T]) -> dict[str, T]:
 
 
 def units_gathered_in_backward(case: Case, units: Sequence[Unit]) -> list[Unit]:
-    """Return the units, in forward's order, that FSDP2 gathers for backward.
+    """Return the units, in forward's order, that FSDP2 gathers for backward: all of them if nothing is frozen.
 
-    They begin with the first one of which the result has a gradient. The one before is gathered for nothing, because each
-    unit has its predecessor fetched ahead.
+    They begin with the first one of which the result has a gradient. The one before is gathered for nothing, because
+    each unit has its predecessor fetched ahead. A trained embedding that is tied to the output makes them all.
     """
     first_trained = 0
     for index, unit in enumerate(units):
@@ -44,7 +44,8 @@ def units_gathered_in_backward(case: Case, units: Sequence[Unit]) -> list[Unit]:
 
 
 class ActivationGradients(NamedTuple):
-    """Modules, and whether they have a gradient."""
+    """Modules of a model by name, such as layers.0.attention.wq or output, and whether backward computes gradients of
+    activations."""
 
     into: Mapping[str, bool]
     """Module -> whether its input has a gradient."""
@@ -54,8 +55,11 @@ class ActivationGradients(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def gradients_of_activations(model: ModelConfig, training: TrainingConfig) -> ActivationGradients:
-    """Return which modules' inputs and results have a gradient: a result has one if something is trained in what it is made
-    of."""
+    """Return which modules' inputs and results have a gradient: a result has one if something that it is made of is
+    trained.
+
+    `into` has each block's matrices and the output, `out_of` the embedding and each block's attention and feed-forward.
+    """
 
     def is_trained(module: str) -> bool:
         weights = (f"{module}.weight", *(model.lora.shapes(f"{module}.weight", (0, 0)) if model.lora else ()))
@@ -77,16 +81,17 @@ def gradients_of_activations(model: ModelConfig, training: TrainingConfig) -> Ac
 
 
 def count_differentiated_layers(case: Case, layers: Sequence[int]) -> int:
-    """Return in how many of these layers attention has a gradient."""
+    """Return in how many of these layers attention runs in backward: those where its result, which wo multiplies, has a
+    gradient."""
     into = gradients_of_activations(case.model, case.training).into
     return sum(into[f"layers.{layer}.attention.wo"] for layer in layers)
 
 
 def matmuls_of_block(model: ModelConfig, *, merged: bool) -> int:
-    """Return the matmuls of a block's forward, whose matrices are all apart.
+    """Return the number of matmuls in one block's forward, if none of its matrices are fused; LoRA adapters included.
 
-    merged: whether an adapter's halves are multiplied with each other and added to their matrix, rather than applied one
-    after the other.
+    merged: whether an adapter's halves are multiplied with each other and added to their matrix, rather than applied
+    one after the other.
     """
     matmuls = sum(len(shared) + 1 for _, _, shared, _ in BLOCK_HALVES)
     if model.lora:
@@ -95,11 +100,11 @@ def matmuls_of_block(model: ModelConfig, *, merged: bool) -> int:
 
 
 def matmuls_left_out(case: Case, layers: Sequence[int], *, outputs: int, merged: bool = False) -> int:
-    """Return how many matmuls fewer than two for each of forward's a step's backward has.
+    """Return by how many matmuls a step's backward falls short of two for each of forward's, on a rank with these layers.
 
     They are those of frozen weights' gradients, and of inputs without one. outputs: how often a pass applies the output
-    layer, such as once for each chunk of a loss. merged: as in `matmuls_of_block`; a frozen matrix then has a gradient that
-    goes on to the adapter's halves.
+    layer, such as once for each chunk of a loss. merged: as in `matmuls_of_block`; a frozen matrix then has a gradient
+    that goes on to the adapter's halves.
     """
     model = case.model
     training = case.training
@@ -127,7 +132,8 @@ def matmuls_left_out(case: Case, layers: Sequence[int], *, outputs: int, merged:
 
 
 def _adapter_matmuls_left_out(model: ModelConfig, training: TrainingConfig, module: str, into: bool) -> int:
-    """Return how many matmuls fewer than two for each of forward's the backward of a module's adapter has; 0 without one.
+    """Return by how many matmuls the backward of a module's adapter falls short of two for each of forward's; 0 without
+    one.
 
     into: whether the module's input has a gradient.
     """
@@ -139,7 +145,8 @@ def _adapter_matmuls_left_out(model: ModelConfig, training: TrainingConfig, modu
 
 
 def _adapter_halves(model: ModelConfig, module: str) -> tuple[str, ...]:
-    """Return the fqns of both halves of a module's adapter, the one that its input comes to first in front; () without one."""
+    """Return the fqns of both halves of a module's LoRA adapter, the one that is applied first in front; () without an
+    adapter."""
     if model.lora is None or module.rpartition(".")[2] not in model.lora.targets:
         return ()
     return tuple(model.lora.shapes(f"{module}.weight", (0, 0)))

@@ -1,4 +1,4 @@
-"""Where a rank stands in the mesh, and the groups of ranks that differ in some axes only."""
+"""The rank grid: a rank's coordinate in the mesh, and the groups of ranks that differ in some axes only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.reference.config import is_trainable
 
 
 def rank_grid(dims: ParallelDims) -> np.ndarray:
-    """Return the rank at each place of the mesh. int64 [pp, dp_replicate, dp_shard, cp, tp]"""
+    """Return the rank at each mesh coordinate. int64 [pp, dp_replicate, dp_shard, cp, tp]"""
     return np.arange(dims.world_size).reshape(dims.degrees)
 
 
@@ -36,9 +36,10 @@ def groups_along(dims: ParallelDims, *axes: str) -> tuple[tuple[int, ...], ...]:
 
 
 def groups_by_axis(case: Case, units: Iterable[list[Unit]]) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return the groups of each axis of degree above 1, folded ones and those of slices after forward included.
+    """Return the groups of ranks of each axis of degree above 1, by axis, folded axes and those of slices after forward
+    included.
 
-    units: FSDP2's, of each kind of ranks.
+    units: FSDP2's units, once for each kind of ranks.
     """
     dims = case.dims
     groups_of = {axis: groups_along(dims, axis) for axis in AXES if getattr(dims, axis) > 1}
@@ -63,9 +64,10 @@ PIPELINE_ENDS = "pp_ends"
 
 
 def tied_axis(case: Case) -> str:
-    """Return the axis over which the copies of a tied embedding lie, of which the gradients are summed.
+    """Return the axis over which the gradients of a tied embedding's copies are summed: "pp", or "pp_ends" if pp is
+    above 2.
 
-    Empty where a rank has both stages, or nothing is summed.
+    Empty without a pipeline, if a rank has both stages, or if no trained embedding is tied.
     """
     sums = case.model.tied_embeddings and is_trainable(case.training, "tok_embeddings.weight")
     if case.dims.pp == 1 or not sums or case.features.schedule in V_SHAPED:
@@ -74,7 +76,10 @@ def tied_axis(case: Case) -> str:
 
 
 def gather_axis(case: Case, degree: int) -> str:
-    """Return the axis on which backward gathers what stayed cut over `degree` ranks; empty if it stayed whole."""
+    """Return the axis on which backward gathers parameters that stayed cut over `degree` ranks; empty if they stayed whole.
+
+    It is FSDP's shard axis, or "post_forward" with a degree behind it if the wrapper and not the case chose that.
+    """
     if case.shards == 1 or degree == 1:
         return ""
     if isinstance(case.features.reshard_after_forward, int):
@@ -83,7 +88,7 @@ def gather_axis(case: Case, degree: int) -> str:
 
 
 def _post_forward_groups(shards: tuple[tuple[int, ...], ...], degree: int) -> tuple[tuple[int, ...], ...]:
-    """Return neighbours in a shard group, `degree` of them.
+    """Return the shard groups cut into groups of `degree` neighbours.
 
     Each such group holds all parameters between forward and backward.
     """
@@ -95,7 +100,7 @@ def _post_forward_groups(shards: tuple[tuple[int, ...], ...], degree: int) -> tu
 
 
 def shard_axis(dims: ParallelDims) -> str:
-    """Return the axis that FSDP shards over.
+    """Return the axis that FSDP shards over: "dp_shard", "cp", or "dp_shard_cp", both folded.
 
     Context parallel ranks hold equal parameters, so FSDP usually shards over them as well.
     """
@@ -105,7 +110,7 @@ def shard_axis(dims: ParallelDims) -> str:
 
 
 def shard_degree_and_index(dims: ParallelDims, rank: int) -> tuple[int, int]:
-    """Return (degree, index) of data-parallel sharding."""
+    """Return (degree, index) of a rank in data-parallel sharding, over dp_shard with cp folded in where cp shards."""
     index_by_axis = coordinate_of_rank(dims, rank)
     index = index_by_axis["dp_shard"]
     if dims.over_cp:
@@ -114,5 +119,5 @@ def shard_degree_and_index(dims: ParallelDims, rank: int) -> tuple[int, int]:
 
 
 def tp_degree_and_index(dims: ParallelDims, rank: int) -> tuple[int, int]:
-    """Return (degree, index) of tensor parallel."""
+    """Return (degree, index) of a rank in tensor parallel; (1, 0) without."""
     return dims.tp, coordinate_of_rank(dims, rank)["tp"]

@@ -1,4 +1,5 @@
-"""Kinds of ranks: 16,384 ranks hold slices of a few dozen sizes, so what follows from sizes is worked out once a kind."""
+"""Kinds of ranks: 16,384 ranks hold slices of a few dozen sizes, so a value that follows from sizes is computed once a
+kind."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class PerRank(Mapping[int, T]):
         return repr(dict(self))
 
     def first_ranks(self) -> list[int]:
-        """Return the first rank of each kind."""
+        """Return the first rank of each kind, in the order of ranks."""
         first_ranks: dict[Hashable, int] = {}
         for rank, kind in self.kinds.items():
             first_ranks.setdefault(kind, rank)
@@ -67,7 +68,7 @@ class ShardPlace(NamedTuple):
 
 
 def places_of_ranks(dims: ParallelDims) -> dict[int, ShardPlace]:
-    """Return the place of each rank. Its shard is over dp_shard and cp folded, as in `shard_degree_and_index`."""
+    """Return the place of each rank, by rank. Its shard is over dp_shard and cp folded, as in `shard_degree_and_index`."""
     indices = np.unravel_index(np.arange(dims.world_size), dims.degrees)
     pp, _, dp_shard, cp, tp = (index.tolist() for index in indices)
     shards = dp_shard
@@ -83,10 +84,11 @@ def kinds_of_ranks(
     units: PerRank[list[Unit]],
     traits: TrainerTraits,
 ) -> dict[int, int]:
-    """Return the kind of each rank, by number.
+    """Return the kind of each rank as a number, counted from 0 in the order of first ranks.
 
-    Ranks are of a kind if they run the same stages, FSDP gathers the same units on them, and their slices have equal sizes.
-    The slices are those of stored parameters, of parameters after forward, and of all parameters as tp leaves them.
+    Ranks are of a kind if they run the same stages, FSDP gathers the same units on them, and their slices have equal
+    sizes. The slices are those of stored parameters, of parameters after forward, and of all parameters as tp leaves
+    them.
 
     shapes: the shapes of the parameters of a rank's stages, by fqn; kinds are pp indices.
     """
@@ -130,13 +132,16 @@ def kinds_of_ranks(
 
 
 def number_kinds(kinds: Mapping[int, Hashable]) -> dict[int, int]:
-    """Return kinds by number, in the order of their first ranks."""
+    """Return the kind of each rank as a number, counted from 0 in the order in which `kinds` first has them."""
     numbers: dict[Hashable, int] = {}
     return {rank: numbers.setdefault(kind, len(numbers)) for rank, kind in kinds.items()}
 
 
 def _set_number(fqn_by_cut: dict[Cut, str], known_sets: list[dict[Cut, str]]) -> int:
-    """Return the index of a set of cuts among the known ones, which it joins if it is new. Names of layers do not count."""
+    """Return the index of a set of cuts among the known ones.
+
+    A set that is new is appended to them. Names of layers do not count.
+    """
     for index, known_set in enumerate(known_sets):
         if known_set.keys() == fqn_by_cut.keys():
             return index
@@ -145,7 +150,8 @@ def _set_number(fqn_by_cut: dict[Cut, str], known_sets: list[dict[Cut, str]]) ->
 
 
 def _fqn_by_cut(shapes: Shapes, cuts: Mapping[str, int]) -> dict[Cut, str]:
-    """Return one name for each way of cutting a shape.
+    """Return one fqn for each way of cutting a shape, by (shape, tp's dim, FSDP's dim). cuts: FSDP's dim by fqn, 0 if
+    absent.
 
     Parameters of one shape that tp and FSDP cut along the same dims have equal slices.
     """

@@ -1,11 +1,11 @@
-"""What must be true of a case, by arithmetic alone: no torch, no DeviceMesh, nothing that a trainer uses.
+"""Making the plan of a case, by arithmetic alone: no torch, no DeviceMesh, nothing that a trainer uses.
 
 The rank grid is arange(world_size) reshaped to the degrees, outermost axis first (pp, dp_replicate, dp_shard, cp, tp).
 Groups are its lines. "dp_shard_cp" is dp_shard and cp folded into one, over which FSDP shards if both are there.
-"dp_replicate_cp" is folded likewise, and DDP reduces over it. "pp_ends" is the first and the last rank of a pipeline, which
-share a tied embedding. A pipeline deals out the layers, so that a rank holds only its stages' parameters. Tensor parallel cuts
-a parameter along one dim, data-parallel sharding then cuts dim 0 of what is left. Both cut as torch.chunk does: equal chunks of
-ceil(n / parts), the last ones shorter or empty.
+"dp_replicate_cp" is folded likewise, and DDP reduces over it. "pp_ends" is the first and the last rank of a pipeline,
+which share a tied embedding. A pipeline deals out the layers, so that a rank holds only its stages' parameters. Tensor
+parallel cuts a parameter along one dim, data-parallel sharding then cuts dim 0 of what is left. Both cut as torch.chunk
+does: equal chunks of ceil(n / parts), the last ones shorter or empty.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ T = TypeVar("T")
 
 
 def make_plan(case: Case, traits: TrainerTraits = USUAL_TRAITS) -> Plan:
-    """Return the plan of one launch. FSDP's units are those named, else those measured, else assumed ones."""
+    """Return the plan of one launch, its values by rank computed when they are first read.
+
+    FSDP's units are those that case or traits name, else those that were measured, else assumed ones.
+    """
     flat, shapes = _vectors_and_shapes(case, traits)
     units = PerRank(_kinds_by_claims(case, traits.measured.units), lambda rank: units_of_rank(case, traits, rank))
     stages, slices, kinds = _stages_slices_kinds(case, traits, shapes, flat, units)
@@ -89,7 +92,7 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL_TRAITS) -> Plan:
 def _flows_of_step(
     case: Case, traits: TrainerTraits, units: PerRank[list[Unit]], kinds: Mapping[int, int], step: int
 ) -> PerRank[tuple[Flow, ...]]:
-    """Return the traffic of a step."""
+    """Return the traffic of one step, by rank. kinds: the kind of each rank; ranks of a kind share one value."""
     case_at_step = case.at(step)
     return PerRank(kinds, lambda rank: flows_of_rank(case_at_step, traits, rank, case.seq_len(step), units[rank]))
 
@@ -97,8 +100,10 @@ def _flows_of_step(
 def _stages_slices_kinds(
     case: Case, traits: TrainerTraits, shapes: Shapes, flat: tuple[FlatUnit, ...], units: PerRank[list[Unit]]
 ) -> tuple[PerRank[tuple[int, ...]], PerRank[dict[str, Slice]], dict[int, int]]:
-    """Return the stages that ranks run, the slices that they hold, and of which kind they are. Flattened, each place is a
-    kind."""
+    """Return the stages that each rank runs, the slices that it holds, and the number of its kind, all by rank.
+
+    Where FSDP1 or ZeRO cut flat vectors, each place in the mesh is a kind of its own.
+    """
     places = places_of_ranks(case.data_dims)
     pp_indices = {rank: rank_place.pp for rank, rank_place in places.items()}
     stages = PerRank(pp_indices, lambda rank: stages_of_rank(case, rank))
@@ -112,7 +117,8 @@ def _stages_slices_kinds(
 
 
 def _vectors_and_shapes(case: Case, traits: TrainerTraits) -> tuple[tuple[FlatUnit, ...], dict[str, tuple[int, ...]]]:
-    """Return the vectors that are cut in place of parameters, if any, and the shape of each parameter.
+    """Return the flat vectors that FSDP1 or ZeRO cut in place of parameters, () with other wrappers, and each
+    parameter's shape.
 
     A parameter that is part of a vector has one dim.
     """
@@ -125,7 +131,8 @@ def _vectors_and_shapes(case: Case, traits: TrainerTraits) -> tuple[tuple[FlatUn
 
 
 def _with_frozen(case: Case, plan: Plan) -> Plan:
-    """Add that what is frozen has neither gradients nor optimizer state."""
+    """Return the plan with the bytes of gradients and optimizer state of trained parameters alone; unchanged if all are
+    trained."""
     if not has_frozen(case):
         return plan
 
@@ -137,7 +144,11 @@ def _with_frozen(case: Case, plan: Plan) -> Plan:
 
 
 def _with_zero(case: Case, plan: Plan) -> Plan:
-    """Add what ZeRO leaves a rank of gradients and optimizer state. ZeRO-1 may keep the whole gradients that it reduces."""
+    """Return the plan with the slices and bytes of gradients and optimizer state that ZeRO leaves a rank; unchanged
+    without ZeRO.
+
+    ZeRO-1 may keep the whole gradients that it reduces, so that their bytes stay those of parameters.
+    """
     if case.wrapper not in ZERO:
         return plan
     ranks = {rank: rank for rank in range(case.dims.world_size)}
@@ -171,7 +182,7 @@ def _shapes_of_stages(case: Case, stages: Sequence[int], shapes: Shapes) -> Shap
 def _slices_of_rank(
     case: Case, traits: TrainerTraits, rank: int, shapes: Shapes, flat: tuple[FlatUnit, ...]
 ) -> dict[str, Slice]:
-    """Return what a rank holds of each parameter of its stages, by fqn. shapes: of these parameters."""
+    """Return the slice that a rank holds of each parameter of its stages, by fqn. shapes: those of these parameters."""
     shard = shard_degree_and_index(case.data_dims, rank) if case.shards > 1 else (1, 0)
     if flat:
         return flat_slices(flat, shapes, *shard, tp_degree_and_index(case.dims, rank))

@@ -19,8 +19,7 @@ from harness.reference.config import rule_of
 def parameter_bytes(
     case: Case, traits: TrainerTraits, rank: int, slices: dict[str, Slice], flat: tuple[FlatUnit, ...]
 ) -> tuple[int, int]:
-    """Return (least, most) bytes of its parameters that a rank keeps between steps: its slices, and those with their
-    padding."""
+    """Return (least, most) bytes of parameters that a rank keeps between steps: its slices, and its slices with padding."""
     tp_index = coordinate_of_rank(case.dims, rank)["tp"]
     size = BYTES[kept_parameter_dtype(case)]
     degree = case.data_dims.shards
@@ -33,14 +32,20 @@ def parameter_bytes(
 
 
 def state_bytes(case: Case, slices: dict[str, Slice], flat: tuple[FlatUnit, ...]) -> tuple[int, int]:
-    """Return the bytes of each number that ZeRO's optimizer keeps for each element: (least, most), the most with padding."""
+    """Return (least, most) bytes of one number for each element of a rank's slices under ZeRO; the most counts padding.
+
+    An optimizer keeps several such numbers, AdamW two.
+    """
     size = BYTES[case.training.dtype]
     padded = sum(unit.elements_per_rank(zero_degree(case)) for unit in vectors_with_any(flat, slices))
     return sum(map(numel, slices.values())) * size, padded * size
 
 
 def muon_bytes(case: Case, slices: dict[str, Slice]) -> int:
-    """Return the bytes of the parameters that Muon steps: its state is one number for each, and AdamW's is two."""
+    """Return the bytes of the rank's slices that Muon steps; 0 with other optimizers.
+
+    Its state is one number for each element, and AdamW's is two.
+    """
     stepped = (part for fqn, part in slices.items() if rule_of(case.training, fqn) == "muon")
     return sum(map(numel, stepped)) * BYTES[case.training.dtype]
 
@@ -74,10 +79,11 @@ def spare_bytes(
 
 
 def gradient_spare_bytes(case: Case, traits: TrainerTraits, rank: int) -> int:
-    """Return the most bytes of gradients that a rank keeps beyond those of its parameters.
+    """Return the most bytes of gradients that a rank keeps beyond those of its parameters; 0 but for one case.
 
-    In a pipeline a loss in chunks has FSDP2 reduce the output's gradient once for every microbatch, added to the one that is
-    there. The buffer of the last reduction is kept, because the final norm's gradient lies in it, too.
+    In a pipeline a loss in chunks has FSDP2 reduce the output's gradient once for every microbatch, added to the one
+    that is there. The last stage keeps the buffer of the last reduction, because the final norm's gradient lies in it,
+    too.
     """
     has_last_stage = case.n_stages - 1 in stages_of_rank(case, rank)
     if not (traits.chunks_behind_forward and case.dims.pp > 1 and case.wrapper == "fsdp2" and has_last_stage):
@@ -95,7 +101,7 @@ def _padded_last_unit(case: Case, traits: TrainerTraits, rank: int) -> int:
 def kept_after_forward(
     case: Case, traits: TrainerTraits, rank: int, slices: dict[str, Slice], units: list[Unit]
 ) -> dict[str, Kept]:
-    """Return, by fqn, what is kept of each parameter between forward and backward; empty where nothing is sharded."""
+    """Return what a rank keeps of each parameter between forward and backward, by fqn; empty where nothing is sharded."""
     shards, index = shard_degree_and_index(case.data_dims, rank)
     if case.shards == 1:
         return {}
@@ -123,8 +129,10 @@ def padding_after_forward(
     flat: tuple[FlatUnit, ...],
     units: list[Unit],
 ) -> int:
-    """Return the padding of the rank's own slices and of what is kept gathered, in bytes: by parameter, or by its flat
-    unit."""
+    """Return the bytes of padding between forward and backward: of the rank's own slices, and of what stays gathered.
+
+    FSDP2 pads each parameter, FSDP1 each flat vector.
+    """
     shards = case.shards
     tp_index = coordinate_of_rank(case.dims, rank)["tp"]
     least_bytes, most_bytes = parameter_bytes(case, traits, rank, slices, flat)

@@ -51,7 +51,8 @@ class Plan:
     integer_bytes: int
     """Most bytes of integers moved inside forward and backward, in the first two steps."""
     used_bytes: int
-    """The same in later steps, which DDP's find_unused_parameters moves."""
+    """Most bytes of integers moved inside forward and backward in a later step, which DDP's find_unused_parameters
+    moves."""
     spare_bytes: Mapping[int, int]
     """Rank -> the most bytes of float tensors other than parameters, gradients and optimizer state."""
     units: Mapping[int, tuple[tuple[str, ...], ...]]
@@ -69,7 +70,7 @@ class Plan:
     after_forward: Mapping[int, dict[str, Kept]] = field(default_factory=dict)
     """Rank and fqn -> what it keeps when a forward pass has ended; empty where nothing is gathered."""
     padding_after_forward: Mapping[int, int] = field(default_factory=dict)
-    """Rank -> the most bytes that padding may add to it."""
+    """Rank -> the most bytes that padding may add to what it keeps after forward."""
     steps: range = range(1, 2)
     """Steps that this launch trains, from 1."""
     quantized: tuple[str, ...] = ()
@@ -92,21 +93,28 @@ class Plan:
 
     @property
     def torch_release(self) -> str:
-        """Return the release of torch that ran."""
+        """Return the release of torch that ran; empty if it was not measured."""
         return self.traits.measured.torch
 
     @property
     def shard_degree(self) -> int:
-        """Return the number of ranks over which FSDP cuts a parameter."""
+        """Return the number of ranks in a shard group, over which FSDP or ZeRO cuts; 1 if the shard axis has degree 1."""
         return len(self.peers(0, self.shard_axis))
 
     @property
     def column_blocks(self) -> dict[str, int]:
-        """Return the number of blocks of columns of each flattened matrix that tp cuts along dim 1, by fqn."""
+        """Return the number of blocks of columns, the tp degree, of each flattened matrix that tp cuts along dim 1, by fqn.
+
+        Empty without tp, and where parameters are not flattened.
+        """
         return {fqn: self.dims.tp for fqn in self.shapes if self.flat and self.dims.tp > 1 and tp_dim(fqn) == 1}
 
     def flows_of(self, rank: int, step: int) -> tuple[Flow, ...]:
-        """Return a rank's traffic in a step: even ones may train on shorter samples, the last one on fewer."""
+        """Return a rank's traffic in a step: even ones may train on shorter samples, the last one on fewer.
+
+        Flows that are due only in the first, the last or later steps are left out of others. So are the gradients that
+        a hypothesis assumes are not reduced (`unreduced`).
+        """
         flows = self.flows[rank] if step % 2 else self.even_flows[rank]
         flows = self.last_flows[rank] if step == self.steps[-1] else flows
         due = (flow for flow in flows if not (flow.later if step == self.steps[0] else flow.first))
@@ -125,6 +133,9 @@ class Plan:
 
 
 def without_slices(plan: Plan) -> Plan:
-    """Return the plan without what a rank holds of a parameter, and without which parameters share a vector of FSDP1."""
+    """Return the plan with no slices and no flat vectors, and without units where there were vectors.
+
+    It judges recordings whose slices cannot be planned, such as those of a job with tp.
+    """
     units = {rank: () for rank in plan.units} if plan.flat else plan.units
     return replace(plan, flat=(), units=units, slices={rank: {} for rank in plan.slices})

@@ -1,4 +1,4 @@
-"""Which part of each parameter a rank holds: cut by tp, then by FSDP on dim 0 of what is left, or flat (FSDP1).
+"""The slice of each parameter that a rank holds: cut by tp, then by FSDP on dim 0 of what is left, or flat (FSDP1, ZeRO).
 
 Trap: cuts are torch.chunk's, ceil(n / parts) each, so that the last ranks may hold less, or nothing.
 """
@@ -53,14 +53,17 @@ class FlatUnit:
     """Number of which the padded vector's elements are a multiple."""
 
     def elements_per_rank(self, degree: int) -> int:
-        """Return the elements of each rank's part."""
+        """Return the number of elements, padding included, of each rank's part, if the vector is cut over `degree`
+        ranks."""
         padded = math.lcm(degree * self.multiple, self.whole)
         return -(-self.numel // padded) * padded // degree
 
     def elements_between(self, fqn: str, size: int, first: int, last: int) -> Interval:
-        """Return which of a parameter's `size` elements lie from `first` to `last` of the vector.
+        """Return the interval of a parameter's elements that lies from `first` to `last` of the vector; begin equals
+        end if none does.
 
-        They are one interval, for its blocks follow each other in its own order.
+        size: the parameter's number of elements. They are one interval, for its blocks follow each other in its own
+        order.
         """
         starts = self.starts[fqn]
         block = size // len(starts)
@@ -72,7 +75,7 @@ class FlatUnit:
 
 
 def chunk(interval: Interval, parts: int, index: int) -> Interval:
-    """Return the index-th of `parts` chunks of an interval, as torch.chunk cuts."""
+    """Return the index-th of `parts` chunks of an interval, as torch.chunk cuts; the last ones may be shorter or empty."""
     start, stop = interval
     size = -(-(stop - start) // parts)
     return min(start + index * size, stop), min(start + (index + 1) * size, stop)
@@ -81,7 +84,8 @@ def chunk(interval: Interval, parts: int, index: int) -> Interval:
 def slices_of_rank(
     dims: ParallelDims, rank: int, shapes: Mapping[str, tuple[int, ...]], traits: TrainerTraits = USUAL_TRAITS
 ) -> dict[str, Slice]:
-    """Return the rank's part of parameters of these shapes, by fqn: tp first, then data-parallel sharding."""
+    """Return the rank's slice of each parameter of these shapes, by fqn: cut by tp first, then by data-parallel
+    sharding."""
     tp = (dims.tp, coordinate_of_rank(dims, rank)["tp"])
     shard = shard_degree_and_index(dims, rank)
     cuts = traits.measured.cut_dims
@@ -89,9 +93,10 @@ def slices_of_rank(
 
 
 def flat_units(case: Case, order: Sequence[str] = ()) -> tuple[FlatUnit, ...]:
-    """Return FSDP1's vectors, the root's first: it has what no block has. Each parameter begins at a multiple of 16 bytes.
+    """Return FSDP1's vectors: the root's first, with all that is in no block, then one for each block.
 
-    order: the one in which a unit's parameters follow each other; what is not in it follows behind, as the reference has it.
+    Each parameter begins at a multiple of 16 bytes. order: fqns in the order in which they follow each other in a
+    vector; what it does not name follows behind, in the reference's order.
     """
     index_of = {fqn: index for index, fqn in enumerate(order)}
     names = sorted(parameter_shapes(case.model), key=lambda fqn: index_of.get(fqn, len(index_of)))
@@ -103,7 +108,7 @@ def flat_units(case: Case, order: Sequence[str] = ()) -> tuple[FlatUnit, ...]:
 
 
 def _flat_unit(case: Case, names: list[str]) -> FlatUnit:
-    """Return the vector of these parameters, in this order."""
+    """Return the vector of these parameters, in this order, each at a multiple of 16 bytes."""
     aligned = 16 // BYTES[case.training.dtype]
     end = 0
     starts = dict[str, tuple[int, ...]]()
@@ -121,9 +126,10 @@ def flat_slices(
     index: int,
     tp: tuple[int, int] = (1, 0),
 ) -> dict[str, Slice]:
-    """Return what each flattened parameter has in the index-th of `degree` equal parts of its unit.
+    """Return the slice of each flattened parameter in the index-th of `degree` equal parts of its unit, by fqn; it may
+    be empty.
 
-    tp: this tensor-parallel place (degree, index). What tp cuts is flattened rank by rank: one tp rank's elements lie behind
+    tp: (degree, index) in tensor parallel. What tp cuts is flattened rank by rank: one tp rank's elements lie behind
     the other's.
     """
     slices: dict[str, Slice] = {}
@@ -143,8 +149,10 @@ def local_numel(fqn: str, shape: tuple[int, ...], degree: int) -> int:
 
 
 def slice_of(fqn: str, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple[int, int], cut_dim: int = 0) -> Slice:
-    """Return the part of a parameter at place (degree, index) of tensor parallel and, inside it, of sharding along that
-    dim."""
+    """Return the slice of a parameter on a rank at (degree, index) of tp and, inside it, at (degree, index) of sharding.
+
+    cut_dim: the dim that sharding cuts.
+    """
     return _cached_slice(tp_dim(fqn), shape, tp, shard, cut_dim)
 
 
@@ -182,7 +190,10 @@ def numel(part: Slice) -> int:
 
 
 def slice_text(part: Slice, shape: tuple[int, ...], *, flat: bool = False) -> str:
-    """Return a slice as a person reads it: "1/8 of dim 0 [0:32]", "1/8 of its elements [0:2048]" or "whole"."""
+    """Return a slice as a person reads it: "1/8 of dim 0 [0:32]", "1/8 of its elements [0:2048]" or "whole".
+
+    An empty one is "nothing of dim 0 [32:32]". flat: whether the shape is that of a flattened parameter.
+    """
     cuts = []
     for dim, ((start, stop), size) in enumerate(zip(part, shape, strict=True)):
         if (start, stop) != (0, size):
@@ -194,13 +205,18 @@ def slice_text(part: Slice, shape: tuple[int, ...], *, flat: bool = False) -> st
 
 @functools.cache
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes, cached: every parameter and rank needs them, and making them took 25 s for 405B on 32 ranks."""
+    """Return the shape of each parameter of a model, by fqn, cached; it must not be changed.
+
+    Every parameter and rank needs them, and making them took 25 s for 405B on 32 ranks.
+    """
     return model.parameter_shapes()
 
 
 def padded_numel(case: Case, traits: TrainerTraits, fqn: str, tp_index: int) -> int:
-    """Return the elements that FSDP2 moves for a parameter: its tp part, the dim that is cut padded to a multiple of the shard
-    degree."""
+    """Return the number of elements that FSDP2 moves for a parameter: its tp part, padded along the dim that FSDP2 cuts.
+
+    That dim is padded to a multiple of the shard degree.
+    """
     shape = list(parameter_shapes(case.model)[fqn]) or [1]
     dim = tp_dim(fqn)
     if dim is not None and dim < len(shape):

@@ -1,4 +1,5 @@
-"""Which layers and parameters a rank's pipeline stages hold, which tokens a cp rank receives, what is recomputed."""
+"""The content of pipeline stages: their layers and parameters; the tokens of a cp rank, and the layers that are
+recomputed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def stages_of_rank(case: Case, rank: int) -> tuple[int, ...]:
 
 
 def actions_of_rank(case: Case, rank: int) -> tuple[schedule.Action, ...]:
-    """Return the actions of a rank in one pass of the schedule, in order; none without a pipeline."""
+    """Return the actions of a rank in one pass of the schedule, in order; () without a pipeline."""
     if case.dims.pp == 1:
         return ()
     numbers = (case.features.schedule, case.dims.pp, case.stages_per_rank, case.microbatches)
@@ -31,7 +32,8 @@ def actions_of_rank(case: Case, rank: int) -> tuple[schedule.Action, ...]:
 def layers_of_stage(case: Case, stage: int) -> range:
     """Return the layers of a stage: consecutive ones, as equally many as can be. The first stages take what is left over.
 
-    What the first and the last stage have less counts as layers before the first one, and behind the last.
+    What the first and the last stage have less counts as layers before the first one, and behind the last. So an end
+    may have no layer.
     """
     layers = case.model.n_layers
     if case.n_stages == 1:
@@ -98,9 +100,9 @@ def layers_of_stages(case: Case, stages: Iterable[int]) -> list[int]:
 
 
 def recomputed_layers(case: Case, rank: int) -> list[int]:
-    """Return the rank's layers whose activations are computed again in backward.
+    """Return the rank's layers whose activations are computed again in backward; none without activation checkpointing.
 
-    "layer" recomputes the second, fourth, .. layer of the model.
+    "full" and "op" recompute all layers, "layer" the second, fourth, .. layer of the model.
     """
     kind = case.features.activation_checkpointing
     layers = layers_of_stages(case, stages_of_rank(case, rank))

@@ -1,4 +1,4 @@
-"""FSDP2's units: which parameters are gathered together."""
+"""FSDP's units: which parameters are gathered together, and over how many ranks they stay cut after forward."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from harness.core.plan.slices import Slice, flat_units, parameter_shapes
 
 
 def units_of_rank(case: Case, traits: TrainerTraits, rank: int) -> list[Unit]:
-    """Return the units of a rank: what wrappers claim, where the case leaves units open and they claim any; else what the
-    case requests."""
+    """Return the units of a rank: those that its wrappers were measured to claim, else those that the case or the
+    trainer names.
+
+    A trainer that gathers the output once per loss in chunks (`holds_output`) has all units freed after forward.
+    """
     claimed = (traits.measured.units or {}).get(rank, ())
     units = [with_requested_degree(case, unit) for unit in claimed] or fsdp_units(case, traits)
     if traits.holds_output and traits.loss_chunks > 1:  # torch frees all that there is at the end of a chunk's backward
@@ -19,7 +22,10 @@ def units_of_rank(case: Case, traits: TrainerTraits, rank: int) -> list[Unit]:
 
 
 def with_requested_degree(case: Case, unit: Unit) -> Unit:
-    """Return the unit with what the case requests to be kept after forward; by default what its wrapper claims to keep."""
+    """Return the unit with the degree that it stays cut over after forward, as the case requests it.
+
+    With the default policy that is what its wrapper claims.
+    """
     policy = case.features.reshard_after_forward
     if policy == "default":
         return unit
@@ -29,15 +35,16 @@ def with_requested_degree(case: Case, unit: Unit) -> Unit:
 
 
 def unit_of_output_alone(units: list[Unit]) -> Unit | None:
-    """Return the output's unit, where nothing else is in it. None if it shares one."""
+    """Return the unit that has the output's weight and nothing else. None if the output shares a unit."""
     return next((unit for unit in units if unit.parameters == ("output.weight",)), None)
 
 
 def unit_called_in_chunks(case: Case, traits: TrainerTraits, units: list[Unit]) -> Unit | None:
-    """Return the unit of several modules of which forward calls the output once per chunk; None if there is none.
+    """Return the unit of several modules, the output among them, whose output forward calls once per chunk of the loss.
 
-    FSDP2 takes the first call of each module for the unit's forward, and the second call of the output for the next one. So
-    it begins two in a pass, however many chunks there are.
+    None if no unit is like that, or if the loss is whole, outside of forward, or in a pipeline. FSDP2 takes the first
+    call of each module for the unit's forward, and the second call of the output for the next one. So it begins two in
+    a pass, however many chunks there are.
     """
     if traits.loss_chunks == 1 or not traits.loss_in_forward or case.dims.pp > 1:
         return None
@@ -45,11 +52,13 @@ def unit_called_in_chunks(case: Case, traits: TrainerTraits, units: list[Unit]) 
 
 
 def fsdp_units(case: Case, traits: TrainerTraits) -> list[Unit]:
-    """Return the units that a case requests or the trainer chose, else those that are assumed.
+    """Return the units that a case requests or the trainer chose, else assumed ones: each block, the embedding, norm
+    with output.
 
-    The default policy (torchtitan's) keeps the last unit, final norm and output, whose backward follows at once. Under pp,
-    where the next microbatch follows, it keeps every unit. A tied embedding is the output's weight and belongs to that
-    unit. FSDP1 never frees the root's unit: embedding, final norm and output. ZeRO-3 gathers each parameter by itself.
+    The default policy (torchtitan's) keeps the last unit, final norm and output, whose backward follows at once. Under
+    pp, where the next microbatch follows, it keeps every unit. A tied embedding is the output's weight and belongs to
+    that unit. FSDP1 never frees the root's unit: embedding, final norm and output. ZeRO-3 gathers each parameter by
+    itself.
     """
     degree = case.shards
     policy = case.features.reshard_after_forward
@@ -70,9 +79,9 @@ def fsdp_units(case: Case, traits: TrainerTraits) -> list[Unit]:
 
 
 def _root_units(case: Case) -> list[Unit]:
-    """Return torchtitan's units of 2024, where the root gathers embedding, norm and output together.
+    """Return torchtitan's units of 2024, the root's first, which has embedding, norm and output together.
 
-    The last block is kept, whose backward follows soon, and what the root gathered is freed.
+    By default the last block is kept, whose backward follows soon, and what the root gathered is freed.
     """
     first, *blocks, last = fsdp2_units(case)
     policy = case.features.reshard_after_forward
@@ -83,14 +92,15 @@ def _root_units(case: Case) -> list[Unit]:
 
 
 def output_weight(case: Case) -> str:
-    """Return the name of the output's weight, which the embedding's is where they are tied."""
+    """Return the fqn of the output's weight, which the embedding's is where they are tied."""
     return "tok_embeddings.weight" if case.model.tied_embeddings else "output.weight"
 
 
 def fsdp2_units(case: Case) -> list[tuple[str, ...]]:
-    """Return the units "apart", each wrapped separately, in forward's order: embedding, each block, norm with output.
+    """Return the fqns of each unit, if each is wrapped separately, in forward's order: embedding, each block, norm with
+    output.
 
-    A tied embedding is in the last; in a pipeline it is by itself.
+    A tied embedding is in the last; in a pipeline it is by itself. A model without these names is one unit.
     """
     names = list(case.model.parameter_shapes())
     blocks = []
@@ -105,7 +115,10 @@ def fsdp2_units(case: Case) -> list[tuple[str, ...]]:
 
 
 def parameters_of_units(case: Case, slices: dict[str, Slice], units: list[Unit]) -> tuple[tuple[str, ...], ...]:
-    """Return what a rank holds of FSDP's units: the fqns of each unit. Empty with other wrappers."""
+    """Return the fqns of each of FSDP's units, those that the rank holds; () with other wrappers.
+
+    A unit of which the rank holds nothing is left out.
+    """
     if case.wrapper not in ("fsdp1", "fsdp2"):
         return ()
     held_parameters = []

@@ -1,7 +1,9 @@
-"""What ZeRO cuts, stage by stage: optimizer state, gradients too, parameters too, each as equal parts of flat vectors.
+"""ZeRO's vectors: stage by stage it cuts optimizer state, gradients too, parameters too, each as equal parts of flat
+vectors.
 
-An interval of a vector falls into whatever parameters lie there: of one a rank has all, of the next a part, of most nothing.
-With tensor parallel each tp rank has its own vector, of what it has of the parameters; all of them are laid out alike.
+An interval of a vector falls into whatever parameters lie there: of one a rank has all, of the next a part, of most
+nothing. With tensor parallel each tp rank has its own vector, of what it has of the parameters; all of them are laid
+out alike.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from harness.core.plan.stages import parameters_of_stage
 
 
 def zero_units(case: Case, traits: TrainerTraits) -> tuple[FlatUnit, ...]:
-    """Return the vectors that ZeRO cuts.
+    """Return the vectors that ZeRO cuts, laid out as the trainer's traits say (`zero_layout`).
 
     ZeRO-1 and 2 cut one vector of all parameters, of a pipeline one of each stage's; ZeRO-3 each parameter by itself.
     """
@@ -55,19 +57,22 @@ def zero_degree(case: Case) -> int:
 
 
 def kept_parameter_dtype(case: Case) -> str:
-    """Return the dtype of the parameters that a rank keeps. ZeRO's are in the compute dtype, beside its optimizer's copy."""
+    """Return the name of the dtype in which a rank keeps parameters.
+
+    ZeRO's is the compute dtype, beside its optimizer's copy.
+    """
     computed = case.training.compute_dtype if case.wrapper in ZERO else None
     return computed or case.training.dtype
 
 
 def vectors_with_any(units: Iterable[FlatUnit], fqns: Iterable[str]) -> tuple[FlatUnit, ...]:
-    """Return the units of which a rank holds any parameter. fqns: of the parameters that it holds."""
+    """Return the vectors that contain any of the parameters. fqns: those of the parameters that a rank holds."""
     held_fqns = {*fqns}
     return tuple(unit for unit in units if held_fqns & unit.starts.keys())
 
 
 def padded_elements(units: tuple[FlatUnit, ...], degree: int) -> int:
-    """Return the elements of all vectors, padded to equal parts."""
+    """Return the number of elements of all vectors, each padded to `degree` equal parts."""
     return sum(unit.elements_per_rank(degree) * degree for unit in units)
 
 

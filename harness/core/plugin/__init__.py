@@ -1,1 +1,1 @@
-"""Checks of cases as items of pytest; harness/plugin.py says when there are any."""
+"""The pytest plugin: checks of cases as items of pytest; harness/plugin.py says when there are any."""

@@ -1,7 +1,8 @@
-"""What the plugin does once a repository names its cases: which checks are collected, selected, run, and said at the end.
+"""The plugin of a repository that names its cases: which checks are collected, selected and run, and the summary at the
+end.
 
-Under `pytest -n` all checks of a case go to one worker. Checks that do not apply to a case are only counted: nothing was
-looked at, and nothing was left out.
+Under `pytest -n` all checks of a case go to one worker. Checks that do not apply to a case are only counted: nothing
+was looked at, and nothing was left out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ NOT_APPLICABLE_KEY = "harness_not_applicable"
 
 
 class Checks:
-    """folders: those of the cases, absolute. Raises pytest.UsageError for what cannot be."""
+    """The hooks of pytest for checks of cases. folders: those of the cases, absolute.
+
+    Making one reads the options of the run. It raises pytest.UsageError for a folder that is not there, and for wrong
+    options.
+    """
 
     def __init__(self, config: pytest.Config, folders: Sequence[Path]) -> None:
         self.config = config
@@ -46,12 +51,14 @@ class Checks:
     # ---- collection
 
     def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        """Return a collector for a YAML file that lies directly in a folder of cases; None for any other file."""
         if file_path.suffix == ".yaml" and file_path.parent in self.folders:
             return CaseFile.from_parent(parent, path=file_path, options=self.options)
         return None
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Cases of other tiers are deselected, unless -m names one of our marks or an argument a case: FILE.yaml::CASE."""
+        """Deselect cases of other tiers than the default, unless -m names one of our marks or an argument a case:
+        FILE.yaml::CASE."""
         named = set(re.findall(r"\w+", self.config.getoption("markexpr", "")))
         if named & {MARK, *map(tier_mark, TIERS)} or any(".yaml::" in argument for argument in self.config.args):
             return
@@ -61,14 +68,18 @@ class Checks:
         items[:] = [item for item in items if item not in deselected]
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """The rank server needs 3 s to start; other tests may run meanwhile."""
+        """Start the rank server if checks of local ranks will run. It needs 3 s to start; other tests may run meanwhile."""
         is_local_run = self.options.launcher == "local" and not self.config.getoption("collectonly")
         if is_local_run and not session.testsfailed and any(isinstance(item, Check) for item in session.items):
             default_server(trainers.load_adapter(self.options.trainer).preload, device=self.options.device)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        """`pytest -n`: all checks of a case on one worker, as they share a run; every other test wherever there is room."""
+        """Return a scheduler for `pytest -n` that keeps all checks of a case on one worker, as they share a run; other
+        tests go anywhere.
+
+        None, which leaves it to xdist, if another --dist was typed.
+        """
         from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
         class ByCase(LoadScopeScheduling):
@@ -81,7 +92,12 @@ class Checks:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        """Do what pytest does, but hold the reports back until it is known whether the check applies."""
+        """Run a check as pytest does, but hold its reports back until it is known whether it applies; if not, only
+        count it.
+
+        Return True, which tells pytest that the item was run. None, so that pytest runs it, for other items, and for
+        all with --harness-not-applicable.
+        """
         if not isinstance(item, Check) or self.config.getoption("--harness-not-applicable"):
             return None
         runs_now = item.parent.outcome is None
@@ -99,6 +115,7 @@ class Checks:
         return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note by node id whether a check was judged or skipped. Reports of other tests are ignored."""
         if MARK not in report.keywords:
             return
         if report.skipped and not hasattr(report, "wasxfail"):
@@ -110,16 +127,21 @@ class Checks:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Add what a worker of `pytest -n` counted."""
+        """Add the checks that a worker of `pytest -n` found not applicable to those counted here."""
         self.not_applicable_ids |= set(getattr(node, "workeroutput", {}).get(NOT_APPLICABLE_KEY, ()))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Make a session fail that passed although all its checks of cases were skipped or did not apply.
+
+        A worker of `pytest -n` sends what it counted instead.
+        """
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput[NOT_APPLICABLE_KEY] = sorted(self.not_applicable_ids)
         elif session.exitstatus == pytest.ExitCode.OK and self._nothing_judged():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Write how many checks did not apply, and whether nothing was judged; nothing if neither is the case."""
         if self.not_applicable_ids:
             checks = len(self.not_applicable_ids)
             cases = len({name.rpartition("::")[0] for name in self.not_applicable_ids})
@@ -135,18 +157,23 @@ class Checks:
             )
 
     def _nothing_judged(self) -> bool:
+        """Return whether checks were skipped or did not apply, and none was judged. False without any check."""
         return bool(self.skipped_ids | self.not_applicable_ids) and not self.judged_ids
 
 
 def add_to_testpaths(config: pytest.Config, folders: Sequence[Path]) -> None:
-    """Add the folders to what is collected, if `testpaths` chooses that."""
+    """Add the folders of cases to what pytest collects, if `testpaths` decides that. Those in it already are not added."""
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         named_paths = {config.invocation_params.dir / argument for argument in config.args}
         config.args += [str(folder) for folder in folders if not named_paths & {folder, *folder.parents}]
 
 
 def options_of_config(config: pytest.Config) -> Options:
-    """Return the options of a run, as pytest's options give them. Raises pytest.UsageError."""
+    """Return the options of a run, as pytest's options give them, with the trainer's adapter loaded.
+
+    It also chooses the kind of rank server. Raises pytest.UsageError for a trainer that cannot be loaded, or a wrong
+    number.
+    """
     timeout = config.getoption("--harness-timeout")
     out = Path(config.getoption("--harness-out"))
     if not 0 < timeout <= LONGEST_SECONDS:
@@ -166,7 +193,11 @@ def options_of_config(config: pytest.Config) -> Options:
 
 
 def trainer_of_config(config: pytest.Config) -> str:
-    """Return the trainer that is typed, else the configuration's, whose path is relative to its file. Raises ValueError."""
+    """Return the trainer that is typed, else the configuration's, else `default_trainer`. Raises ValueError if it
+    cannot be used.
+
+    A path in the configuration is relative to its file.
+    """
     typed = config.getoption("--harness-trainer")
     written = config.getini(CONFIGURATION_KEY)
     if typed or not written:

@@ -32,15 +32,18 @@ MARK = "harness"  # of every check; and with a tier behind it, of those of that 
 
 
 class Broken(Exception):
-    """A check that did not pass. The message is all a person needs; a traceback would only show how pytest called us."""
+    """The failure of a check. The message is all a person needs; a traceback would only show how pytest called us."""
 
 
 class CaseFile(pytest.File):
+    """A YAML file of cases, as pytest collects it."""
+
     def __init__(self, *, options: Options, **rest: Any) -> None:
         super().__init__(**rest)
         self.options = options
 
     def collect(self) -> Iterator[CaseNode]:
+        """Yield a node for each case of the file. Raises CollectError if the file is wrong."""
         try:
             cases = load_cases(self.path)
         except CaseError as error:
@@ -50,7 +53,7 @@ class CaseFile(pytest.File):
 
 
 class CaseNode(pytest.Collector):
-    """One case. Holds what came of its run, be it a judgement or the reason why there is none."""
+    """One case, whose checks are its items. `outcome` is the judgement of its run, or the reason why there is none."""
 
     def __init__(self, *, case: Case, options: Options, **rest: Any) -> None:
         super().__init__(**rest)
@@ -65,6 +68,10 @@ class CaseNode(pytest.Collector):
             yield Check.from_parent(self, name=check)
 
     def judgement(self) -> Judgement:
+        """Return the judgement of the case, which runs at the first call.
+
+        Raises, each time, what kept it from being judged.
+        """
         if self.outcome is None:
             try:
                 self.outcome = run_case(self.case, self.options)
@@ -76,11 +83,18 @@ class CaseNode(pytest.Collector):
 
 
 class Check(pytest.Item):
+    """One check of one case, named as the check is."""
+
     parent: CaseNode
     not_applicable = False
-    """After its run: whether it has nothing to say about the case."""
+    """Whether the check, once it ran, turned out not to apply to the case."""
 
     def runtest(self) -> None:
+        """Run the case if no check did so before, and raise Broken unless this check passes.
+
+        It is skipped if the case cannot run here or the check does not apply, and xfails as the case expects. With
+        --harness-accept-golden the check `golden` rewrites the goldens, and then raises Broken with what changed.
+        """
         if self.name == "golden" and self.config.getoption("--harness-accept-golden"):
             selected = {item.parent.case.name for item in self.session.items if isinstance(item, Check)}
             raise Broken(accept_goldens(self.parent.case, self.parent.options, selected))
@@ -101,6 +115,8 @@ class Check(pytest.Item):
             raise Broken(escape_control_characters(check_text(judgement, result)))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """Return the message alone for a check that failed or a case that could not be judged; pytest's traceback for
+        other errors."""
         if isinstance(excinfo.value, (Broken, *EXPECTED_ERRORS)):
             return escape_control_characters(str(excinfo.value))
         return super().repr_failure(excinfo, style)
@@ -114,7 +130,11 @@ def tier_mark(tier: str) -> str:
 
 
 def accept_goldens(case: Case, options: Options, selected: Collection[str]) -> str:
-    """Rewrite the case's goldens and return what changed. selected: names of the cases that run. Raises GoldenError in CI."""
+    """Rewrite the goldens of a case and return lines on what changed, with the command that reviews it. Raises
+    GoldenError in CI.
+
+    selected: names of the cases that are selected in this session.
+    """
     all_cases = load_all(path_of(case.file).parent)
     lines: list[str] = []
     for recipe_case in golden.launches_with_reference(case):

@@ -1,1 +1,1 @@
-"""What a person reads: text, grid, pictures, progress."""
+"""Reports: text, grid, pictures and progress for a person, documents for a program."""

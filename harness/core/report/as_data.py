@@ -18,13 +18,21 @@ SCHEMA_VERSION = 1
 
 
 def document_text(kind: str, data: Mapping[str, Any], indent: int | None = None) -> str:
-    """Return the JSON text of a document in ASCII, whatever letters names have."""
+    """Return the JSON text of a document: `data` behind the harness's version, the schema's version and the document's
+    kind.
+
+    It is ASCII, whatever letters names have. indent: as json.dumps takes it.
+    """
     head = {"harness": __version__, "schema": SCHEMA_VERSION, "document": kind}
     return json.dumps(head | as_data(data), indent=indent, allow_nan=False)
 
 
 def as_data(value: Any) -> Any:
-    """Return dataclasses as objects without what is None or empty; NaN and infinity, which JSON lacks, as text."""
+    """Return a value as JSON can hold it: dataclasses as objects, sets as sorted lists, enums, paths and dates as text.
+
+    Fields that are None or empty are left out, and entries of a mapping that are None. NaN and infinity, which JSON
+    lacks, are text.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: as_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {name: data for name, data in fields.items() if data not in (None, "", [], {})}

@@ -8,7 +8,10 @@ from harness.core.report.finding_text import finding_sentence
 
 
 def diagnosis_line(diagnosis: Diagnosis | None) -> str:
-    """Return all causes on one line; empty without a diagnosis."""
+    """Return all causes of a diagnosis on one line, behind the name of an earlier launch if it is of one.
+
+    Empty without a diagnosis.
+    """
     if diagnosis is None:
         return ""
     launch = f"{diagnosis.launch}: " if diagnosis.launch else ""
@@ -16,7 +19,7 @@ def diagnosis_line(diagnosis: Diagnosis | None) -> str:
 
 
 def cause_line(cause: Cause) -> str:
-    """Return a cause on one line: observed, where, requested, and the finding and hint."""
+    """Return a cause on one line: "OBSERVED WHERE, requested EXPECTED: FINDING; HINT", each part if there is one."""
     text = " ".join(filter(None, (cause.observed, cause.where)))
     if cause.expected:
         text += f", requested {cause.expected}"
@@ -33,6 +36,7 @@ def evidence_rows(lines: tuple[Line, ...]) -> list[tuple[str, str]]:
 
 
 def _evidence_text(value: str | Finding | Cause) -> str:
+    """Return a line of evidence as text: a finding's sentence, a cause's line, or the text itself."""
     if isinstance(value, Finding):
         return finding_sentence(value)
     return cause_line(value) if isinstance(value, Cause) else value

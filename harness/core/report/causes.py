@@ -15,7 +15,7 @@ NUMBER = re.compile(r"(?<![\w.])\d[\d,.]*(e[+-]?\d+)?")
 
 @dataclass(frozen=True)
 class Shared:
-    """One cause of one or more cases."""
+    """One cause, with one or more cases that have it."""
 
     text: str
     """The cause in the smallest case, or why that case has no verdict."""
@@ -29,7 +29,10 @@ class Shared:
 
 
 def shared_causes(outcomes: Iterable[Outcome]) -> list[Shared]:
-    """Return the causes of what failed: failing checks first, then those of most cases."""
+    """Return the causes of outcomes that failed: those with failing checks first, then those of most cases.
+
+    Causes that differ in numbers and ranks alone are one. Empty if all outcomes are green or skipped.
+    """
     cases_by_cause: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.failed:
@@ -57,7 +60,10 @@ def cause_or_reason(outcome: Outcome) -> str:
 
 
 def checks_text(outcome: Outcome) -> str:
-    """Return a text of how many checks pass, and which do not."""
+    """Return "21 of 25 pass; fail: traffic memory; 2 not applicable", a text on the checks of a case.
+
+    Empty if none were judged.
+    """
     verdicts = list(outcome.checks.values())
     parts = [f"{verdicts.count(Verdict.PASS)} of {len(verdicts)} pass"] if verdicts else []
     for verdict, word in ((Verdict.FAIL, "fail"), (Verdict.UNKNOWN, "could not be judged")):

@@ -15,6 +15,8 @@ def column_lines(rows: Sequence[Sequence[str]], *, indent: int = 2) -> list[str]
 
 
 def _pad_column(cells: Sequence[str]) -> list[str]:
+    """Return the cells of a column padded to equal width: to the right if all cells below the first begin with a digit
+    or "+"."""
     width = max(map(len, cells))
     are_numbers = all(cell[:1].isdigit() or cell[:1] == "+" for cell in cells[1:])
     return [cell.rjust(width) if are_numbers else cell.ljust(width) for cell in cells]

@@ -1,4 +1,4 @@
-"""Documents that `--json` prints, with the data that the texts are made of. schema.json defines their shape."""
+"""Documents that `--json` prints, with the data from which the texts are made. schema.json defines their shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ SCHEMA_FILE = Path(__file__).with_name("schema.json")
 
 
 def case_document(judgement: Judgement) -> dict[str, Any]:
-    """Return the data of a judged case, without its folder and the command that runs it again: these change with the folder."""
+    """Return the data of a judged case, by key. Its folder and the command that runs it again are left out.
+
+    Both change with the folder in which a person is.
+    """
     return {
         "case": judgement.case.name,
         "trainer": judgement.trainer,
@@ -43,7 +46,10 @@ def case_document_here(judgement: Judgement) -> dict[str, Any]:
 
 
 def shown_result_data(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return results as a report shows them: of many findings the first MAX_SHOWN_FINDINGS, and how many more there are."""
+    """Return the data of each result as a report shows it: its first MAX_SHOWN_FINDINGS findings.
+
+    `more` is how many others it has; absent if all are shown.
+    """
     shown = []
     for result in results:
         data = as_data(replace(result, findings=result.findings[:MAX_SHOWN_FINDINGS]))

@@ -1,4 +1,5 @@
-"""A case's stored evidence as a page shows it: slices that ranks hold, bytes that groups moved, losses and gradients."""
+"""Drawings of a case's stored evidence for a page: slices that ranks hold, bytes that groups moved, losses and
+gradients."""
 
 from __future__ import annotations
 
@@ -73,7 +74,10 @@ class Drawn:
 
 
 def draw_case(trial: Trial) -> Drawn:
-    """Return the drawings and tables of a case from the ranks that left evidence, and a text of the other ranks."""
+    """Return the drawings and tables of a case, from the ranks that left evidence, and a text on the ranks that left none.
+
+    Sections without a drawing or table are left out. There are no sections if no rank left evidence.
+    """
     missing = [rank for rank in range(trial.run.world_size) if rank not in trial.ranks]
     lacking = f"ranks {ranks_text(missing)} left no evidence" if missing else ""
     sections = (
@@ -89,6 +93,10 @@ def draw_case(trial: Trial) -> Drawn:
 
 
 def _slices_section(trial: Trial) -> Section:
+    """Return drawings of the requested and the observed slices of one parameter, with a row for each rank.
+
+    Of more than MOST_RANKS ranks those that differ are drawn first, and the caption says how many there are.
+    """
     fqn = shown_parameter(trial)
     requested = {rank: trial.plan.slices[rank].get(fqn) for rank in sorted(trial.ranks)}
     observed = {rank: trial.local_slices[rank].get(fqn) for rank in requested}
@@ -114,7 +122,10 @@ def _slices_section(trial: Trial) -> Section:
 
 
 def _strip_of_rank(trial: Trial, rank: int, fqn: str, part: Slice | None, *, odd: bool) -> Strip:
-    """Return the row of a rank in a drawing of a parameter. part: the slice that it holds."""
+    """Return the row of a rank in a drawing of a parameter, a bar along dim 0.
+
+    part: the slice that it holds; None if no slice of the parameter matches. odd: whether the bar is hatched.
+    """
     label = rank_label(trial, rank).partition("  ")[2]
     coordinate_text = label.replace("dp_replicate", "rep").replace("dp_shard", "shard")
     if part is None:
@@ -130,6 +141,7 @@ def _strip_of_rank(trial: Trial, rank: int, fqn: str, part: Slice | None, *, odd
 
 
 def _numbers_section(trial: Trial) -> Section:
+    """Return the drawings of losses and gradients; the section differs if a step is above its bound."""
     judged = [*_loss_drawings(trial), *_gradient_drawings(trial)]
     drawings = tuple(drawing for drawing, _ in judged)
     return Section("Losses and gradients", any(is_above for _, is_above in judged), drawings)
@@ -140,7 +152,10 @@ JudgedDrawing = tuple[Drawing, bool]
 
 
 def _loss_drawings(trial: Trial) -> list[JudgedDrawing]:
-    """Return a drawing of the loss, and one of its difference from the reference's. Empty without a reference."""
+    """Return a drawing of the loss by step, and one of its relative difference from the reference's.
+
+    Empty without a reference.
+    """
     expected = {step.step: step.loss for step in trial.reference.steps if step.step in trial.case.steps}
     steps = sorted(expected)
     if not steps:
@@ -164,7 +179,7 @@ def _loss_drawings(trial: Trial) -> list[JudgedDrawing]:
 def _gradient_drawings(trial: Trial) -> list[JudgedDrawing]:
     """Return a drawing of the largest difference of a gradient's entry, relative to its parameter's largest entry.
 
-    In recipes with noise, there is a second drawing, of whole parameters.
+    In recipes with noise, there is a second drawing, of whole parameters. Empty if no gradient was observed.
     """
     worst: dict[int, float] = {}
     for rank, step, reference in trial.steps():
@@ -182,7 +197,10 @@ def _gradient_drawings(trial: Trial) -> list[JudgedDrawing]:
 
 
 def _whole_gradient_drawings(trial: Trial, steps: Sequence[int]) -> list[JudgedDrawing]:
-    """Return a drawing of the worst parameter's difference, divided by its bound. Empty if no noise was measured."""
+    """Return a drawing of the worst parameter's difference by step, divided by its bound.
+
+    Empty if no noise was measured.
+    """
     excess: dict[int, float | None] = {}
     try:
         for step in steps:
@@ -201,6 +219,10 @@ def _whole_gradient_drawings(trial: Trial, steps: Sequence[int]) -> list[JudgedD
 def _difference_drawing(
     trial: Trial, title: str, steps: Sequence[int], differences: dict[int, float], which: str
 ) -> JudgedDrawing:
+    """Return a drawing of differences by step with their bound, and whether a step is above it.
+
+    which: name of the bound, "loss" or "gradient". Without a bound the caption says why, and nothing is above it.
+    """
     lines = [Curve("difference", [differences.get(step) for step in steps], "observed")]
     below = "Dots: relative difference from the reference."
     try:
@@ -222,6 +244,10 @@ def _caption_with_bound(below: str, above: Sequence[int]) -> str:
 
 
 def _traffic_section(trial: Trial) -> Section:
+    """Return tables of the bytes that moved in one step, by group and by axis; groups that differ come first.
+
+    Without groups there are no tables.
+    """
     groups = sorted(used_groups(trial), key=lambda group: group.comparison_text == AS_REQUESTED)
     step = representative_step(trial)
     of_groups = Table(
@@ -239,6 +265,10 @@ def _traffic_section(trial: Trial) -> Section:
 
 
 def _group_row(group: UsedGroup) -> tuple[str, ...]:
+    """Return a group's row as texts: ranks, axis, requested bytes, observed bytes, comparison.
+
+    Requested is a range if some bytes may be left out.
+    """
     requested = _bytes_or_zero_text(group.requested)
     if group.optional:
         requested = f"{_bytes_or_zero_text(group.requested - group.optional)} to {requested}"
@@ -262,7 +292,11 @@ def _axis_rows(groups: Sequence[UsedGroup]) -> list[tuple[str, ...]]:
 
 
 def _memory_section(trial: Trial) -> Section:
-    """Return a table of memory, with one rank for each kind: that which differs most from its plan, else that with most."""
+    """Return a table of memory after one step, with a row and one rank for each kind of bytes.
+
+    That is the rank that differs most from its plan, else that with most bytes. A kind that no rank recorded is "not
+    observed".
+    """
     step = representative_step(trial)
     observed_memory: dict[int, dict[str, int]] = {}
     for rank, evidence in trial.ranks.items():
@@ -294,6 +328,7 @@ def _worst_rank(excess: Mapping[int, int], observed: Mapping[int, int]) -> int:
 
 
 def _range_text(lower: int, upper: int) -> str:
+    """Return the text of a range of bytes: "1 kB to 2 kB", "at most 2 kB" from 0, or one number if both are equal."""
     if lower == upper:
         return _bytes_or_zero_text(upper)
     return (

@@ -1,4 +1,4 @@
-"""Findings in words."""
+"""Sentences on findings: where, what was expected, what was observed, and the bound."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ MAX_SHOWN_FINDINGS = 8
 
 
 def findings_text(result: Result, indent: str) -> list[str]:
-    """Return the texts of a check's first findings, and how many more there are."""
+    """Return the texts of a check's first MAX_SHOWN_FINDINGS findings, indented, and a line with how many more there
+    are."""
     texts = [finding_text(finding, indent) for finding in result.findings[:MAX_SHOWN_FINDINGS]]
     hidden = len(result.findings) - MAX_SHOWN_FINDINGS
     if hidden > 0:
@@ -35,7 +36,10 @@ def findings_text(result: Result, indent: str) -> list[str]:
 
 
 def finding_sentence(finding: Finding) -> str:
-    """Return the finding on one line, unless what was observed has several."""
+    """Return "rank 1, step 2, gradient of norm.weight: expected .., observed .. (bound ..)".
+
+    It is one line, unless what was observed has several.
+    """
     expected = value_text(finding, finding.expected)
     observed = value_text(finding, finding.observed)
     text = f"{where_text(finding)}: expected {expected}, observed {observed}"
@@ -50,7 +54,10 @@ def finding_sentence(finding: Finding) -> str:
 
 
 def where_text(finding: Finding) -> str:
-    """Return the place: "rank 1, step 2, gradient of norm.weight"."""
+    """Return the place of a finding: "rank 1, step 2, gradient of norm.weight".
+
+    The name of its check if it has no place.
+    """
     step = "" if finding.step is None else f"step {finding.step}"
     places = (finding.launch, rank_list_text(finding.ranks), step, object_text(finding))
     return ", ".join(filter(None, places)) or finding.check
@@ -64,7 +71,7 @@ def rank_list_text(ranks: tuple[int, ...]) -> str:
 
 
 def object_text(finding: Finding) -> str:
-    """Return the object of a finding: "all_gather over dp_shard [0-3] in forward"."""
+    """Return the object of a finding: "all_gather over dp_shard [0-3] in forward". Empty if it names none."""
     name = f"FSDP unit of {finding.name}" if finding.kind == "unit" and finding.name else finding.name
     if not finding.quantity or not name:
         subject = finding.quantity or name
@@ -79,7 +86,10 @@ def object_text(finding: Finding) -> str:
 
 
 def phase_text(phase: str) -> str:
-    """Return a phase with its preposition: "in backward". A phase of several words, as "before forward", is not changed."""
+    """Return a phase with its preposition: "in backward". A phase of several words, as "before forward", is not changed.
+
+    Empty for no phase.
+    """
     if phase == OUTSIDE:
         return "outside forward and backward"
     if not phase or " " in phase:
@@ -88,7 +98,8 @@ def phase_text(phase: str) -> str:
 
 
 def value_text(finding: Finding, value: Value) -> str:
-    """Return the text of an expected or observed value, in the finding's unit."""
+    """Return the text of an expected or observed value, in the finding's unit: "none" for None, "yes" or "no" for a
+    bool."""
     match value:
         case None:
             return "none"
@@ -106,6 +117,11 @@ def value_text(finding: Finding, value: Value) -> str:
 
 
 def _tuple_text(finding: Finding, values: tuple[Value, ...]) -> str:
+    """Return the text of several values: a shape, ranks as "[0-3]", integers as a list with the unit, others joined by
+    "and".
+
+    "none" for an empty tuple.
+    """
     if finding.unit == "shape":
         return f"shape {values}"
     if not values:
@@ -118,7 +134,10 @@ def _tuple_text(finding: Finding, values: tuple[Value, ...]) -> str:
 
 
 def number_with_unit(value: float, unit: str) -> str:
-    """Return a number with its unit; bytes also have the exact number."""
+    """Return a number with its unit. Bytes of 1000 and more also have the exact number; 0 bytes are "nothing".
+
+    A relative distance is "off by 1.00e-03 of its norm", or "NaN or infinite".
+    """
     if unit == "bytes":
         if not value:
             return "nothing"
@@ -132,6 +151,7 @@ def number_with_unit(value: float, unit: str) -> str:
 
 
 def _limit_text(finding: Finding, limit: Limit) -> str:
+    """Return the text of a limit: "at least 1", "at most 2", or "1 to 2"."""
     least_text = None if limit.least is None else number_with_unit(limit.least, finding.unit)
     most_text = None if limit.most is None else number_with_unit(limit.most, finding.unit)
     if most_text is None:

@@ -1,4 +1,4 @@
-"""Many cases on one page: a row for each, a column for each check, then what went wrong."""
+"""Text on many cases: a row for each, a column for each check, then what went wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from harness.core.report.text import MARKS, wrap_text
 
 
 def matrix_report(outcomes: Sequence[Outcome], seconds: float | None) -> str:
-    """Return the text on many cases: grid, checks that were not applicable, reports of cases that are not green, counts."""
+    """Return the text on many cases: grid, checks that were not applicable, reports of cases that are not green, counts.
+
+    seconds: duration of the run; None if unknown. There must be at least one outcome.
+    """
     judged = [outcome for outcome in outcomes if outcome.checks]
     reports = [outcome.report for outcome in judged if outcome.report]
     notes = [not_applicable_text(judged), *replaced_parts_text(judged)] if judged else []
@@ -22,7 +25,10 @@ def matrix_report(outcomes: Sequence[Outcome], seconds: float | None) -> str:
 
 
 def grid_text(outcomes: Sequence[Outcome]) -> str:
-    """Return the grid: the legend, then a row a case. Below a row are the names of the checks that do not pass."""
+    """Return the grid: the legend, then a row for each case. Below a row are the names of the checks that do not pass.
+
+    There must be at least one outcome.
+    """
     width = max(len(outcome.case) for outcome in outcomes)
     stage_names = " ".join(f"{stage[: len(checks)]:<{len(checks)}}" for stage, checks in _checks_by_stage().items())
     lines = [*legend_lines(), "", f"{'':<{width}}  {stage_names}".rstrip()]
@@ -51,6 +57,11 @@ def _checks_by_stage() -> dict[str, list[str]]:
 
 
 def _row_lines(outcome: Outcome, width: int) -> list[str]:
+    """Return the row of a case: a letter for each check by stage, verdict, seconds; then lines on failing checks and
+    reruns.
+
+    A case without checks has its verdict and reason alone.
+    """
     name = f"{outcome.case:<{width}}"
     if not outcome.checks:
         return [f"{name}  {outcome.verdict}: {outcome.reason}"]
@@ -66,7 +77,10 @@ def _row_lines(outcome: Outcome, width: int) -> list[str]:
 
 
 def _failing_check_lines(verdicts: Mapping[str, str]) -> list[str]:
-    """Return lines with the checks that fail; if there is none, those that could not be judged."""
+    """Return lines with the checks that fail; if there is none, those that could not be judged.
+
+    Empty if there is neither.
+    """
     for verdict in (Verdict.FAIL, Verdict.UNKNOWN):
         if checks := [check for check, check_verdict in verdicts.items() if check_verdict == verdict]:
             return wrap_text(f"{MARKS[verdict]} {' '.join(checks)}", "    ")
@@ -74,9 +88,10 @@ def _failing_check_lines(verdicts: Mapping[str, str]) -> list[str]:
 
 
 def replaced_parts_text(judged: Sequence[Outcome]) -> list[str]:
-    """Return a text of the trainer's parts that did not run as its users run them, with the number of cases of each.
+    """Return a list of one text: the trainer's parts that did not run as its users run them, with the number of cases
+    of each.
 
-    No verdict shows it. Empty if nothing was replaced.
+    Empty if nothing was replaced. No verdict shows it.
     """
     cases_by_part: Counter[str] = Counter()
     for outcome in judged:
@@ -88,7 +103,10 @@ def replaced_parts_text(judged: Sequence[Outcome]) -> list[str]:
 
 
 def not_applicable_text(judged: Sequence[Outcome]) -> str:
-    """Return a text of the checks that were not applicable, with reason and number of cases: they examined nothing there."""
+    """Return a text on how many checks were judged, and which were not applicable, with reason and number of cases.
+
+    Those examined nothing there. There must be at least one outcome.
+    """
     cases_by_reason: Counter[tuple[str, str]] = Counter()
     for outcome in judged:
         cases_by_reason.update(outcome.not_applicable.items())

@@ -1,4 +1,4 @@
-"""A layout of thousands of ranks on a page: groups and their links, kinds of ranks and their memory, what is idle or uneven.
+"""Text on a layout of thousands of ranks: groups and their links, kinds of ranks and their memory, idle time and imbalance.
 
 All is computed from the plan. Nothing here was measured, and nothing is said of seconds.
 """
@@ -37,7 +37,7 @@ EMBEDDING = "tok_embeddings.weight"
 
 
 def rank_classes(plan: Plan) -> list[list[int]]:
-    """Return the ranks of each rank class, in the order of their first ranks."""
+    """Return the ranks of each rank class, in the order of their first ranks. Ranks of a class share all planned bytes."""
     ranks_by_kind: dict[object, list[int]] = defaultdict(list)
     kinds = plan.flows.kinds if isinstance(plan.flows, PerRank) else {rank: rank for rank in plan.flows}
     for rank, kind in kinds.items():
@@ -46,7 +46,7 @@ def rank_classes(plan: Plan) -> list[list[int]]:
 
 
 def groups_lines(plan: Plan) -> list[str]:
-    """Return a row of each axis: its groups, and the most that a rank sends over it in a step."""
+    """Return a head and a row for each axis: its groups, and the most that a rank sends over it in a step."""
     rows = [["axis", "groups", "ranks", "the first one", "a rank sends a step, at most"]]
     sent = sent_texts_by_axis(plan)
     for axis, groups in plan.groups.items():
@@ -72,13 +72,16 @@ def largest_traffic_by_axis(plan: Plan) -> list[AxisTraffic]:
 
 
 def _members_text(group: Sequence[int]) -> str:
-    """Return the ranks of a group as text: "[0,1,..,7]"."""
+    """Return the ranks of a group as text: "[0,1,..,7]"; of one or two ranks all."""
     shown = group if len(group) < 3 else (*group[:2], "..", group[-1])
     return "[" + ",".join(map(str, shown)) + "]"
 
 
 def kinds_lines(case: Case, plan: Plan) -> list[str]:
-    """Return a row of each rank class: its coordinates, and the GB of each kind that one of its ranks has."""
+    """Return a head and a row for each rank class: its coordinates, and the GB of each kind that one of its ranks has.
+
+    Classes beyond SHOWN_KINDS are only counted. A column that says "all" in every row is left out.
+    """
     rows = [["pp", "shards", "tp", "ranks", "layers", "stay", "gathered", "waiting", "kept", "backward", "loss"]]
     kinds = rank_classes(plan)
     places = places_of_ranks(case.data_dims)
@@ -136,7 +139,10 @@ def _spans_text(numbers: Iterable[int]) -> str:
 
 
 def memory_lines(case: Case, plan: Plan, gpu: str) -> list[str]:
-    """Return lines on the memory of the rank that needs most. Activations and the block in backward are estimated."""
+    """Return lines on the memory of the rank that needs most, with a bar beside a GPU's memory.
+
+    gpu: a name in GPU_GIGABYTES. Activations and the block in backward are estimated.
+    """
     rank, memory = neediest_rank(case, plan)
     room = GPU_GIGABYTES[gpu] * 10**9
     parts = _memory_parts(memory)
@@ -155,14 +161,17 @@ def memory_lines(case: Case, plan: Plan, gpu: str) -> list[str]:
 
 
 def neediest_rank(case: Case, plan: Plan) -> tuple[int, RankBytes]:
-    """Return the rank that needs most memory, and its bytes by kind."""
+    """Return the rank with the highest peak of memory, and its bytes by kind. One rank of each class is examined."""
     representatives = (ranks[0] for ranks in rank_classes(plan))
     candidates = ((rank, rank_bytes(case, plan, rank)) for rank in representatives)
     return max(candidates, key=lambda candidate: candidate[1].peak)
 
 
 def room_left_text(size: int, gpu: str) -> str:
-    """Return a text of the memory that remains on a GPU. It never claims that the job fits, for not all is counted."""
+    """Return "leaves 3.2 GB for all that is not counted", or "more than it has". size: bytes. gpu: a name in GPU_GIGABYTES.
+
+    It never claims that the job fits.
+    """
     room = GPU_GIGABYTES[gpu] * 10**9
     if size <= room:
         return f"leaves {bytes_text(room - size)} for all that is not counted"
@@ -219,7 +228,10 @@ def pipeline_lines(case: Case) -> list[str]:
 
 
 def balance_lines(case: Case, plan: Plan) -> list[str]:
-    """Return lines on how much more than the mean the busiest or largest place of each axis has."""
+    """Return a line for each imbalance of the layout: what, by which part the most exceeds the mean, why.
+
+    Empty if there is none.
+    """
     return column_lines([[uneven.what, f"+{uneven.excess:.1%}", uneven.why] for uneven in imbalances(case, plan)])
 
 
@@ -236,7 +248,11 @@ class Imbalance:
 
 
 def imbalances(case: Case, plan: Plan) -> Iterator[Imbalance]:
-    """Yield the inequality along each axis that has something to divide."""
+    """Yield the imbalance of matmuls over pp, of attention over cp and of the vocabulary over shards, each if its
+    degree exceeds 1.
+
+    The vocabulary is left out where parameters are cut as flat vectors.
+    """
     if case.dims.pp > 1:
         layers = layers_by_stage(case)
         words = f"{min(layers)} to {max(layers)} layers a stage"

@@ -53,12 +53,13 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Return whether the case is neither green nor skipped: a check fails, or something could not be judged."""
+        """Return whether the case is neither green nor skipped: a check fails, something could not be judged, or it is
+        an ERROR."""
         return not self.skipped and self.verdict not in GREEN_VERDICTS
 
 
 def judged_outcome(judgement: Judgement) -> Outcome:
-    """Return the outcome of a case that was judged."""
+    """Return the outcome of a case that was judged. The report, results and diagnosis of a green one are empty."""
     results = judgement.results
     green = judgement.verdict in GREEN_VERDICTS
     return Outcome(
@@ -83,12 +84,12 @@ def judged_outcome(judgement: Judgement) -> Outcome:
 
 
 def skipped_outcome(case: Case, reason: str) -> Outcome:
-    """Return the outcome of a case that was not run."""
+    """Return the outcome of a case that was not run, with verdict SKIPPED."""
     return Outcome(case.name, SKIPPED, **_fields_of_case(case), reason=reason)
 
 
 def error_outcome(case: Case, reason: str) -> Outcome:
-    """Return the outcome of a case that could not be run or judged."""
+    """Return the outcome of a case that could not be run or judged, with verdict ERROR."""
     return Outcome(case.name, ERROR, **_fields_of_case(case), reason=reason)
 
 
@@ -150,9 +151,10 @@ def outcome_document(outcome: Outcome) -> dict[str, Any]:
 
 
 def outcome_from_json(value: Mapping[str, Any]) -> Outcome:
-    """Return the outcome that outcome_to_json returned the fields of. Fields that only a later version has are left out.
+    """Return the outcome of the fields that outcome_to_json returned. Fields that only a later version has are left out.
 
-    Raises TypeError for a field of another type, and ValueError for a verdict that does not exist.
+    Raises KeyError without a verdict, TypeError for a field of another type, and ValueError for a verdict that does not
+    exist.
     """
     _check_fields(value)
     known_names = {field_of_outcome.name for field_of_outcome in dataclasses.fields(Outcome)}

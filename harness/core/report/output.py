@@ -1,4 +1,7 @@
-"""Output for a person, on stdout and stderr. A reader that stops (`harness matrix | head -1`) changes no verdict."""
+"""Output for a person, on stdout and stderr.
+
+A reader that closes the pipe (`harness matrix | head -1`) changes no verdict.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,28 @@ class OutputError(Exception):
 
 
 def print_lines(*parts: object, to: TextIO | None = None, sep: str = "\n", end: str = "\n") -> None:
-    """Print and flush, to stdout by default. Text of a trainer, a file or git is never a command to the terminal.
+    """Print the parts, joined by `sep`, and flush, to stdout by default. Verdicts are coloured on a terminal.
 
-    Raises OutputError where the stream cannot be written, as on a full disk.
+    Control characters are escaped: text of a trainer, a file or git is never a command to the terminal. Raises
+    OutputError if the stream cannot be written, as on a full disk.
     """
     stream = sys.stdout if to is None else to
     write_text_as_is(colour_verdicts(escape_control_characters(sep.join(map(str, parts))), stream) + end, stream)
 
 
 def colour_verdicts(text: str, stream: TextIO) -> str:
-    """Return text with its verdicts in colour, where a terminal shows it and NO_COLOR is not set."""
+    """Return the text with its verdicts in colour; unchanged if the stream is no terminal that shows it, or NO_COLOR is
+    set."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not (stream and stream.isatty()):
         return text
     return VERDICT_PATTERN.sub(lambda match: f"\033[{COLOURS[match[0]]}m{match[0]}\033[0m", text)
 
 
 def write_text_as_is(text: str, stream: TextIO) -> None:
-    """Print text as it is, with the sequences that a terminal obeys. Raises OutputError."""
+    """Write the text to the stream and flush, with the sequences that a terminal obeys.
+
+    A reader that closed the pipe is ignored, and the rest discarded. Raises OutputError for any other failure.
+    """
     try:
         print(text, end="", file=stream, flush=True)
     except BrokenPipeError:
@@ -46,12 +54,13 @@ def write_text_as_is(text: str, stream: TextIO) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print to stderr why something could not be done, for the person who typed the command."""
+    """Print "harness: TEXT" to stderr, for the person who typed the command. text: why something could not be done."""
     print_lines(f"harness: {text}", to=sys.stderr)
 
 
 def escape_unprintable_letters() -> None:
-    """Make stdout and stderr print the number of a letter that the terminal or locale lacks."""
+    """Make stdout and stderr print an escape for a letter that the terminal or locale lacks, instead of raising an
+    error."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

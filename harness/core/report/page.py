@@ -29,7 +29,7 @@ LETTERS = {**{str(verdict): letter for verdict, letter in MARKS.items()}, "XFAIL
 
 @dataclass(frozen=True)
 class Past:
-    """A verdict that a case had in an earlier run."""
+    """A case's verdict in an earlier run."""
 
     began: str
     """When that run began."""
@@ -46,21 +46,21 @@ class Past:
 
 @dataclass(frozen=True)
 class Shown:
-    """The evidence of a case that failed, and its drawings."""
+    """The stored evidence of a case that failed, as a page links and draws it."""
 
     evidence: str = ""
-    """A link to it; empty if it is not beside the page or below, because a page moves with its folder."""
+    """Relative link to its folder; empty if that is not beside the page or below, because a page moves with its folder."""
     drawn: Drawn | None = None
-    """What is drawn of it."""
+    """Its drawings; None if they could not be made."""
     problem: str = ""
-    """Why nothing is drawn of it."""
+    """Why there are no drawings; empty if there are."""
     place: str = ""
     """The machine and folder where it was left."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A table of cases with one recipe."""
+    """A table of the measures of all cases with one recipe."""
 
     recipe: str
     """The recipe, in words."""
@@ -88,7 +88,7 @@ class Trend:
 
     @property
     def cells(self) -> tuple[str, str, str]:
-        """Return the texts of the first value, of the last but one, and of the last."""
+        """Return the texts of the first value, of the last but one, and of the last. At least two values must be known."""
         known = [value for value in self.values if value is not None]
         return (
             _measure_text(self.measure, known[0]),
@@ -128,7 +128,7 @@ class Page:
 
     @property
     def names(self) -> str:
-        """Return a text of the trainer and the repository, as far as they are known."""
+        """Return "trainer X, repository Y" as far as they are known; empty if neither is."""
         trainer = self.trainer and f"trainer {self.trainer}"
         return ", ".join(filter(None, (trainer, self.repository and f"repository {self.repository}")))
 
@@ -142,7 +142,7 @@ def is_page(text: str) -> bool:
 
 
 def page_html(page: Page) -> str:
-    """Return the text of a page's HTML file."""
+    """Return the text of a page's HTML file, with all values escaped."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -172,7 +172,7 @@ def page_html(page: Page) -> str:
 
 
 def verdict_class(verdict: str) -> str:
-    """Return the class of a verdict, which a colour repeats."""
+    """Return the CSS class of a verdict: "good", "bad", or "open" for all that was not judged."""
     return {"PASS": "good", "XFAIL": "good", "FAIL": "bad"}.get(verdict, "open")
 
 
@@ -182,9 +182,10 @@ def rank_count_text(outcome: Outcome) -> str:
 
 
 def measure_tables(outcomes: Sequence[Outcome], device: str) -> list[Measured]:
-    """Return a table of measures for each recipe of the cases that passed, ordered by ranks.
+    """Return a table for each recipe, with the measures of its cases that passed, ordered by ranks.
 
-    Times, peaks and marks of the best case are shown on GPUs only.
+    device: "cuda" for GPUs. Only there are times and peaks shown, and the best case marked. Cases without measures are
+    left out.
     """
     by_recipe: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
@@ -195,10 +196,15 @@ def measure_tables(outcomes: Sequence[Outcome], device: str) -> list[Measured]:
 
 
 def _by_ranks(outcome: Outcome) -> tuple[int, str]:
+    """Return a sort key: by number of ranks, then by name."""
     return outcome.ranks, outcome.case
 
 
 def _measure_table(recipe: str, outcomes: Sequence[Outcome], *, on_gpu: bool) -> Measured:
+    """Return the table of cases with one recipe: a column for each measure that some case has.
+
+    On GPUs the best of the cases with equally many ranks is marked.
+    """
     order = (TOKENS_PER_SECOND, SECONDS, PEAK, HELD, PARAMETERS, MOVED)
     names: dict[str, None] = {}
     for outcome in outcomes:
@@ -225,7 +231,11 @@ def compared_measures(outcome: Outcome, *, on_gpu: bool) -> dict[str, float]:
 
 
 def _cell_text(name: str, outcome: Outcome, peers: Sequence[Outcome], *, on_gpu: bool) -> str:
-    """Return the text of a measure. peers: the cases among which the best is marked."""
+    """Return the text of a case's measure. "-" if it moved nothing over that axis, "not observed" if another measure is
+    missing.
+
+    peers: the cases among which the best is marked, if they differ.
+    """
     value = compared_measures(outcome, on_gpu=on_gpu).get(name)
     if value is None:
         return "-" if name.startswith(f"{MOVED} ") else "not observed"
@@ -241,6 +251,7 @@ def _cell_text(name: str, outcome: Outcome, peers: Sequence[Outcome], *, on_gpu:
 
 
 def _measure_text(name: str, value: float) -> str:
+    """Return a measure with its unit: tokens per second, seconds, or bytes, as its name says."""
     if name == TOKENS_PER_SECOND:
         return f"{value:,.0f}"
     if name == SECONDS or name.startswith(BLOCKED):

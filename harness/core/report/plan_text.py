@@ -1,4 +1,4 @@
-"""A plan as a person reads it: the rank grid, groups by axis, some slices, and the bytes that each axis must move."""
+"""Text on a plan: the rank grid, groups by axis, some slices, and the bytes that each axis must move."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ SHOWN_PARAMETERS = (
 
 
 def plan_text(case: Case, plan: Plan, gpu: str = "H100", *, set_aside: Sequence[str] = ()) -> str:
-    """Return a plan as text: the rank grid or the groups, slices, bytes, memory, waiting and imbalance.
+    """Return a plan as text: the rank grid or the groups, slices, bytes, memory, idle time and imbalance.
 
-    gpu: its memory is compared with the bytes of a rank. set_aside: settings of a file that are not planned.
+    Of more than MOST_RANKS ranks only groups and kinds are shown. gpu: its memory is compared with the bytes of a rank.
+    set_aside: settings of a file that are not planned.
     """
     parts = wrap_text(f"{case.name}: {plan.dims} = {plan.dims.world_size:,} ranks", "", "  ")
     parts += wrap_text(case.why, "  ")
@@ -51,6 +52,10 @@ def plan_text(case: Case, plan: Plan, gpu: str = "H100", *, set_aside: Sequence[
 
 
 def _cost_lines(case: Case, plan: Plan, gpu: str) -> list[str]:
+    """Return the lines on what a layout costs: kinds of ranks, memory, idle time, imbalance.
+
+    Sections without lines are left out.
+    """
     sections = {
         f"kinds of ranks: {len(rank_classes(plan))}; GB of each rank": kinds_lines(case, plan),
         "memory of the rank that needs most": memory_lines(case, plan, gpu),
@@ -65,6 +70,8 @@ def _cost_lines(case: Case, plan: Plan, gpu: str) -> list[str]:
 
 
 def _rank_lines(plan: Plan) -> list[str]:
+    """Return the lines on single ranks: rank grid, groups, slices of some parameters, traffic and parameter bytes of
+    rank 0."""
     parts: list[str] = []
     parts += ["", "rank grid", *_table_lines(_grid_rows(plan))]
     parts += ["", "groups", *(_table_lines(_group_rows(plan)) or ["  none: one rank"])]
@@ -83,7 +90,10 @@ def _rank_lines(plan: Plan) -> list[str]:
 
 
 def _unusual_settings(case: Case) -> Iterator[str]:
-    """Yield a line on each of model, features and training whose settings are not the defaults."""
+    """Yield a line for each of model, features and training that has settings other than the defaults.
+
+    A published preset is named alone, without its settings.
+    """
     for name in ("model", "features", "training"):
         record = getattr(case, name)
         if name == "model" and record == PRESETS.get(case.model.name) != PRESETS["debug"]:
@@ -95,6 +105,8 @@ def _unusual_settings(case: Case) -> Iterator[str]:
 
 
 def _grid_rows(plan: Plan) -> Iterator[list[str]]:
+    """Yield a head, and the coordinate of each of the first SHOWN_RANKS ranks on axes of degree above 1; then how many
+    more."""
     axes = [axis for axis in AXES if axis in plan.groups]
     yield ["rank", *axes]
     for rank in range(min(plan.dims.world_size, SHOWN_RANKS)):
@@ -105,6 +117,7 @@ def _grid_rows(plan: Plan) -> Iterator[list[str]]:
 
 
 def _group_rows(plan: Plan) -> Iterator[list[str]]:
+    """Yield a row for each axis: its name and its first SHOWN_RANKS groups, and how many more there are."""
     for axis, groups in plan.groups.items():
         text = " ".join(map(ranks_text, groups[:SHOWN_RANKS]))
         if len(groups) > SHOWN_RANKS:
@@ -113,6 +126,7 @@ def _group_rows(plan: Plan) -> Iterator[list[str]]:
 
 
 def _slice_rows(plan: Plan) -> Iterator[list[str]]:
+    """Yield, for each of SHOWN_PARAMETERS, a heading and a row for each different slice, with the ranks that hold it."""
     for fqn in SHOWN_PARAMETERS:
         yield [f"{fqn} {list(plan.shapes[fqn])}"]
         ranks_by_slice: dict[str, list[int]] = {}
@@ -125,6 +139,7 @@ def _slice_rows(plan: Plan) -> Iterator[list[str]]:
 
 
 def _flow_rows(plan: Plan) -> Iterator[list[str]]:
+    """Yield a row for each flow of rank 0: axis, role, operator, phase, bytes."""
     for flow in plan.flows[0]:
         yield [
             flow.axis,
@@ -144,6 +159,7 @@ def _table_lines(rows: Iterator[list[str]]) -> list[str]:
 
 
 def _pad_row(row: list[str], widths: list[int]) -> list[str]:
+    """Return the cells of a row padded to the widths of their columns; a row of one cell unchanged."""
     if len(row) <= 1:
         return row
     return [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]

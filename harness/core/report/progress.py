@@ -20,7 +20,7 @@ CLEAR_LINE = "\r\033[K"
 
 
 class Progress:
-    """The progress of many named runs. started() may be called by any thread, all other methods by one.
+    """The progress of many named runs. note_start() may be called by any thread, all other methods by one.
 
     weights: by name, the time that each takes, in relation to the others.
     """
@@ -37,6 +37,7 @@ class Progress:
         self.running.append(name)
 
     def note_end(self, name: str, outcome: str, seconds: float) -> None:
+        """Note that a run ended. Where the stream is no terminal, print a line with its outcome and seconds."""
         self.running.remove(name)
         self.done.append(name)
         if not self.terminal:
@@ -51,6 +52,7 @@ class Progress:
             write_text_as_is(CLEAR_LINE, self.stream)
 
     def status_text(self) -> str:
+        """Return "3 of 14 20 s, about 70 s left running: a, b", the line on a terminal."""
         seconds = f"{self.elapsed_seconds():.0f} s{self.time_left_text()}"
         return f"{self.done_count_text()}  {seconds}  running: {', '.join(self.running)}"
 
@@ -58,6 +60,7 @@ class Progress:
         return f"{len(self.done):>{len(str(len(self.weights)))}} of {len(self.weights)}"
 
     def time_left_text(self) -> str:
+        """Return ", about 70 s left", by the weights of what ended and of what remains. Empty before anything ended."""
         done = sum(self.weights[name] for name in self.done)
         todo = sum(self.weights.values()) - done
         return f", about {self.elapsed_seconds() * todo / done:.0f} s left" if done else ""
@@ -67,7 +70,7 @@ class Progress:
 
 
 def draw_line(line: str, stream: TextIO) -> None:
-    """Write a line in the place of the one before."""
+    """Write a line over the last line of a terminal, cut to its width. Control characters are escaped."""
     width = shutil.get_terminal_size().columns - 1
     write_text_as_is("\r" + escape_control_characters(line)[:width].ljust(width), stream)
 
@@ -76,7 +79,8 @@ def draw_line(line: str, stream: TextIO) -> None:
 def show_stages(name: str, stream: TextIO) -> Iterator[Callable[[str], None]]:
     """Yield a function to be called with the name of each stage as it begins.
 
-    On a terminal a line shows the name until the block ends.
+    On a terminal a thread draws a line with that name and the seconds until the block ends, and then clears it.
+    Elsewhere nothing is shown.
     """
     now = [""]  # the last one is the stage that runs
     began = time.monotonic()

@@ -10,7 +10,10 @@ from harness.core.judge.result import Verdict
 
 
 def repeats_text(repeats: Mapping[str, Any]) -> str:
-    """Return a sentence on the reruns of a case; empty for a case that was not rerun."""
+    """Return a sentence on the reruns of a failing case, and on what they differ in; empty for a case that was not rerun.
+
+    The folders of all evidence are named only if some rerun did not fail.
+    """
     if not repeats:
         return ""
     verdicts = repeats["verdicts"]

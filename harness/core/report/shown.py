@@ -1,4 +1,4 @@
-"""The data of drawings of a trial: one parameter on every rank, and the groups over which tensors moved."""
+"""Data for drawings of a trial: one parameter on every rank, and the groups over which tensors moved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.core.plan.traffic.flow import OUTSIDE
 
 
 def shown_parameter(trial: Trial) -> str:
-    """Return the fqn of the first parameter that some rank holds wrongly, else the first projection of attention.
+    """Return the fqn of the first parameter that some rank holds wrongly, else layer 0's attention.wq.
 
     Without attention it is the first parameter.
     """
@@ -63,7 +63,8 @@ class UsedGroup:
 
     @property
     def comparison_text(self) -> str:
-        """Return how the observed bytes compare with those requested, in words."""
+        """Return how the observed bytes compare with those requested: AS_REQUESTED, "other bytes", "idle" or "not in
+        the plan"."""
         if not self.axis:
             return "not in the plan"
         if self.requested - self.optional <= self.moved <= self.requested:
@@ -72,7 +73,11 @@ class UsedGroup:
 
 
 def used_groups(trial: Trial) -> list[UsedGroup]:
-    """Return the groups of the plan, and others over which tensors moved in forward or backward of the step shown."""
+    """Return the groups of the plan, and others over which tensors moved, with their bytes in forward and backward of
+    one step.
+
+    Smaller groups come first. The step is the one that `representative_step` returns.
+    """
     step = representative_step(trial)
     requested: dict[tuple[int, ...], int] = dict.fromkeys(itertools.chain.from_iterable(trial.plan.groups.values()), 0)
     optional = dict.fromkeys(requested, 0)

@@ -1,4 +1,4 @@
-"""The report beside the evidence: report.txt for a person, verdict.json for programs."""
+"""The report stored beside the evidence: report.txt for a person, verdict.json for programs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from harness.core.report.text import case_report
 
 
 def store_report(judgement: Judgement) -> None:
-    """Write report.txt and verdict.json beside the evidence, the latter with every finding.
+    """Write report.txt and verdict.json beside the evidence, the latter with every finding; older ones are replaced.
 
-    Raises EvidenceError where they cannot be written.
+    Raises EvidenceError where they cannot be written, or a file of somebody else lies there.
     """
     replace_own(judgement.folder / "report.txt", case_report(judgement) + "\n", _is_report)
     replace_own(

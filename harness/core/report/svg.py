@@ -49,7 +49,10 @@ class Curve:
 
 
 def strips_svg(title: str, rows: Sequence[Strip]) -> str:
-    """Draw one row below the other, as wide as their texts need. An anomalous part is hatched as well as coloured."""
+    """Return an SVG of rows below each other, as wide as their texts need; at least one row.
+
+    An odd part is hatched as well as coloured.
+    """
     number = LETTER_WIDTH * max(len(row.rank) for row in rows)
     left = number + LETTER_WIDTH * (max(len(escape_control_characters(row.place)) for row in rows) + 2)
     right = LETTER_WIDTH * (max(len(escape_control_characters(row.text)) for row in rows) + 1)
@@ -85,7 +88,10 @@ class Bar:
 
 
 def lanes_svg(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], length: float) -> str:
-    """Draw rows of bars below each other over one time, each row with its name."""
+    """Return an SVG of rows of bars below each other over one time, each row with its name. At least one row.
+
+    length: seconds that the whole width is.
+    """
     left = LETTER_WIDTH * (max(len(escape_control_characters(name)) for name, _ in rows) + 1)
     width = math.ceil(left + LANE_WIDTH)
     parts = []
@@ -106,7 +112,10 @@ def lanes_svg(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], length: flo
 
 
 def curves_svg(title: str, steps: Sequence[int], lines: Sequence[Curve], *, log: bool = False) -> str:
-    """Draw lines over steps. log: values of 0 stand on the lowest line."""
+    """Return an SVG of lines over steps, with levels and labels. log: decades up, values of 0 on the lowest line.
+
+    Values that are None, NaN or infinite are left out.
+    """
     known = []
     for line in lines:
         known += [value for value in line.values if value is not None and math.isfinite(value)]
@@ -138,7 +147,7 @@ def curves_svg(title: str, steps: Sequence[int], lines: Sequence[Curve], *, log:
 
 
 def spark_svg(title: str, values: Sequence[float | None]) -> str:
-    """Draw one line as high as a row of text, from 0 to its largest value."""
+    """Return an SVG of one line as high as a row of text, from 0 to its largest value. A None is left out."""
     largest = max((value for value in values if value is not None), default=0.0) or 1.0
     across = (SPARK_WIDTH - 8) / max(1, len(values) - 1)
     line = Curve(title, values, "observed")
@@ -149,7 +158,10 @@ def spark_svg(title: str, values: Sequence[float | None]) -> str:
 
 
 def _curve_svg(line: Curve, across: Callable[[int], float], up: Callable[[float], float]) -> str:
-    """Return the line and its dots. across, up: from an index and a value to a position in the picture."""
+    """Return the SVG of one line and its dots; values that are None or not finite are left out.
+
+    across, up: from an index and a value to a position in the picture.
+    """
     known = [(index, value) for index, value in enumerate(line.values) if value is not None and math.isfinite(value)]
     points = " ".join(f"{across(index):.1f},{up(value):.1f}" for index, value in known)
     dots = "".join(f'<circle cx="{across(index):.1f}" cy="{up(value):.1f}" r="3"/>' for index, value in known)
@@ -157,13 +169,18 @@ def _curve_svg(line: Curve, across: Callable[[int], float], up: Callable[[float]
 
 
 def _value_range(known: Sequence[float]) -> tuple[float, float]:
+    """Return the lowest and the highest level of a picture: the values' range with a margin of 5 %; about 0 to 1
+    without values."""
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
     margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
     return low - margin, high + margin
 
 
 def _decade_range(known: Sequence[float]) -> tuple[float, float]:
-    """Return the exponents of the lowest and highest decade, with a whole decade in the middle."""
+    """Return the exponents of the lowest and highest decade, at least two decades, with a whole decade in the middle.
+
+    -17 and -15 if no value is above 0.
+    """
     powers = [math.log10(value) for value in known if value > 0]
     low, high = (math.floor(min(powers)), math.ceil(max(powers))) if powers else (-17, -15)
     high = max(high, low + 2)
@@ -181,6 +198,7 @@ def _text_svg(x: float, y: float, text: str, anchor: str) -> str:
 
 
 def _picture_svg(title: str, height: int, parts: Sequence[str], *, width: int = WIDTH, kind: str = "curves") -> str:
+    """Return the svg element around drawn parts. title: its label for a screen reader. kind: its CSS class."""
     label = escape(escape_control_characters(title))
     head = f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
     return head + "".join(parts) + "</svg>"

@@ -1,4 +1,4 @@
-"""Judgements as a person reads them: the cause first, then the evidence, then every check."""
+"""Text on judgements: the cause first, then the evidence, then every check; and the commands that run a case again."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ MARKS = {Verdict.PASS: "P", Verdict.FAIL: "F", Verdict.UNKNOWN: "?", Verdict.NOT
 
 
 def headline(judgement: Judgement) -> str:
-    """Return verdict, case and cause in one line."""
+    """Return verdict, case and cause in one line: "FAIL hsdp_2x2 HSDP ran as FSDP: .."."""
     return "    ".join(text for text in (_title(judgement), cause_text(judgement)) if text)
 
 
 def _headline_lines(judgement: Judgement) -> list[str]:
-    """Return the headline; where a terminal is too narrow for it, the cause is on lines below."""
+    """Return the headline as one line; where it is wider than a terminal, the cause is on lines below."""
     line = headline(judgement)
     if len(line) <= WIDTH:
         return [line]
@@ -43,6 +43,7 @@ def _headline_lines(judgement: Judgement) -> list[str]:
 
 
 def _title(judgement: Judgement) -> str:
+    """Return "FAIL hsdp_2x2+FAULT", the verdict and the case, with the fault's name if one was planted."""
     fault = f"+{judgement.fault.rpartition(':')[2]}" if judgement.fault else ""
     return f"{judgement.verdict} {judgement.case.name}{fault}"
 
@@ -69,6 +70,10 @@ def wrap_text(text: str, indent: str, continuation: str = "") -> list[str]:
 
 
 def _expectation_text(judgement: Judgement) -> str:
+    """Return in brackets what the case expects to fail by, and the remedy if it did not.
+
+    Empty without an expected failure.
+    """
     expected = judgement.expected_failure
     if expected is None:
         return ""
@@ -82,7 +87,10 @@ def _expectation_text(judgement: Judgement) -> str:
 
 
 def case_report(judgement: Judgement) -> str:
-    """Return the report of a judged case: headline, evidence, a line for each check, findings."""
+    """Return the report of a judged case: headline, evidence, a line for each check, findings.
+
+    If a fault was planted, a line says where it was missed or did not run.
+    """
     lines = _headline_lines(judgement)
     if judgement.firing is Firing.FIRED and judgement.verdict is Verdict.PASS:
         lines.append("  MISSED            the change ran and every check passes")
@@ -111,7 +119,10 @@ def _replaced_lines(judgement: Judgement) -> list[str]:
 
 
 def rerun_command(judgement: Judgement) -> str:
-    """Return the command that runs the case again, as it is typed in this folder."""
+    """Return the `harness run` command that runs the case again, as it is typed in this folder.
+
+    It has seed and dtype only for a case of no file.
+    """
     recipe = judgement.case.training
     defaults = TrainingConfig()
     file, colon, name = (judgement.fault or "").rpartition(":")
@@ -134,7 +145,8 @@ def rerun_command(judgement: Judgement) -> str:
 
 
 def pytest_command(judgement: Judgement) -> str:
-    """Return the pytest command that runs the case again."""
+    """Return the pytest command that runs the case again, with the marker of its tier and the options that were not
+    usual."""
     tier = judgement.case.tier
     marker = ["-m", f"harness_{tier}"] if tier != "default" else []
     options = dict(zip(("trainer",), _trainer_options(judgement)[1:], strict=False)) | _unusual_options(judgement)
@@ -147,7 +159,7 @@ def _trainer_options(judgement: Judgement) -> list[str]:
 
 
 def _unusual_options(judgement: Judgement) -> dict[str, str]:
-    """Return the options, by name, that all commands share and that were not the usual ones."""
+    """Return the options that all commands share and that were not the usual ones, by name; some values may be empty."""
     source = TrainerSpec.parse(judgement.trainer).source
     options = {"source": source and path_from_here(source)}
     options |= {key: judgement.made.get(key, "") for key in ("device", "launcher", "ranks-per-gpu", "timeout")}
@@ -155,7 +167,10 @@ def _unusual_options(judgement: Judgement) -> dict[str, str]:
 
 
 def provenance_text(judgements: Sequence[Judgement]) -> str:
-    """Return a text of the dates, releases of torch and commits of stored evidence: a folder may hold that of several runs."""
+    """Return "evidence of DATE to DATE; torch 2.15.0; commit abc (3 cases), unknown (1 cases)" on stored evidence.
+
+    A folder may hold evidence of several runs. What was not recorded is "unknown"; without dates these are left out.
+    """
     runs = [judgement.made for judgement in judgements]
     started = sorted({run["started"] for run in runs if run.get("started")})
     texts = []
@@ -170,7 +185,11 @@ def provenance_text(judgements: Sequence[Judgement]) -> str:
 
 
 def check_text(judgement: Judgement, result: Result) -> str:
-    """Return the text of one check that did not pass, for a test runner. Its summary shows the first line, cut: the cause."""
+    """Return the text of one check that did not pass, for a test runner: cause, evidence, findings, and how to run the
+    case again.
+
+    Its summary shows the first line, cut: the cause.
+    """
     lines: list[str] = []
     if judgement.diagnosis:
         lines += [cause_text(judgement), *label_lines(evidence_rows(judgement.diagnosis.evidence))]
@@ -185,6 +204,7 @@ def check_text(judgement: Judgement, result: Result) -> str:
 
 
 def _cause_of_unknown(judgement: Judgement) -> str:
+    """Return the first check that could not be judged, and why; empty unless the verdict is UNKNOWN."""
     unknown = [result for result in judgement.results if result.verdict is Verdict.UNKNOWN]
     return f"{unknown[0].check}: {unknown[0].note}" if judgement.verdict is Verdict.UNKNOWN and unknown else ""
 
@@ -192,7 +212,8 @@ def _cause_of_unknown(judgement: Judgement) -> str:
 def label_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
     """Return (label, text) rows as lines. Consecutive rows with one label show it once.
 
-    An observed value is below the expected one if both do not fit on a line.
+    An observed value is below the expected one if both do not fit on a line. The YAML to declare something is never
+    wrapped.
     """
     lines: list[str] = []
     label_before = None
@@ -210,7 +231,7 @@ def label_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _fitting_lines(text: str) -> list[str]:
-    """Return the lines of a text; a line that does not fit is split at three blanks."""
+    """Return the lines of a text; a line that does not fit beside a label is split at three blanks."""
     room = WIDTH - len(INDENT)
     parts: list[str] = []
     for line in text.splitlines():
@@ -241,7 +262,8 @@ def _check_lines(results: Sequence[Result]) -> list[str]:
 
 
 def check_line(result: Result) -> str:
-    """Return the line of a check: verdict, number of comparisons, largest difference, note."""
+    """Return the line of a check: verdict, number of comparisons, largest difference, note; each of these if there is
+    one."""
     examined = f"{result.examined} examined" if result.examined else ""
     largest = "" if result.largest is None else f"largest difference {result.largest:.1e}"
     detail = ", ".join(text for text in (examined, largest, result.note) if text)

@@ -1,1 +1,1 @@
-"""The straight line itself: one case from its launch to its verdict, and many cases side by side."""
+"""Running: one case from its launch to its verdict, and many cases side by side."""

@@ -17,9 +17,11 @@ MAX_NAMES_LISTED = 4
 
 
 def accept_golden_of(case: Case, options: Options, all_cases: Sequence[Case], chosen: Collection[str]) -> list[str]:
-    """Rewrite the golden of a launch's recipe, with the noise that all its cases are judged by, and return what changed.
+    """Rewrite the golden of a launch's recipe, with the noise that all its cases are judged by.
 
-    case: of golden.references. all_cases: those of its folder. chosen: names of the selected ones. Raises GoldenError in CI.
+    Return lines on what changed, and on cases beyond the chosen ones that use this golden. case: one of
+    `launches_with_reference`. all_cases: those of its folder. chosen: names of the selected ones. Raises GoldenError in
+    CI, and as `accept_golden` does.
     """
     name = golden.recipe_name(case)
     users: list[tuple[Case, Case]] = []  # a case, and its reference of this recipe

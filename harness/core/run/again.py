@@ -1,4 +1,4 @@
-"""A failing case is made again in fresh ranks. What does not fail again depends on timing, or on the hardware."""
+"""Reruns of failing cases in fresh ranks. A failure that does not come again depends on timing, or on the hardware."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ from harness.core.run.folders import folder_of
 from harness.core.run.options import Options
 
 RERUNS_PER_CAUSE = 3
-"""Cases of one cause that are made again in a run: if hundreds fail alike, some tell enough."""
+"""Cases of one cause that are rerun in a run: rerunning a few of many identical failures is enough."""
 
 
 @dataclass
 class Reruns:
-    """What makes the failing cases of one run again."""
+    """The reruns of one run's failing cases, with a count of cases by cause. Any thread may use it."""
 
     reruns_per_case: int
-    """How often each is made again."""
+    """How often each failing case is rerun; 0 for never."""
     _cases_by_cause: Counter[str] = field(default_factory=Counter)
     """Cause -> cases with it so far."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    """Cases end in several threads."""
+    """Lock of the counter, for cases end in several threads."""
 
     def outcome_with_reruns(self, case: Case, options: Options, make: Callable[[Case, Options], Outcome]) -> Outcome:
-        """Make the case and return its outcome; if it fails, with the outcomes of its reruns.
+        """Run the case by `make` and return its outcome; if it fails, rerun it and return the outcome with those of its
+        reruns.
 
-        A deliberate mistake is not rerun."""
+        A planted fault is not rerun, nor more than RERUNS_PER_CAUSE cases with one cause.
+        """
         first = make(case, options)
         if (
             options.fault
@@ -50,6 +52,7 @@ class Reruns:
         return _with_rerun_results(first, _rerun_results(case, first, options, rerun_options, make))
 
     def _is_rerun_wanted(self, outcome: Outcome) -> bool:
+        """Count the case under its cause. Return whether it is among the first RERUNS_PER_CAUSE with that cause."""
         cause = " ".join(outcome.diagnosis.get("kinds", ())) or outcome.cause or outcome.reason
         with self._lock:
             self._cases_by_cause[cause] += 1
@@ -57,8 +60,11 @@ class Reruns:
 
 
 def _with_rerun_results(first: Outcome, repeats: dict[str, Any]) -> Outcome:
-    """Return the outcome with what became of it again. A mistake of the code would show each time; so what did not fail again
-    has no other cause."""
+    """Return the outcome with a sentence on its reruns in the report. repeats: what `_rerun_results` returned.
+
+    A mistake of the code would show each time. So if no rerun fails and one is green, the sentence takes the place of
+    the cause and its diagnosis.
+    """
     summary = repeats_text(repeats)
     verdicts = repeats["verdicts"]
     has_not_repeated = Verdict.FAIL not in verdicts and any(verdict in GREEN_VERDICTS for verdict in verdicts)
@@ -70,7 +76,10 @@ def _with_rerun_results(first: Outcome, repeats: dict[str, Any]) -> Outcome:
 
 
 def _without_cause(outcome: Outcome) -> list[str]:
-    """Return the lines of its report, but those before the first empty one, which are about the cause."""
+    """Return the lines of an outcome's report without those on the cause, which are all before the first empty line.
+
+    The verdict and the command that runs it again are put in their place.
+    """
     lines = outcome.report.splitlines()
     rest = lines[lines.index("") :] if "" in lines else []
     return [f"{outcome.verdict} {outcome.case}", f"  again             {outcome.again}", *rest]
@@ -79,6 +88,12 @@ def _without_cause(outcome: Outcome) -> list[str]:
 def _rerun_results(
     case: Case, first: Outcome, options: Options, rerun_options: list[Options], make: Callable[[Case, Options], Outcome]
 ) -> dict[str, Any]:
+    """Run the case once with each of the options, and return the results as Outcome.repeats keeps them.
+
+    "verdicts" are those of the reruns, "alike" is how many of them failed with the first one's cause, "folders" are
+    those of all runs. "differs" is the first difference between the evidence of the first run and a rerun; absent if
+    there is none.
+    """
     reruns = [make(case, each) for each in rerun_options]
     repeats: dict[str, Any] = {
         "verdicts": [rerun.verdict for rerun in reruns],
@@ -92,7 +107,10 @@ def _rerun_results(
 
 
 def _first_difference(case: Case, first: Options, second: Options) -> FirstDifference | None:
-    """Return None also where one of them left no evidence to compare."""
+    """Return the first number in which the evidence of two runs differs.
+
+    None if nothing differs, or if one left no evidence.
+    """
     try:
         return find_first_difference(
             *(load_run(folder_of(case, run_options) / "run") for run_options in (first, second))

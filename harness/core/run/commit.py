@@ -1,4 +1,4 @@
-"""Which commit sources are of: those of the harness, or those of a trainer."""
+"""The commit of sources: those of the harness, or those of a trainer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ def commit_of_harness() -> str:
 
 
 def commit_of(source: str) -> str:
-    """Return the commit of the trainer's sources, "-dirty" if they were changed since; empty where git has none. A release that
-    pip installed into OUT is not of the commit around it."""
+    """Return the commit that is checked out around a path, with "-dirty" if files were changed since; empty if git has
+    none.
+
+    Empty for a release that pip installed into OUT, too: it is not of the commit around it.
+    """
     if ".environments" in Path(source).parts:
         return ""
     try:

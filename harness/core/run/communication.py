@@ -1,7 +1,7 @@
-"""Which library carries the collectives of a case's ranks, and what ranks that share a GPU need for that.
+"""The library that carries the collectives of a case's ranks, and what ranks that share a GPU need for that.
 
-Since 2.30 NCCL lets several ranks share a GPU, where a variable says so; before that it refuses ("Duplicate GPU detected").
-gloo carries tensors of GPUs too, through the host's memory: all collectives, but no sends and receives.
+Since 2.30 NCCL lets several ranks share a GPU, where a variable says so; before that it refuses ("Duplicate GPU
+detected"). gloo carries tensors of GPUs too, through the host's memory: all collectives, but no sends and receives.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from harness.core.run.options import Options
 
 SHARES_GPUS_SINCE = (2, 30)
 BACKEND_VARIABLE = "HARNESS_BACKEND"
-"""In a rank's environment: what `support/process_group.py` says to a trainer that asks."""
+"""Variable of a rank's environment: the backend that `support/process_group.py` returns to a trainer that asks."""
 
 
 def backend_of(options: Options) -> str:
-    """Return the backend: NCCL on GPUs, but gloo for ranks that share one where NCCL is too old; or what was requested."""
+    """Return "nccl" or "gloo": what was requested, else NCCL on GPUs. On CPU it is always gloo.
+
+    Ranks that share a GPU have gloo where NCCL is too old for that.
+    """
     if options.device == "cpu":
         return "gloo"
     shared_by_gloo = options.ranks_per_gpu > 1 and nccl_version() < SHARES_GPUS_SINCE
@@ -41,16 +44,21 @@ def communication_environment(options: Options, case: Case) -> dict[str, str]:
 
 
 def device_text(options: Options) -> str:
+    """Return the device with sharing and backend if these are requested: "cuda, 2 ranks share one, gloo", or "cpu"."""
     shared = f", {options.ranks_per_gpu} ranks share one" if options.ranks_per_gpu > 1 else ""
     return f"{options.device}{shared}{f', {options.backend}' if options.backend else ''}"
 
 
 def gpus_needed(world_size: int, options: Options) -> int:
+    """Return the number of GPUs on which so many ranks run."""
     return -(-world_size // options.ranks_per_gpu)
 
 
 def replacement_notes(options: Options) -> list[str]:
-    """Return lines on what does not run as it does on one GPU a rank. They are printed with every verdict."""
+    """Return lines on what does not run as it does on one GPU a rank; empty on CPU and on one GPU a rank with NCCL.
+
+    They are printed with every verdict.
+    """
     if options.device == "cpu" or (options.ranks_per_gpu == 1 and backend_of(options) == "nccl"):
         return []
     shared = f"up to {options.ranks_per_gpu} ranks share a GPU" if options.ranks_per_gpu > 1 else "--backend gloo"

@@ -16,7 +16,11 @@ SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF1
 
 
 def read_export(folder: Path) -> dict[str, ExportedTensor]:
-    """Return every floating-point tensor by its name. Raises what a damaged file makes torch or json raise."""
+    """Return every floating-point tensor of an export, by the name that it has in its file; those of other dtypes are
+    left out.
+
+    Raises what a damaged file makes torch or json raise.
+    """
     tensors: dict[str, ExportedTensor] = {}
     for path in sorted(folder.rglob("*")):
         if path.suffix == ".safetensors":
@@ -27,7 +31,10 @@ def read_export(folder: Path) -> dict[str, ExportedTensor]:
 
 
 def _read_safetensors(data: bytes) -> Iterator[tuple[str, ExportedTensor]]:
-    """Yield the tensors of a file. It has the length of a JSON header in 8 bytes, the header, and the bytes of all tensors."""
+    """Yield name and value of each floating-point tensor of a safetensors file; a value of bfloat16 is float32.
+
+    The file has the length of a JSON header in 8 bytes, the header, and the bytes of all tensors.
+    """
     start = 8 + int.from_bytes(data[:8], "little")
     for name, entry in json.loads(data[8:start]).items():
         if name == "__metadata__" or entry["dtype"] not in SAFETENSORS_DTYPES:
@@ -43,6 +50,10 @@ def _read_safetensors(data: bytes) -> Iterator[tuple[str, ExportedTensor]]:
 
 
 def _read_pickled(path: Path) -> Iterator[tuple[str, ExportedTensor]]:
+    """Yield name and value of each floating-point tensor that torch saved: of its entry "model" if it has one, else of all.
+
+    Nothing if the file holds no dict. Imports torch.
+    """
     import torch
 
     from harness.core.probe.structure import as_numpy

@@ -1,4 +1,4 @@
-"""Where the evidence of a run lies, so that no two kinds of run take each other's place."""
+"""Folders of the evidence of runs, named so that no two kinds of run take each other's place."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 
 def folder_of(case: Case, options: Options) -> Path:
-    """Return OUT/CASE, and with a + what is not the usual: trainer@source, fault, another seed or dtype, device, sharing,
-    rerun."""
+    """Return the folder of a case's evidence, OUT/CASE, with a "+" before each thing that is not the usual.
+
+    These are trainer@source, fault, another seed or dtype (of a case of no file), device, sharing, backend and rerun.
+    """
     parts = [case.name]
     parts += [trainer_label(options.trainer)] if options.trainer != "llama3" else []
     parts += [options.fault.rpartition(":")[2]] if options.fault else []
@@ -46,7 +48,10 @@ def name_without_source(name: str) -> str:
 
 
 def find_case_folders(folders: Sequence[Path]) -> list[Path]:
-    """Return the folders themselves, or for a folder of such folders those in it."""
+    """Return the folders of cases among these: a folder itself, or all those in it if it is a folder of such folders.
+
+    A folder that holds neither is returned as it is, so that reading it says what is wrong.
+    """
     found_folders = []
     for folder in folders:
         case_folders_inside = sorted(path.parent for path in folder.glob("*/case.json"))
@@ -57,8 +62,9 @@ def find_case_folders(folders: Sequence[Path]) -> list[Path]:
 
 
 def make_fresh_folder(folder: Path) -> Path:
-    """Return a case's folder, empty and ours. Raises EvidenceError for one in which anything is not of this harness.
+    """Make a case's folder, or delete what an earlier run left in it, and return it.
 
-    case.json is written first and deleted last. So a run that is killed in between leaves a folder that the next run takes.
+    Raises EvidenceError for one in which anything is not of this harness, and then deletes nothing. case.json is
+    written first and deleted last. So a run that is killed in between leaves a folder that the next run takes.
     """
     return empty_own_folder(folder, CASE_FOLDER)

@@ -1,8 +1,8 @@
-"""Which of the harness's own files a process runs: those of some modules, and of all that these import, however deep.
+"""The harness's own files that a process runs: those of some modules, and of all that these import, however deep.
 
-Sources are read and not run. A module counts as imported wherever the import stands, in a function as well, and if a text
-names it, as "harness.core.run.rank_main:rank" does. What is loaded by a name that is put together as the program runs is not
-seen: who asks names it.
+Sources are read and not run. A module counts as imported wherever the import stands, in a function as well, and if a
+text names it, as "harness.core.run.rank_main:rank" does. A module that is loaded by a name put together as the program
+runs is not seen: the caller names it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def _name_of(file: Path) -> str:
 
 @functools.cache
 def imports_of(module: str) -> frozenset[str]:
-    """Return the modules of the harness that a module names, with the packages around them."""
+    """Return the names of the harness's modules that a module imports or names, with the packages around them.
+
+    What a ring's table RING names is left out.
+    """
     with ONE_AT_A_TIME:
         tree = ast.parse(module_files()[module].read_bytes())
     package = _package_of(module)
@@ -73,7 +76,10 @@ def imports_of(module: str) -> frozenset[str]:
 
 
 def _is_table_of_ring(statement: ast.stmt) -> bool:
-    """Return whether it is what a ring brings to the core. Whoever asks for something there names it."""
+    """Return whether a statement assigns RING, the table of what a ring brings.
+
+    The caller names the entries that it loads.
+    """
     return isinstance(statement, ast.Assign) and [ast.unparse(target) for target in statement.targets] == ["RING"]
 
 
@@ -82,7 +88,11 @@ def _package_of(module: str) -> str:
 
 
 def _names_in(node: ast.AST, package: str) -> Iterator[str]:
-    """Yield what may be names of modules in a statement or in a text."""
+    """Yield what may be names of modules: those of an import, or a text that begins with "harness.". Nothing for other
+    nodes.
+
+    package: where a relative import starts.
+    """
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):

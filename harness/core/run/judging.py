@@ -1,4 +1,4 @@
-"""From a folder of stored evidence to a judgement. Starts nothing, writes nothing."""
+"""Judging a folder of stored evidence. Starts nothing, writes nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from harness.core.judge.trial import Trial
 
 
 def judge_folder(folder: Path) -> Judgement:
-    """Judge stored evidence: read and compute; start nothing, write nothing. Raises EvidenceError."""
+    """Return the judgement of a case's stored evidence. It reads and computes; it starts nothing and writes nothing.
+
+    Raises EvidenceError if the evidence is missing or cannot be read.
+    """
     trial = load_trial(folder)
     with np.errstate(over="ignore", invalid="ignore"):  # a number that went wrong is a finding
         results = judge(trial)
@@ -61,7 +64,10 @@ def _all_runs(trial: Trial) -> list[Run]:
 
 
 def _firing(trial: Trial, folder: Path) -> Firing:
-    """Return whether the fault's code ran. A rank that died of it has left a file beside where its evidence would be."""
+    """Return whether the planted fault's code ran on any rank, or that no fault was planted.
+
+    A rank that died of it has left a file beside where its evidence would be.
+    """
     if trial.run.fault is None:
         return Firing.NO_FAULT
     fired = (evidence.fault for launched in trial.launches for evidence in launched.ranks.values())

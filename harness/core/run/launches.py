@@ -43,7 +43,7 @@ COMPILE_TIMEOUT_FACTOR = 5  # times the time limit, for ranks that have to compi
 
 
 class Stopwatch:
-    """How long ranks had their slots: waiting for them does not count."""
+    """A stopwatch for the seconds in which ranks had their slots; starting it again leaves out the wait for them."""
 
     def __init__(self) -> None:
         self.start()
@@ -56,9 +56,11 @@ class Stopwatch:
 
 
 def launch_all(case: Case, folder: Path, weights: Path, options: Options, stage: Callable[[str], None]) -> None:
-    """Run one launch after the other; none after one that failed, for it would have nothing to resume from.
+    """Run all launches of a case, and its repeat, one after the other; each leaves its evidence in a folder of its name.
 
-    What the trainer itself wrote is listed at the end, so that a later run can tell it from a user's files."""
+    After an earlier launch that failed, none is started, for it would have nothing to resume from. What the trainer
+    itself wrote is listed at the end, so that a later run can tell it from a user's files.
+    """
     try:
         _launch_each(case, folder, weights, options, stage)
     finally:
@@ -66,6 +68,10 @@ def launch_all(case: Case, folder: Path, weights: Path, options: Options, stage:
 
 
 def _launch_each(case: Case, folder: Path, weights: Path, options: Options, stage: Callable[[str], None]) -> None:
+    """Run the launches in order, calling `stage` with a title before each.
+
+    For a launch after an earlier one that failed, store that all its ranks are lost.
+    """
     launches = case.launches | ({"repeat": case} if case.runs > 1 else {})
     failed_launch = ""
     for number, (name, launched) in enumerate(launches.items(), 1):
@@ -112,7 +118,11 @@ def measure_reported_losses(case: Case, options: Options, folder: Path, *, steps
 
 
 def launch_and_save(case: Case, folder: Path, weights: Path, options: Options) -> bool:
-    """Launch a case's ranks and store how they ended; return whether all ended well."""
+    """Launch a case's ranks and store how they ended in run.json; return whether all ended well.
+
+    If they did, and the launch saved a checkpoint, another process reads it into the launch's folder. A checkpoint that
+    is to be cut short is damaged before.
+    """
     watch = Stopwatch()
     made = {"launch": uuid.uuid4().hex[:12], **describe_origin(case, options)}
     exits = _launch_ranks(case, folder, weights, options, entry=RANK_ENTRY, watch=watch, launch_id=made["launch"])
@@ -150,6 +160,11 @@ def interrupt_checkpoint(checkpoints: Path) -> None:
 
 
 def describe_origin(case: Case, options: Options) -> dict[str, str]:
+    """Return where and how a run is made, by key, as Run.made keeps it: start, versions, device, launcher, options,
+    replacements.
+
+    Keys that do not apply are absent.
+    """
     replacements = [
         *trainers.load_adapter(options.trainer).replaced(case, options.device),
         *communication.replacement_notes(options),
@@ -169,7 +184,8 @@ def describe_origin(case: Case, options: Options) -> dict[str, str]:
 
 
 def _typed_options(case: Case, options: Options) -> dict[str, str]:
-    """Return the further options of a command that runs the case like this again, where they are not the usual ones."""
+    """Return the other options that a command needs to run the case like this again, by key; those that are usual are
+    left out."""
     default_options = Options()
     options_typed = {"timeout": f"{options.timeout:g}"} if options.timeout != default_options.timeout else {}
     options_typed |= {"torchrun-args": shlex.join(options.torchrun_args)} if options.torchrun_args else {}
@@ -179,14 +195,21 @@ def _typed_options(case: Case, options: Options) -> dict[str, str]:
 
 
 def commit_of_trainer(spec: str) -> str:
-    """Return the commit of the repository that the trainer under test is in; the harness's for one that comes with it."""
+    """Return the commit of the repository that the trainer under test is in; the harness's for a trainer that comes
+    with it.
+
+    Empty if it is in none.
+    """
     trainer = TrainerSpec.parse(spec)
     outside = trainer.is_file or trainer.source
     return commit_of(trainer.source or str(Path(trainer.name).parent)) if outside else commit_of_harness()
 
 
 def _entry_options(case: Case, folder: Path, weights: Path, options: Options) -> dict[str, object]:
-    """Return the options of the entries of rank_main.py."""
+    """Return the options that rank_main's entries take, by key.
+
+    All values are plain, so that they can be sent to a process.
+    """
     return {
         "case": to_json(case),
         "trainer": options.trainer,
@@ -211,7 +234,10 @@ def _compile_cache(case: Case, out: Path) -> str:
 
 
 def slots_for(case: Case, options: Options) -> int | None:
-    """Return how many slots a launch takes of this machine; None for as many as it has ranks here."""
+    """Return how many slots a launch takes of this machine; None for as many as it has ranks here.
+
+    On GPUs these are GPUs; on CPU 0 for ranks that only wait for their time limit.
+    """
     if options.device == "cuda":
         return None if options.torchrun_args else communication.gpus_needed(case.dims.world_size, options)
     return 0 if options.waits else None
@@ -227,6 +253,11 @@ def _launch_ranks(
     watch: Stopwatch | None = None,
     launch_id: str = "",
 ) -> list[Exit]:
+    """Start a case's ranks with this entry, wait for them, and return how each ended. watch: restarted when they have
+    their slots.
+
+    Where a case compiles, the time limit is COMPILE_TIMEOUT_FACTOR times as long.
+    """
     timeout = options.timeout * (COMPILE_TIMEOUT_FACTOR if case.features.compile else 1)
     job = Job(
         folder,

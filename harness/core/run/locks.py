@@ -1,4 +1,4 @@
-"""One process and one thread at a time."""
+"""Locks that one process and one thread has at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from harness.core.evidence.store import EvidenceError
 
 @contextmanager
 def exclusive_lock(lock: Path) -> Iterator[None]:
-    """Hold a lock that one process and one thread has at a time. The kernel releases that of a process that died."""
+    """Hold a lock while the block runs, waiting for whoever has it. Raises EvidenceError if its file cannot be written.
+
+    The kernel releases the lock of a process that died.
+    """
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         handle = open(lock, "a", encoding="utf-8")  # noqa: SIM115 - held while the caller works

@@ -45,13 +45,16 @@ def run_all(
     how: Callable[[Case, Options], Judgement] | None = None,
     again: int = 0,
 ) -> list[Outcome]:
-    """Run cases in this order, `jobs` at a time, each as soon as it has its slots. Return outcomes as the cases end.
+    """Run cases in this order, `jobs` at a time, each as soon as it has its slots. Return outcomes in the order of
+    their ends.
 
-    ended: called with each outcome, by any thread. max_failures: so many failures after which no other case begins. how: in
-    place of run_case. again: how often a failing case is rerun. KeyboardInterrupt leaves ranks alive.
+    ended: called with each outcome, by any thread. max_failures: so many failures after which no other case begins;
+    those that did not begin have no outcome. how: in place of run_case. again: how often a failing case is rerun.
+    KeyboardInterrupt leaves ranks alive.
     """
 
     def run_one(case: Case) -> Outcome | None:
+        """Run a case and its reruns, and return the outcome; None, without running it, after max_failures."""
         if max_failures is not None and len(failed) >= max_failures:
             return None
         progress.note_start(case.name)
@@ -71,7 +74,10 @@ def run_all(
 def _collect_outcomes(
     pool: ThreadPoolExecutor, pending: set[Future[Outcome | None]], progress: Progress
 ) -> list[Outcome]:
-    """Return the outcomes in the order of their ends."""
+    """Wait for all futures, showing progress, and return their outcomes in the order of their ends.
+
+    A future with None has none.
+    """
     outcomes: list[Outcome] = []
     try:
         while pending:
@@ -87,7 +93,11 @@ def _collect_outcomes(
 
 
 def attempt_case(case: Case, options: Options, run_one: Callable[[Case, Options], Judgement] | None = None) -> Outcome:
-    """Run one case and return its outcome, whatever that is: only KeyboardInterrupt passes through."""
+    """Run one case and return its outcome: SKIPPED if it is unsupported, ERROR for any error. Only KeyboardInterrupt is
+    raised.
+
+    run_one: in place of run_case.
+    """
     try:
         return became.judged_outcome((run_one or run_case)(case, options))
     except Unsupported as reason:

@@ -1,4 +1,5 @@
-"""What only the evidence of all ranks together shows: it is written once, before anything is judged."""
+"""Traits of the trainer that only the evidence of all ranks together shows: they are written once, before anything is
+judged."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from harness.core.judge.stored_trial import load_trial
 
 
 def write_measured_traits(case: Case, folder: Path, declared: Mapping[str, TrainerTraits]) -> None:
-    """Write traits.json: by launch, what the trainer declares and what was measured of it. Then settle gradients."""
+    """Write traits.json: by launch, what the trainer declares and what was measured of it.
+
+    The ranks' files are rewritten where clipping was given other gradients than those at the end of backward.
+    """
     runs = {name: load_run(folder / name, values=False) for name in case.launches}
     traits_by_launch = {}
     for name, launched in case.launches.items():
@@ -35,7 +39,8 @@ def _is_altered_after_backward(run: Run) -> bool:
 
 
 def _settle_gradients(folder: Path) -> None:
-    """Rewrite the files of ranks whose clipping was given other gradients than those at the end of backward."""
+    """Rewrite the files of ranks with the gradients that clipping was given, for steps in which they are not those of
+    backward."""
     trial = load_trial(folder)
     for launch in trial.launches:
         clipped_late = steps_clipped_late(launch)

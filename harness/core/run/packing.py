@@ -1,4 +1,4 @@
-"""In which order cases fill a machine, and which part of them is one shard's; by how long they took before. Pure."""
+"""Packing: in which order cases fill a machine, and which of them are one shard's, by how long they took before. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from harness.core.run.verdicts import RecordedRun
 
 @dataclass(frozen=True)
 class CaseLoad:
-    """What a case takes: so many slots for so many seconds."""
+    """The load of a case on a machine: so many slots for so many seconds."""
 
     name: str
+    """Name of the case."""
     slots: int
+    """Slots that it takes at once."""
     seconds: float
+    """Seconds for which it takes them, remembered or estimated."""
 
     @property
     def slot_seconds(self) -> float:
@@ -28,9 +31,11 @@ class CaseLoad:
 def remembered_seconds(
     runs: Iterable[RecordedRun], *, trainer: str, device: str, machine: str = ""
 ) -> dict[str, float]:
-    """Return how many seconds each case took when it last ended, on this machine rather than on others.
+    """Return the seconds that each case took when it last ended, by name; a run on this machine counts before those on
+    others.
 
-    trainer: its name (`verdicts.name_of_trainer`)."""
+    Runs of another trainer or device are left out. trainer: its name (`verdicts.name_of_trainer`).
+    """
     similar_runs = [run for run in runs if (run.trainer, run.begins.get("device")) == (trainer, device)]
     # it is stable: the latest of ours comes last
     runs_here_last = sorted(similar_runs, key=lambda run: run.begins.get("machine") == machine)
@@ -68,20 +73,20 @@ LOAD_ORDERS: tuple[Callable[[CaseLoad], tuple[float, ...]], ...] = (
     lambda load: (-load.slot_seconds, -load.slots),
     lambda load: (-load.seconds, -load.slots),
 )
-"""Widest first leaves no gaps; but what is long and narrow must not begin last."""
+"""Sort keys: widest first leaves no gaps, but a load that is long and narrow must not begin last."""
 
 
 def order_loads(case_loads: Sequence[CaseLoad], slots: int) -> list[CaseLoad]:
-    """Return the loads with the largest first, in that sense of it that ends soonest."""
+    """Return the loads, largest first by slots, by seconds or by both: in the one of these orders that ends soonest."""
     orders = [sorted(case_loads, key=lambda load: (*order(load), load.name)) for order in LOAD_ORDERS]
     return min(orders, key=lambda order: makespan(order, slots))
 
 
 def order_for_early_answers(order: Sequence[CaseLoad], first: Sequence[str], long: Container[str]) -> list[CaseLoad]:
-    """Return the loads in an order in which verdicts come soon.
+    """Return the loads in an order in which verdicts come soon. first: names of those that begin, in this order.
 
-    `first` begin, in their order. The references of `long` take minutes of one core each. They are spread evenly over the first
-    half of the others: so they run beside others, few at a time, and none is left for the end.
+    long: names of cases whose references take minutes of one core each. They are spread evenly over the first half of
+    the others: so they run beside others, few at a time, and none is left for the end.
     """
     by_name = {load.name: load for load in order}
     later_loads = [load for load in order if load.name not in first]
@@ -113,9 +118,10 @@ def makespan(order: Iterable[CaseLoad], slots: int) -> float:
 
 
 def cases_of_shard(cases: Sequence[Case], seconds: Mapping[str, float], shard: str) -> list[Case]:
-    """Return part I of N of the cases, "I/N", in their order. Raises CaseError.
+    """Return part I of N of the cases, "I/N", in their order; it may be empty. Raises CaseError for any other text.
 
-    Every machine that is given the same finds the same parts, which are disjoint, complete and about equally long."""
+    Every machine that is given the same finds the same parts, which are disjoint, complete and about equally long.
+    """
     part, parts = parse_shard(shard)
     filled = [0.0] * parts
     chosen_names = set()
@@ -128,7 +134,7 @@ def cases_of_shard(cases: Sequence[Case], seconds: Mapping[str, float], shard: s
 
 
 def parse_shard(shard: str) -> tuple[int, int]:
-    """Return I and N of a shard, "I/N". Raises CaseError."""
+    """Return I and N of a shard, "I/N". Raises CaseError unless both are numbers and 1 <= I <= N."""
     words = shard.split("/")
     if len(words) != 2 or not all(word.isdecimal() for word in words) or not 1 <= int(words[0]) <= int(words[1]):
         raise CaseError(f"--shard {shard}: expected I/N, the I-th of N parts, as in 2/5")

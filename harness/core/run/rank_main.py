@@ -1,7 +1,7 @@
-"""What one process does under launch: run the trainer under the probe and leave evidence, or run the reference.
+"""Entries of the processes that a launch starts: run the trainer under the probe and leave evidence, or run the reference.
 
-All are entries for harness.core.launch and take plain options, so that local and torchrun ranks do exactly the same. What they
-return is kept until the process ends.
+All are entries for harness.core.launch and take plain options, so that local and torchrun ranks do exactly the same.
+What they return is kept until the process ends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ SHAPES_FILE = "parameters.json"  # of a model that does not fit: {name of the tr
 
 
 def rank(options: dict[str, Any]) -> StartedTrainer:
-    """Run the trainer under the probe; see `watched`. For further keys of the options, what rings run around a rank."""
+    """Run the trainer under the probe, as `run_watched` does, and return it. Raises CannotStart if torch lacks what the
+    probe needs.
+
+    A ring may bring wrappers, which run around the rank if the options have their key.
+    """
     import torch  # noqa: F401
 
     _refuse_lacking_torch()
@@ -107,21 +111,24 @@ def run_watched(options: dict[str, Any]) -> StartedTrainer:
 
 
 def _refuse_lacking_torch() -> None:
-    """Raises CannotStart if torch lacks what the probe relies on."""
+    """Raise CannotStart if torch lacks what the probe relies on."""
     if missing := relies_on.lacking_for_probe():
         raise trainers.CannotStart(missing)
 
 
 def _reported_numbers(trainer: StartedTrainer) -> dict[int, Mapping[str, trainers.Number]]:
-    """Return, by step, the other numbers that the trainer reports."""
+    """Return the numbers that the trainer reports beside loss, norm and rate, by step and by name."""
     return {metrics.step: metrics.numbers for metrics in trainer.metrics}
 
 
 def in_the_references_words(
     evidence: RankEvidence, adapter: trainers.Adapter, case: Case, starts: Mapping[str, int]
 ) -> RankEvidence:
-    """Return the evidence under the reference's names, fused tensors separated, with what the adapter says of its reports and
-    switches. starts: by the trainer's name, at which element of a fused tensor this rank's interval begins."""
+    """Return the evidence with the reference's names, fused tensors separated, and what the adapter says of its reports
+    and switches.
+
+    starts: by the trainer's name of a fused tensor, the element at which this rank's interval begins.
+    """
     with_adapter_facts = dataclasses.replace(
         evidence,
         reports=adapter.reports,
@@ -134,12 +141,17 @@ def in_the_references_words(
 
 
 def _fused_blocks(adapter: trainers.Adapter, case: Case) -> dict[str, tuple[Block, ...]]:
+    """Return the blocks of rows of each fused tensor, by the name that the adapter gives it; empty if nothing is fused."""
     rows = {fqn: shape[0] for fqn, shape in case.model.parameter_shapes().items()}
     return {name: blocks(parts, rows) for name, parts in adapter.fused(case).items()}
 
 
 def _start_trainer(adapter: trainers.Adapter, case: Case, options: dict[str, Any]) -> StartedTrainer:
-    """Start the trainer. If parameters do not fit the seed weights, rank 0 writes the model's shapes."""
+    """Start the trainer and return it. Raises CannotStart if a module is missing.
+
+    If parameters do not fit the seed weights, rank 0 writes the model's shapes into SHAPES_FILE before the error is
+    raised.
+    """
     try:
         with trainers.raising_cannot_start(options["trainer"]):
             return adapter.start(case, Path(options["weights"]), options["device"])
@@ -150,9 +162,11 @@ def _start_trainer(adapter: trainers.Adapter, case: Case, options: dict[str, Any
 
 
 def train_and_write(trainer: StartedTrainer, case: Case, options: dict[str, Any], probe: Probe | None = None) -> None:
-    """Train all steps of the launch and save the checkpoint that it leaves: after the last step, or on the way. Then export.
+    """Train all steps of the launch and save the checkpoint that it leaves, if any: after the last step, or on the way.
+    Then export.
 
-    What `save` returns may be a future of what is written in the background; the launch waits for it at its end.
+    Without a probe nothing is exported. What `save` returns may be a future of what is written in the background; the
+    launch waits for it at its end.
     """
     saved_step = case.saved_step
     last_step = case.steps[-1]
@@ -175,7 +189,8 @@ def train_and_write(trainer: StartedTrainer, case: Case, options: dict[str, Any]
 
 
 def _export_model(trainer: StartedTrainer, case: Case, options: dict[str, Any]) -> None:
-    """Export the model if the case requests it. The export is complete once every rank is done."""
+    """Export the model of the last launch, if the case requests it, and wait until every rank is done: then it is
+    complete."""
     if case.features.export and case.last_step is None:
         import torch.distributed as dist
 
@@ -185,7 +200,10 @@ def _export_model(trainer: StartedTrainer, case: Case, options: dict[str, Any]) 
 
 
 def _with_exported_tensors(evidence: RankEvidence, case: Case, options: dict[str, Any]) -> RankEvidence:
-    """Return the evidence, of rank 0 with what was exported. Rank 0 deletes the export."""
+    """Return the evidence; of rank 0 with the exported tensors, if the case requests an export.
+
+    Rank 0 deletes the export.
+    """
     folder = Path(options["directory"]) / EXPORT
     if not case.features.export or case.last_step is not None or evidence.rank != 0:
         return evidence
@@ -199,7 +217,7 @@ def _row_length(case: Case, step: int) -> int:
 
 
 def started_file(directory: Path, rank: int) -> Path:
-    """Return a file that is there as soon as the rank has set up all it needs for its first step."""
+    """Return the path of a rank's .started file, and make its folder. The rank makes the file before its first step."""
     path = evidence_file(directory, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.with_suffix(".started")
@@ -221,7 +239,10 @@ def reference(options: dict[str, Any]) -> None:
 
 
 def checkpoint(options: dict[str, Any]) -> None:
-    """Read the latest checkpoint, in a process that trains nothing, and leave checkpoint.npz. Options as of `watched`."""
+    """Read the latest checkpoint, in a process that trains nothing, and leave checkpoint.npz.
+
+    Options as of `run_watched`.
+    """
     from harness.core.evidence.checkpoint_index import TIED_OUTPUT_FQN, read_checkpoint_index
 
     case = from_json(options["case"])
@@ -234,8 +255,10 @@ def checkpoint(options: dict[str, Any]) -> None:
 
 
 def unwatched(options: dict[str, Any]) -> StartedTrainer:
-    """Run the trainer alone, as a user does: rank 0 leaves the losses that it reports in losses.json. Options as of
-    `watched`."""
+    """Run the trainer without the probe, as a user does, and return it. Options as of `run_watched`.
+
+    Rank 0 leaves the losses that it reports in losses.json, as pairs of step and loss.
+    """
     case = from_json(options["case"])
     adapter = trainers.load_adapter(options["trainer"])
     rank = int(os.environ.get("RANK", 0))
@@ -256,9 +279,11 @@ def unwatched(options: dict[str, Any]) -> StartedTrainer:
 
 
 def _apply_fault(options: dict[str, Any], rank: int) -> list[bool]:
-    """Apply the fault, if there is one. Return a list that fills when the fault's code runs.
+    """Apply the fault, if the options name one. Return a list to which an entry is added each time that the fault's
+    code runs.
 
-    A file appears then, too, for a rank that dies of it."""
+    The first time a file RANK.fired appears, too, for a rank that dies of it.
+    """
     fired_calls: list[bool] = []
     fired_file = evidence_file(Path(options["directory"]), rank).with_suffix(".fired")
 
@@ -274,9 +299,10 @@ def _apply_fault(options: dict[str, Any], rank: int) -> list[bool]:
 
 
 def _share_compiled_code(folder: str | None) -> None:
-    """Keep compiled code in a folder, where the next ranks and cases find it; None: do not.
+    """Set torch to keep compiled code in a folder, where the next ranks and cases find it; None changes nothing.
 
-    One thread compiles: the default is a pool of processes a rank."""
+    One thread compiles: the default is a pool of processes a rank.
+    """
     if folder is not None:
         from torch._inductor import config
 
@@ -285,7 +311,10 @@ def _share_compiled_code(folder: str | None) -> None:
 
 
 def _inflight_recorder() -> Callable[[Collective], None]:
-    """Return a function that puts a collective on record before it is issued, so that a hang can be explained from outside."""
+    """Return a function that records a collective before it is issued, so that a hang can be explained from outside.
+
+    It does nothing where the launch keeps no such record.
+    """
     record = inflight.current_inflight()
 
     def note(call: Collective) -> None:

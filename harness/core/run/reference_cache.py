@@ -32,7 +32,8 @@ REFERENCE_PACKAGES = ("torch", "numpy", "torchao")  # what the reference's numbe
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make a hard link where the file system has them, so that ten cases of one recipe share one file; else a copy."""
+    """Make a hard link at `target`, so that ten cases of one recipe share one file; a copy if the file system has no
+    links."""
     try:
         os.link(source, target)
     except OSError:
@@ -40,11 +41,12 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def reference_folder(case: Case, options: Options, noise: Sequence[str] | None = None) -> Path:
-    """Return the folder of the recipe's reference, which is computed now if it was not.
+    """Return the folder of the recipe's reference, with reference.npz and weights.npz, computed now if it was not or is
+    damaged.
 
-    It is keyed by recipe, sources, versions and kind of processor.
-
-    noise: what to measure in addition, by TrainerTraits.noise_key; None: what this case needs and no golden holds.
+    It is keyed by recipe, sources, versions and kind of processor. noise: what to measure in addition, by
+    TrainerTraits.noise_key; None: what this case needs and no golden holds. Raises EvidenceError if the reference fails
+    or does not fit into memory.
     """
     noise = noise_to_measure(case, options) if noise is None else noise
     noise_suffix = "".join(f"-{key.replace(' ', '-')}" for key in noise)
@@ -57,10 +59,11 @@ def reference_folder(case: Case, options: Options, noise: Sequence[str] | None =
 
 
 def noise_to_measure(case: Case, options: Options) -> tuple[str, ...]:
-    """Return the keys of the noise that this case needs and no golden holds.
+    """Return the key of the noise that this case needs and no golden holds; () if none has to be measured.
 
-    A golden holds the noise of its recipe on the kind of CPU that made it. Another recipe, seed or device has its own, measured
-    once."""
+    A golden holds the noise of its recipe on the kind of CPU that made it. Another recipe, seed or device has its own,
+    measured once. A case with exact bounds needs none.
+    """
     is_known = case.exact or (options.device == "cpu" and _golden_has_noise(case, options))
     return () if is_known else (_noise_key(case, options),)
 
@@ -75,9 +78,11 @@ def _noise_key(case: Case, options: Options) -> str:
 
 
 def _golden_has_noise(case: Case, options: Options) -> bool:
-    """Return whether a golden holds the noise of this case.
+    """Return whether a golden holds the noise of this case, from the same kind of CPU.
 
-    A recipe of no file may be that of one all the same. A file's is left to the check `golden`, which says what to do."""
+    True for a case of a file even if the golden or its noise is missing: the check `golden` says what to do. A case of
+    no file may have a recipe that has a golden all the same.
+    """
     try:
         accepted = golden.load_golden(case)
     except golden.GoldenError:
@@ -89,6 +94,8 @@ def _golden_has_noise(case: Case, options: Options) -> bool:
 
 
 def reference_key(case: Case) -> str:
+    """Return eight digits of all that the reference's numbers depend on beside the recipe: sources, versions,
+    processor, data file."""
     digest = hashlib.sha256()
     for source in sorted((ROOT / "harness" / "reference").glob("*.py")):
         digest.update(source.read_bytes())
@@ -101,7 +108,7 @@ def reference_key(case: Case) -> str:
 
 
 def package_versions() -> str:
-    """Return the versions of what computes."""
+    """Return the versions of torch, numpy and torchao, as one text."""
     return "".join(f"{package} {_package_version(package)}" for package in REFERENCE_PACKAGES)
 
 
@@ -114,6 +121,10 @@ def _package_version(package: str) -> str:
 
 
 def _launch_reference(case: Case, folder: Path, options: Options, noise: Sequence[str]) -> None:
+    """Run the reference in a process of its own and rename its folder when it is complete, in place of what was there.
+
+    Raises EvidenceError if it does not fit into memory, or failed.
+    """
     if reason := reason_not_fitting_now(case, options.device, noise=bool(noise)):
         raise EvidenceError(reason)
     partial_folder = folder.with_name(folder.name + ".partial")
@@ -138,8 +149,10 @@ def _launch_reference(case: Case, folder: Path, options: Options, noise: Sequenc
 
 
 def is_undamaged(folder: Path) -> bool:
-    """Return whether the files are as they were made. Case folders have links to them, so that who damages one there would
-    damage the cache."""
+    """Return whether the folder is complete and its files have the size and time with which they were made.
+
+    Case folders have links to them, so that damaging a file there damages the cache.
+    """
     try:
         return all(file_state(folder / name) == state for name, state in read_json(folder / WHOLE).items())
     except (OSError, ValueError, AttributeError):
@@ -147,12 +160,13 @@ def is_undamaged(folder: Path) -> bool:
 
 
 def file_state(file: Path) -> list[int]:
-    """Return what changes when the file's bytes do: its size, and when it was written, in nanoseconds."""
+    """Return the size of a file in bytes, and when it was last written, in nanoseconds. Both change when its bytes do."""
     status = file.stat()
     return [status.st_size, status.st_mtime_ns]
 
 
 def failure_text(rank_exit: Exit) -> str:
+    """Return why a process failed: its error and stack, or for SIGKILL that memory may have run out, and the remedy."""
     if rank_exit.how == "signal" and rank_exit.signal == "SIGKILL":
         return "it was killed by SIGKILL, as the kernel does when memory runs out; request a smaller model or batch"
     return f"{rank_exit.error or rank_exit.signal}\n{rank_exit.stack}".rstrip()

@@ -1,6 +1,7 @@
-"""Whether a case's reference fits into memory: checked before anything is started, as the kernel kills without a word.
+"""The memory that a case's reference needs: checked before anything is started, as the kernel kills without a word.
 
-What is counted is the least that it takes, by what reference/train.py keeps. A case that fits may be too large all the same.
+What is counted is the least that it takes, by what reference/train.py keeps. A case that fits may be too large all the
+same.
 """
 
 from __future__ import annotations
@@ -12,20 +13,27 @@ from harness.core.plan.slices import BYTES
 LAYER_ACTIVATIONS = (12, 4)
 """Numbers that a layer keeps of a token until backward, in dim and ffn_dim. Measured: 14 (float64) or 20 (float32), and 4."""
 LOGIT_COPIES = 3
-"""The same of the output, in vocab_size: log-softmax, its gradient and that of the logits."""
+"""Numbers that the output keeps of a token, in vocab_size: log-softmax, its gradient and that of the logits."""
 
 
 def reason_never_fits(case: Case, device: str) -> str:
-    """Return why this machine has too little memory, whatever else runs on it; empty if it may do."""
+    """Return why the reference needs more memory than this machine has, whatever else runs on it; empty if it may fit."""
     return _reason_too_large(case, device, machine.total_memory(), "this machine has", noise=False)
 
 
 def reason_not_fitting_now(case: Case, device: str, *, noise: bool) -> str:
-    """Return why there is too little memory at the moment; empty if it may do. noise: whether it is measured as well."""
+    """Return why the reference needs more memory than is free now; empty if it may fit.
+
+    noise: whether it is measured as well.
+    """
     return _reason_too_large(case, device, machine.free_memory(), "there are now", noise=noise)
 
 
 def _reason_too_large(case: Case, device: str, available: int, availability_text: str, *, noise: bool) -> str:
+    """Return a sentence with the bytes needed, those available and the remedy; empty if they suffice.
+
+    available: in bytes.
+    """
     parameter_bytes = parameter_bytes_of(case, device, noise=noise)
     activation_bytes = activation_bytes_of(case, device)
     needed = max(parameter_bytes, activation_bytes)
@@ -61,7 +69,11 @@ def parameter_bytes_of(case: Case, device: str, *, noise: bool) -> int:
 
 
 def activation_bytes_of(case: Case, device: str) -> int:
-    """Return the bytes of the host in the first backward pass, the model's included. It computes the whole batch at once."""
+    """Return the bytes of the host in the first backward pass, the model's included; 0 if the reference does not run on
+    CPU.
+
+    It computes the whole batch at once.
+    """
     if device != "cpu":
         return 0
     training = case.training

@@ -1,4 +1,4 @@
-"""The straight line: case -> launch -> evidence -> trial -> judgement. `run_case` acts, `judge_folder` only reads.
+"""The line from a case to its judgement: launch, evidence, trial, checks. `run_case` acts, `judge_folder` only reads.
 
 One folder holds all that is known of one run of a case and can be judged anywhere, later.
 
@@ -46,9 +46,11 @@ Stage = Callable[[str], None]
 
 
 def run_case(case: Case, options: Options, stage: Stage = lambda _: None) -> Judgement:
-    """Run and judge a case: the whole line. Raises Unsupported, CaseError, EvidenceError, LaunchError.
+    """Run a case, judge it, store evidence and report in its folder, and return the judgement.
 
-    A failing rank is a finding, not an error."""
+    Raises Unsupported, CaseError, EvidenceError, LaunchError. A failing rank is a finding, not an error. stage: called
+    with the name of each part as it begins.
+    """
     if reason := reason_unsupported(case, options):
         raise Unsupported(reason)
     with locked_case_folder(case, options) as folder:
@@ -69,8 +71,10 @@ def locked_case_folder(case: Case, options: Options) -> Iterator[Path]:
 
 
 def make_evidence(case: Case, options: Options, stage: Stage = lambda _: None) -> Path:
-    """Make all evidence of a case, in a folder that no other run uses meanwhile, and return the folder. This is the left half
-    of the line. Raises as run_case does."""
+    """Make all evidence of a case in its folder, which is emptied before, and return the folder. Raises as run_case does.
+
+    The caller holds `locked_case_folder`. This is the left half of the line.
+    """
     declared_traits = trainers.traits_by_launch(case, options.trainer)
     target = folder_of(case, options)
     case = traits.with_trainer_choices(case, declared_traits)
@@ -91,8 +95,11 @@ def make_evidence(case: Case, options: Options, stage: Stage = lambda _: None) -
 
 
 def place_reference(case: Case, cached: Path, target: Path, options: Options) -> None:
-    """Put the reference beside the evidence, its rows in the trainer's order. Ranks cannot reorder theirs: a slice of reordered
-    rows is no slice of the reference's."""
+    """Put the reference beside the evidence, its rows in the trainer's order: a link, or a file of its own if rows are
+    reordered.
+
+    Ranks cannot reorder theirs: a slice of reordered rows is no slice of the reference's.
+    """
     if rows := trainers.rows_of_trainer(case, options.trainer):
         save_stored(target, reorder_reference(load_stored(cached, ReferenceRun), rows))
     else:
@@ -100,7 +107,10 @@ def place_reference(case: Case, cached: Path, target: Path, options: Options) ->
 
 
 def judge_and_report(folder: Path) -> Judgement:
-    """Judge the evidence in a folder and store the report beside it: the right half of the line. Raises EvidenceError."""
+    """Judge the evidence in a folder, store the report beside it, and return the judgement: the right half of the line.
+
+    On a PASS the checkpoints are deleted. Raises EvidenceError.
+    """
     judgement = judge_folder(folder)
     store_report(judgement)
     if judgement.verdict is Verdict.PASS:  # both sides of every checkpoint are in the ranks' evidence

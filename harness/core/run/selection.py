@@ -1,4 +1,4 @@
-"""Which cases a person selects, and in which order they run."""
+"""Selection of cases by name and tier, and the number of processes that a case takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ ALL_TIERS = "all"
 
 
 def select_matching(cases: Iterable[Case], expression: str) -> list[Case]:
-    """Return the cases that `-k` means: words of a name, any case of letters, joined by and, or, not. Raises CaseError."""
+    """Return the cases that `-k` selects: words of a name, any case of letters, joined by and, or, not.
+
+    An empty expression selects all. Raises CaseError if none is selected, or for another syntax.
+    """
     chosen = [case for case in cases if matches_expression(expression, case.name)]
     if not chosen:
         raise CaseError(f"-k {expression!r} selects no case; `harness matrix --list` lists them")
@@ -21,7 +24,10 @@ def select_matching(cases: Iterable[Case], expression: str) -> list[Case]:
 
 
 def select_tier(cases: Sequence[Case], tier: str) -> list[Case]:
-    """Return the cases of a tier, or of all. Raises CaseError where there is none; its message has the tiers with some."""
+    """Return the cases of a tier, or all of them for ALL_TIERS.
+
+    Raises CaseError if there is none, naming the tiers with some.
+    """
     chosen = [case for case in cases if tier in (ALL_TIERS, case.tier)]
     if not chosen:
         others = Counter(case.tier for case in cases)
@@ -33,9 +39,10 @@ def select_tier(cases: Sequence[Case], tier: str) -> list[Case]:
 
 
 def matches_expression(expression: str, name: str) -> bool:
-    """Return whether an expression of `-k` matches a name.
+    """Return whether an expression of `-k` matches a name; an empty one does. Raises CaseError for another syntax.
 
-    Each word becomes True or False; nothing but these, and, or, not and parentheses is ever evaluated."""
+    Each word becomes True or False; nothing but these, and, or, not and parentheses is ever evaluated.
+    """
     words = re.findall(r"\w+|\S", expression)
     terms = [w if w in ("and", "or", "not", "(", ")") else str(w.lower() in name.lower()) for w in words]
     syntax_error = CaseError(f"-k {expression!r}: expected words joined by and, or, not and parentheses")
@@ -49,5 +56,5 @@ def matches_expression(expression: str, name: str) -> bool:
 
 
 def count_processes(case: Case) -> int:
-    """Return how many processes the case takes."""
+    """Return how many processes the case takes: its ranks, twice if it runs twice, and the reference."""
     return 1 + case.dims.world_size * case.runs

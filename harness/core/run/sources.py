@@ -1,4 +1,4 @@
-"""Which sources a run is of: those of the harness, its trainer and the reference, and what they compute with."""
+"""Digests of the sources that a run is made by: the harness, its trainer and the reference, and what they compute with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from harness.core.run.reference_cache import package_versions
 
 @functools.cache
 def digest_of_sources() -> str:
-    """Return a digest as this process found them when it first launched anything; it is the same on every machine."""
+    """Return a digest of all sources of the harness and of package versions, as this process found them when it first
+    asked.
+
+    Equal sources have the same on every machine.
+    """
     digest = hashlib.sha256()
     for path in sorted({*ROOT.glob("harness/**/*.py"), *ROOT.glob("harness/reference/*.py")}):
         digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
@@ -50,9 +54,10 @@ EVIDENCE_MADE_BY = (
 
 
 def digest_of_run(options: Options) -> str:
-    """Return what a run's evidence depends on: all that runs in its ranks, the fault among it, packages and the machine.
+    """Return a text on all that a run's evidence depends on: a digest of what runs in its ranks, the fault included,
+    and the machine.
 
-    Empty for a trainer whose sources are elsewhere: it is not known which of them a run used.
+    Empty for a trainer other than llama3: it is not known which of its sources a run used.
     """
     if options.trainer != "llama3":
         return ""
@@ -61,7 +66,10 @@ def digest_of_run(options: Options) -> str:
 
 @functools.cache
 def digest_of_evidence_sources(fault: str) -> str:
-    """Return a digest as this process found them when it first launched anything. fault: as ranks load it, or empty."""
+    """Return a digest of the sources that can change evidence, as this process found them when it first asked.
+
+    fault: FILE.py:NAME as ranks load it, or empty. Files beside it count if it is not of the harness.
+    """
     file = Path(fault.rpartition(":")[0]) if fault else None
     catalogue = file is not None and file.is_relative_to(ROOT / "harness")
     own = [".".join(file.relative_to(ROOT).with_suffix("").parts)] if file is not None and catalogue else []

@@ -1,4 +1,4 @@
-"""Whether a trainer, and this machine, can run a case; if not, why."""
+"""Reasons why a trainer, or this machine, cannot run a case."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from harness.core.run.reference_memory import reason_never_fits
 
 
 def reason_unsupported(case: Case, options: Options) -> str | None:
-    """Return why the case cannot run here: the trainer's reason, or the machine's; None if it can."""
+    """Return why the case cannot run here: the trainer's reason, or the machine's; None if it can.
+
+    The reason against an earlier launch begins with the launch's name.
+    """
     adapter = trainers.load_adapter(options.trainer)
     for name, launched in case.launches.items():
         reason = (
@@ -55,16 +58,19 @@ def reason_against_dtype(case: Case, adapter: trainers.Adapter) -> str | None:
 
 
 def _reason_against_weights_only(case: Case, adapter: trainers.Adapter) -> str | None:
-    """Return why a trainer cannot start from a checkpoint's weights alone; None if it can or need not."""
+    """Return why a trainer cannot start from a checkpoint's weights alone; None if it can, or if the case does not
+    request it."""
     if case.model_of is None or adapter.starts_from_weights:
         return None
     return f"resume: model_only: the adapter of {adapter.name} has no starts_from_weights, it continues all of a checkpoint"
 
 
 def reason_against_cut_fused(case: Case, adapter: trainers.Adapter) -> str | None:
-    """Return why FSDP cannot be judged where the trainer has several weights in one; None if it can.
+    """Return why FSDP cannot be judged where the trainer has several weights in one tensor; None if it can.
 
-    FSDP cuts that inside of them, the plan each alone. What holds whole blocks of it on each rank is judged."""
+    FSDP may cut that tensor inside of a weight, and the plan cuts each weight alone. Under FSDP2 it is judged if each
+    rank holds whole blocks of it.
+    """
     case = with_wrapper(case, adapter.traits(case).wrapper)
     if case.wrapper not in ("fsdp1", "fsdp2"):
         return None
@@ -98,5 +104,5 @@ def _reason_too_few_descriptors(case: Case) -> str:
 
 
 def visible_gpus() -> int:
-    """Count the visible GPUs, without touching CUDA, which ranks forked from here could not use any more."""
+    """Return the number of visible GPUs, without touching CUDA, which ranks forked from here could not use any more."""
     return len(machine.visible_gpu_uuids())

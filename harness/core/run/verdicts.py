@@ -39,18 +39,23 @@ VERDICTS_FILE = "verdicts.jsonl"
 MAX_FILE_BYTES = 128_000_000  # bytes
 SHARD_PATTERN = re.compile(r"[1-9]\d{0,5}/[1-9]\d{0,5}")
 KEYS_THAT_MUST_AGREE = ("trainer", "device", "launcher", "torch", "commit", "sources", "adapter", "shard")
-"""What a run must have in common with the one it resumes."""
+"""Keys of a run's first line in which it must agree with the run that it resumes."""
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a file of verdicts has of one run."""
+    """One run, as a file of verdicts records it."""
 
     run: str
+    """Its id, which begins with date and time."""
     file: Path
-    begins: dict[str, Any]  # its first line
-    outcomes: dict[str, Outcome] = field(default_factory=dict)  # by case; the last if it ended more than once
-    ended_twice: list[str] = field(default_factory=list)  # cases that ended more than once
+    """File that records it."""
+    begins: dict[str, Any]
+    """Its first line, by key as make_beginning returns it; `cases` has a digest by name."""
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    """Outcomes by case; the last one if a case ended more than once."""
+    ended_twice: list[str] = field(default_factory=list)
+    """Names of cases that ended more than once."""
 
     @property
     def trainer(self) -> str:
@@ -59,17 +64,17 @@ class RecordedRun:
 
     @property
     def missing_cases(self) -> list[str]:
-        """Return the names of the cases that never ended."""
+        """Return the names of the cases that began with the run and never ended."""
         return [name for name in self.begins["cases"] if name not in self.outcomes]
 
 
 def name_of_trainer(spec: str) -> str:
-    """Return what a run of that trainer is of, wherever its adapter and its source lie."""
+    """Return the trainer's name, and the last part of its source's path: equal wherever its adapter and its source lie."""
     return str(TrainerSpec(trainers.load_adapter(spec).name, Path(TrainerSpec.parse(spec).source).name))
 
 
 def short_name(spec: str) -> str:
-    """Return the trainer's name without the folders of its adapter and its source."""
+    """Return the trainer's name without the folders of its adapter and its source. It loads no adapter."""
     trainer = TrainerSpec.parse(spec)
     return str(TrainerSpec(Path(trainer.name).stem if trainer.is_file else trainer.name, Path(trainer.source).name))
 
@@ -78,8 +83,10 @@ def short_name(spec: str) -> str:
 
 
 def read_verdicts(path: Path) -> tuple[list[RecordedRun], list[str]]:
-    """Return the runs in the order of beginning, and a sentence for each line that is none. EvidenceError if it cannot be
-    read."""
+    """Return the runs of a file in the order of beginning, and a sentence on each line that is not a whole line of a run.
+
+    Raises EvidenceError if the file cannot be read.
+    """
     runs: dict[str, RecordedRun] = {}
     unread: list[str] = []
     try:
@@ -93,7 +100,10 @@ def read_verdicts(path: Path) -> tuple[list[RecordedRun], list[str]]:
 
 
 def _add_line(line: bytes, runs: dict[str, RecordedRun], path: Path) -> bool:
-    """Add what a line says to the runs; return whether it is a line of a run."""
+    """Add what a line records to the runs; return False, and add nothing, if it is no line of a run.
+
+    A case that ended before is noted in `ended_twice`, and its last outcome counts.
+    """
     try:
         value = parse_json(line)
         if b"\\ud" in line.lower():
@@ -121,13 +131,16 @@ def _add_line(line: bytes, runs: dict[str, RecordedRun], path: Path) -> bool:
 
 
 def verdicts_file_in(out: Path) -> Path | None:
-    """Return the file of a folder, or such a file itself; None where nothing was recorded."""
+    """Return the file of verdicts in a folder, or the path itself if it is such a file; None if nothing was recorded."""
     file = out / VERDICTS_FILE if out.is_dir() else out
     return file if file.suffix == ".jsonl" and file.exists() else None
 
 
 def last_run(out: Path) -> tuple[RecordedRun, list[str]]:
-    """Return the run that began last, and what of the file could not be read. EvidenceError where there is none."""
+    """Return the run that began last, and a sentence on each line that could not be read.
+
+    Raises EvidenceError if there is no run.
+    """
     file = verdicts_file_in(out)
     runs, unread = read_verdicts(file) if file else ([], [])
     if not runs:
@@ -141,7 +154,7 @@ def last_run(out: Path) -> tuple[RecordedRun, list[str]]:
 
 
 class RunRecord:
-    """One run's lines. Any thread may add to it."""
+    """The record of one run in OUT/verdicts.jsonl, to which any thread may add outcomes."""
 
     def __init__(self, out: Path, run: str) -> None:
         self.file = out / VERDICTS_FILE
@@ -152,6 +165,10 @@ class RunRecord:
 
 
 def begin_record(cases: Sequence[Case], options: Options, shard: str) -> RunRecord:
+    """Append the first line of a new run to OUT/verdicts.jsonl, and return its record.
+
+    Raises EvidenceError if it cannot be written.
+    """
     record = RunRecord(options.out, f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}-{uuid.uuid4().hex[:6]}")
     append_lines(record.file, {"run": record.run, "begins": make_beginning(cases, options, shard)})
     return record
@@ -160,9 +177,12 @@ def begin_record(cases: Sequence[Case], options: Options, shard: str) -> RunReco
 def resume_record(
     cases: Sequence[Case], options: Options, shard: str | None
 ) -> tuple[RunRecord, RecordedRun, list[str]]:
-    """Return the last run in OUT, to go on with, and what of the file could not be read.
+    """Return the record of the last run in OUT, to go on with, that run, and a sentence on each line that could not be
+    read.
 
-    EvidenceError if it was of other things, or of cases that are not among these."""
+    Raises EvidenceError if it had another trainer, device, commit or other thing of KEYS_THAT_MUST_AGREE, or cases that
+    are not selected or were changed since. shard: None for that of the run.
+    """
     run, unread = last_run(options.out)
     begins_now = make_beginning(cases, options, run.begins["shard"] if shard is None else shard)
     differing_keys = [name for name in KEYS_THAT_MUST_AGREE if (run.begins.get(name) or "") != begins_now[name]]
@@ -184,7 +204,8 @@ def _some_names(names: Sequence[str]) -> str:
 
 
 def make_beginning(cases: Sequence[Case], options: Options, shard: str) -> dict[str, Any]:
-    """Return the first line of a run: what it is of, and where and when it began."""
+    """Return the first line of a run, by key: trainer, device, versions, digests of its cases, and where and when it
+    began."""
     return {
         "began": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
         "machine": platform.node(),
@@ -203,13 +224,14 @@ def make_beginning(cases: Sequence[Case], options: Options, shard: str) -> dict[
 
 
 def _digest_of_case(case: Case) -> str:
-    """Return a digest of what is requested, wherever it is written."""
+    """Return twelve digits of what a case requests, the same wherever it is written."""
     value = {name: part for name, part in requested.to_json(case).items() if name != "file"}
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def refuse_other_lines(file: Path, key: str) -> None:
-    """Raises EvidenceError for a file that is there and does not begin as ours do, with an object's first key."""
+    """Raise EvidenceError for a file that is there and does not begin as ours do, with an object whose first key is
+    `key`."""
     begins = f'{{"{key}": '.encode()
     try:
         with open_regular_file(file) as file_handle:
@@ -223,7 +245,11 @@ def refuse_other_lines(file: Path, key: str) -> None:
 
 
 def append_lines(file: Path, *values: dict[str, Any]) -> None:
-    """Append a line for each value, also behind a line that was cut short; on disk when this returns. Raises EvidenceError."""
+    """Append a line of JSON for each value, at least one; all are on disk when this returns. A line that was cut short
+    is ended before.
+
+    Raises EvidenceError if the file cannot be written, or was not written by this harness.
+    """
     refuse_other_lines(file, next(iter(values[0])))
     line = b"".join(json.dumps(value).encode() + b"\n" for value in values)
     try:

@@ -1,1 +1,1 @@
-"""What the commands do, each in a file of its name: `command` returns the exit code."""
+"""The work of the commands, each in a file of its name: `command` returns the exit code."""

@@ -1,4 +1,4 @@
-"""The cases that are meant by what was typed."""
+"""The cases that a command line selects by --cases and by name."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from harness.core.case.named_case import load_case_named
 
 
 def folder_of(args: argparse.Namespace, usual: str = case_files.CASES_FOLDER) -> Path:
-    """Raises CaseError where there is none."""
+    """Return the folder of cases that was typed, or the usual one. Raises CaseError if there is no such folder."""
     return case_files.folder_of(args.cases or usual)
 
 
 def cases_of(args: argparse.Namespace, usual: str = case_files.CASES_FOLDER) -> list[Case]:
-    """Raises CaseError."""
+    """Return all cases of the folder that was typed, or of the usual one.
+
+    Raises CaseError if one is wrong, or there is none.
+    """
     return load_all(folder_of(args, usual))
 
 
 def case_of(args: argparse.Namespace) -> Case:
+    """Return the case that was typed: drawn for a name like random_7_1, else from the folder of cases. Raises CaseError."""
     return random_cases.case_of_name(args.case) or load_case_named(args.case, folder_of(args))

@@ -1,4 +1,4 @@
-"""`harness check`: stored evidence, judged again."""
+"""`harness check`: judging stored evidence again."""
 
 from __future__ import annotations
 

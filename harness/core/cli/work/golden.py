@@ -1,4 +1,4 @@
-"""`harness golden`: the reference's accepted curves."""
+"""`harness golden`: comparing the reference with its accepted curves, and accepting them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ from harness.reference.record import ReferenceRun
 
 
 def command(args: argparse.Namespace) -> int:
+    """Compare the reference of each selected recipe with its golden, print the results, and return the worst exit code.
+
+    With --accept rewrite the goldens instead: PASSED if there was any recipe, though nothing is judged. A ring may
+    answer in place of both.
+    """
     for replacement in rings.functions_for("instead", "golden"):
         if (code := replacement(args)) is not None:
             return int(code)
@@ -78,16 +83,20 @@ def _unused_golden_lines(all_cases: Sequence[Case]) -> list[str]:
 
 
 def _result_lines(file: str, result: Result) -> list[str]:
+    """Return the verdict on one golden and its note on a line, then the first findings."""
     return [f"{file}: {result.verdict}" + (f": {result.note}" if result.note else ""), *findings_text(result, "  ")]
 
 
 def _against_golden(case: Case, options: Options) -> Result:
-    """Return the result of the check `golden`, which looks at no rank."""
+    """Return the result of the check `golden`, which examines no rank. It runs the reference if none is cached."""
     return run_check("golden", golden_check.check, _trial(case, options))
 
 
 def _trial(case: Case, options: Options) -> Trial:
-    """Return what the check needs, without any rank."""
+    """Return a trial for the check `golden`: reference, golden and plan of a launch, without any rank.
+
+    A golden that cannot be loaded is None, and `golden_problem` says why. `saved` has those of the launches before.
+    """
     reference = load_stored(reference_folder(case, options, ()) / "reference.npz", ReferenceRun)
     accepted = None
     problem = ""

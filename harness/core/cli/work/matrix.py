@@ -63,6 +63,11 @@ LIST_OPTIONS = (
 
 
 def command(args: argparse.Namespace) -> int:
+    """Run the selected cases, print grid and reports, and return the exit code. Each outcome is recorded as its case ends.
+
+    --all and --list only print. --resume runs the rest of the last run in OUT. Raises BadInput for options that do not
+    go together.
+    """
     if args.all:
         refuse_json(args, "--all")
         refuse_others(args, "a list of pairs", {"--all", "--cases", "--trainer"})
@@ -123,10 +128,13 @@ def run_cases(
     again: int = 0,
     remedy: str = "; the same command with --resume runs the rest",
 ) -> tuple[list[Outcome], float]:
-    """Run the cases; return their outcomes, and how many seconds all took.
+    """Run the cases, begun in the order of `order_cases`; return outcomes in the order of their ends, and the seconds
+    of all.
 
-    jobs: cases at a time; None: as many as slots allow. max_failures: failures after which no other begins. machines: others
-    than this one. again: how often a failing case is rerun. remedy: what one does after Ctrl-C."""
+    jobs: cases at a time; None: as many as slots allow. max_failures: failures after which no other begins. machines:
+    others than this one. again: how often a failing case is rerun. remedy: printed after Ctrl-C, which ends the
+    process.
+    """
     slots = max(1, sum(machines.carries()) if machines else len(slot_pool(options.device).slots))
     named = {case.name: case for case in cases}
     todo = order_cases(cases, options, slots)
@@ -154,7 +162,11 @@ def begin_record(cases: Sequence[Case], options: Options, args: argparse.Namespa
 def resume_run(
     selected_cases: Sequence[Case], options: Options, args: argparse.Namespace
 ) -> tuple[list[Case], RunRecord, dict[str, Outcome]]:
-    """Return the cases of the run that was cut short, the record that it goes on in, and the outcomes that it has."""
+    """Return the selected cases that the interrupted run had, its record to go on in, and the outcomes that it has, by
+    case.
+
+    Lines that cannot be read are printed. Raises EvidenceError if the run is another one.
+    """
     record, run, unread = verdicts.resume_record(selected_cases, options, args.shard)
     for line in unread:
         print_error(line)
@@ -162,7 +174,10 @@ def resume_run(
 
 
 def order_cases(cases: Sequence[Case], options: Options, slots: int) -> list[CaseLoad]:
-    """Return the cases' loads, largest first, by how long they took when they were last run here."""
+    """Return the cases' loads in the order in which they begin, by how long they took when they were last run here.
+
+    A few small cases come first, then the largest; those with long references are spread between them.
+    """
     file = verdicts.verdicts_file_in(options.out)
     runs, _ = verdicts.read_verdicts(file) if file else ([], [])
     seconds = remembered_seconds(
@@ -179,7 +194,10 @@ EARLY_CASES = 10
 
 
 def small_cases(cases: Sequence[Case], long: Container[str]) -> list[str]:
-    """Return the names of the smallest cases of the recipe that most cases have: they wait for one reference, a short one."""
+    """Return the names of the EARLY_CASES smallest cases of the recipe that most cases have; empty if all are `long`.
+
+    They wait for one reference, a short one. long: names of cases whose references take long.
+    """
     shared = Counter(golden.recipe_name(case) for case in cases if case.name not in long)
     if not shared:
         return []
@@ -189,7 +207,11 @@ def small_cases(cases: Sequence[Case], long: Container[str]) -> list[str]:
 
 
 def cases_of_part(cases: Sequence[Case], args: argparse.Namespace) -> list[Case]:
-    """Return the cases of a shard, and of --last-failed those that failed last. Raises BadInput where none is left."""
+    """Return the cases that --last-failed and --shard leave: those that failed in the last run in OUT, and those of the
+    shard.
+
+    Raises BadInput where none is left, or for --durations without --shard.
+    """
     cases = list(cases)
     if args.last_failed:
         run, _ = verdicts.last_run(args.out)
@@ -206,7 +228,10 @@ def cases_of_part(cases: Sequence[Case], args: argparse.Namespace) -> list[Case]
 
 
 def durations_of_files(args: argparse.Namespace) -> dict[str, float]:
-    """Return the seconds of each case that every machine finds that is given the same files; nothing without any."""
+    """Return the seconds of each case in the files of --durations, by name; empty without any.
+
+    Every machine that is given the same files finds the same.
+    """
     if not args.durations:
         return {}
     runs: list[verdicts.RecordedRun] = []
@@ -217,7 +242,10 @@ def durations_of_files(args: argparse.Namespace) -> dict[str, float]:
 
 
 def select_cases(args: argparse.Namespace) -> tuple[list[Case], int]:
-    """Return the selected cases, and how many more there are in other tiers."""
+    """Return the selected cases with seed and dtype changed as typed, and how many more there are in other tiers.
+
+    --random draws them instead. Raises BadInput or CaseError.
+    """
     if args.random:
         if unused := {"-k", "--tier", "--cases"} & {*typed_options(args)}:
             raise BadInput(f"{min(unused)} cannot be combined with --random, which draws its own cases")
@@ -230,6 +258,11 @@ def select_cases(args: argparse.Namespace) -> tuple[list[Case], int]:
 
 
 def select_cases_of_files(args: argparse.Namespace) -> tuple[list[Case], int]:
+    """Return the cases that -k and --tier select, with seed and dtype changed as typed, and how many more there are in
+    other tiers.
+
+    Raises CaseError if none is selected.
+    """
     chosen = select_matching(cases_of(args), args.expression)
     cases = select_tier(chosen, args.tier)
     cases = [with_dtype(case if args.seed is None else with_seed(case, args.seed), args.dtype) for case in cases]
@@ -242,12 +275,13 @@ def exit_code_of_matrix(outcomes: Sequence[Outcome]) -> int:
 
 
 def print_pairs(pairs: Sequence[coverage.Pair]) -> int:
-    """Print every pair of options with its case or its reason; return the exit code. A pair with neither is a gap."""
+    """Print every pair of options with its case or its reason. Return NOT_JUDGED if a pair has neither, else PASSED."""
     print_lines(coverage.pairs_text(pairs))
     return NOT_JUDGED if any(pair.is_missing for pair in pairs) else PASSED
 
 
 def case_list_text(cases: Sequence[Case]) -> str:
+    """Return a line for each case, with ranks and purpose, below the path of its file. There must be at least one case."""
     width = max(len(case.name) for case in cases)
     lines = []
     for file in dict.fromkeys(case.file for case in cases):

@@ -1,4 +1,4 @@
-"""What options of several commands mean."""
+"""Options that several commands have: what they mean, and which cannot be combined."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from harness.core.run.options import Options
 
 
 def trainer_under_test(args: argparse.Namespace) -> str:
-    """Return the trainer under test, as it is typed or as the repository has it. Raises BadInput."""
+    """Return the trainer under test, as it is typed or as the repository has it. Raises BadInput if neither decides."""
     return args.trainer or usual_or_bad_input().name
 
 
 def usual_or_bad_input() -> DefaultTrainer:
-    """Return the trainer for who types none. Raises BadInput."""
+    """Return the default trainer. Raises BadInput if the configuration is wrong, or this folder has several adapters."""
     try:
         return default_trainer()
     except ValueError as error:
@@ -34,8 +34,11 @@ def usual_or_bad_input() -> DefaultTrainer:
 
 
 def trainer_lines(args: argparse.Namespace) -> list[str]:
-    """Return a line on the trainer that was judged, if configuration or folder chose it, and one on a torch that is not among
-    those tried."""
+    """Return a line on the trainer that was judged, if configuration or folder chose it, and one on a torch that was
+    not tested.
+
+    Empty if the trainer was typed or is built in, and torch is a tested one.
+    """
     trainer = DefaultTrainer(args.trainer) if args.trainer else usual_or_bad_input()
     chosen_text = f"judged was {trainer_text(trainer.name)}, {trainer.reason}" if trainer.reason else ""
     return [line for line in (chosen_text, releases.untested_text(importlib.metadata.version("torch"))) if line]
@@ -44,8 +47,8 @@ def trainer_lines(args: argparse.Namespace) -> list[str]:
 def other_trainer_lines(judged_trainers: Iterable[str]) -> list[str]:
     """Return a line on each trainer of stored evidence that is another than the configuration names.
 
-    Empty if no trainer is configured. Raises BadInput if the configuration cannot be used: then whose verdict is wanted is
-    not known.
+    Empty if no trainer is configured. Raises BadInput if the configuration cannot be used: then it is not known whose
+    verdict is wanted.
     """
     try:
         configured_trainer = configured(Path.cwd())
@@ -65,33 +68,37 @@ def other_trainer_lines(judged_trainers: Iterable[str]) -> list[str]:
 
 
 def trainer_text(trainer: str) -> str:
-    """Return it as a person reads it here."""
+    """Return the trainer's name, or the path of its adapter relative to this folder if it is below."""
     path = Path(trainer)
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else trainer
 
 
 def refuse_others(args: argparse.Namespace, action: str, effective: Collection[str]) -> None:
-    """Raises BadInput for the first typed option that is not among the effective ones. action: what the command does."""
+    """Raise BadInput for the first typed option that is not among the effective ones. action: what the command does."""
     for option in typed_options(args):
         if option not in effective:
             raise BadInput(f"{option} has no effect on {action}; leave it out")
 
 
 def refuse_json(args: argparse.Namespace, option: str) -> None:
-    """Raises BadInput where a document is wanted of what has none."""
+    """Raise BadInput if --json was typed. option: the one beside it that has no document."""
     if args.json:
         raise BadInput(f"--json: leave out {option}, which has no document")
 
 
 def require_matplotlib() -> None:
-    """Raises BadInput where it is not installed: it is needed by pictures alone."""
+    """Raise BadInput if matplotlib is not installed: pictures alone need it."""
     if importlib.util.find_spec("matplotlib") is None:
         raise BadInput("pictures need matplotlib: pip install matplotlib")
 
 
 def run_options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Options:
-    """Raises BadInput before anything is started."""
+    """Return the options of a run as they were typed, those of rings included, with the trainer's adapter loaded.
+
+    It also chooses the kind of rank server. Raises BadInput before anything is started: for a trainer that cannot be
+    loaded, and for options that do not go together. several_nodes: whether --torchrun-args is allowed.
+    """
     try:
         trainer = trainers.absolute_spec(trainer_under_test(args), args.source, args.out)
         trainers.load_adapter(trainer)
@@ -122,7 +129,7 @@ def run_options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> O
 
 
 def _check_sharing(args: argparse.Namespace) -> None:
-    """Raises BadInput."""
+    """Raise BadInput if ranks are to share GPUs, or a backend is typed, where there are no GPUs or several nodes."""
     if args.device == "cpu" and (args.ranks_per_gpu > 1 or args.backend):
         raise BadInput("--ranks-per-gpu and --backend need --device cuda")
     if args.torchrun_args and args.ranks_per_gpu > 1:

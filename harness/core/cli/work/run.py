@@ -37,7 +37,10 @@ from harness.core.run.run_case import run_case
 
 
 def show_or_end_servers(action: str) -> None:
-    """Print a line for each of this user's servers. `end` leaves those of other environments, and says so."""
+    """Print a line for each of this user's rank servers, and end them unless the action is SHOW.
+
+    END leaves those of other environments, and says so; END_ALL ends them too.
+    """
     ends_all = action == END_ALL
     is_ending = action != SHOW
     servers = resident_client.stop(every=ends_all) if is_ending else resident_client.status_of_all()
@@ -70,6 +73,11 @@ def server_line(server: dict[str, Any], *, stop: bool) -> str:
 
 
 def command(args: argparse.Namespace) -> int:
+    """Run and judge the CASE that was typed, and return the exit code. With --join or --server do that instead, without
+    CASE.
+
+    Raises BadInput for options that do not go together.
+    """
     other_action = "--join" if args.join else f"--server {args.server}" if args.server in SERVER_ACTIONS else ""
     if bool(other_action) == bool(args.case):
         raise BadInput(
@@ -90,7 +98,10 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _join(args: argparse.Namespace) -> int:
-    """Do this node's part. The first node judges."""
+    """Run this node's ranks of a launch that another node began.
+
+    Return PASSED if torchrun ended well, else NOT_JUDGED: the first node judges.
+    """
     status = join(args.join / "run", seconds=args.timeout or FIRST_NODE_PATIENCE)
     if status:
         print_error(f"torchrun ended with code {status} here; the first node judges")
@@ -98,6 +109,11 @@ def _join(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    """Run a case, with seed and dtype changed as typed, print its report and return its exit code.
+
+    A failing case is rerun as --again says. The reruns change the report and not the exit code. Raises BadInput if
+    --torchrun-args start another number of ranks.
+    """
     case = case_of(args)
     options = run_options_of(args)
     case = with_dtype(case if args.seed is None else with_seed(case, args.seed), args.dtype)
@@ -126,7 +142,7 @@ def _run(args: argparse.Namespace) -> int:
 def outcome_with_reruns(
     first: Judgement, options: Options, times: int, make: Callable[[Case, Options], Outcome]
 ) -> Outcome:
-    """Return what became of a case that was made, and of a failing one when it was made again so many times."""
+    """Return the outcome of a case that was judged; if it fails, with the outcomes of `times` reruns, which `make` runs."""
     return Reruns(times).outcome_with_reruns(
         first.case, options, lambda case, each: judged_outcome(first) if each is options else make(case, each)
     )

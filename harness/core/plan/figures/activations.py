@@ -27,10 +27,12 @@ from harness.core.plan.stages import actions_of_rank, layers_of_stage, recompute
 
 
 def kept_activation_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL_TRAITS) -> int:
-    """Return the most bytes that a rank keeps at any moment of a step: of all microbatches that wait for their backward."""
+    """Return the most bytes of activations that a rank keeps at any moment of a step, for microbatches that wait for
+    backward."""
     recomputed = set(recomputed_layers(case, rank))
 
     def of_stage(stage: int) -> int:
+        """Return the bytes that one forward pass of a stage keeps until its backward."""
         layers = layers_of_stage(case, stage)
         again = sum(layer in recomputed for layer in layers)
         blocks = (len(layers) - again) * block_activation_bytes(case) + again * recomputed_block_bytes(case, traits)
@@ -56,7 +58,7 @@ def most_waiting_bytes(case: Case, rank: int, of_stage: Callable[[int], int]) ->
 
 
 def block_activation_bytes(case: Case) -> int:
-    """Return the bytes that one block keeps of one microbatch."""
+    """Return the bytes of one microbatch that a block keeps until backward, if nothing of it is recomputed."""
     model = case.model
     tp = case.dims.tp
     kv = model.n_kv_heads * model.head_dim
@@ -65,7 +67,8 @@ def block_activation_bytes(case: Case) -> int:
 
 
 def recomputed_block_bytes(case: Case, traits: TrainerTraits = USUAL_TRAITS) -> int:
-    """Return the bytes of one microbatch that a block keeps that is computed again in backward."""
+    """Return the bytes of one microbatch that a block keeps until backward computes it again; with "op", what the
+    policy keeps too."""
     model = case.model
     tp = case.dims.tp
     width = model.dim // _residual_degree(case)
@@ -79,7 +82,7 @@ def recomputed_block_bytes(case: Case, traits: TrainerTraits = USUAL_TRAITS) -> 
 
 
 def block_backward_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL_TRAITS) -> int:
-    """Return the bytes of a block's backward beside those kept by forward: its recomputed values and its gradients."""
+    """Return the bytes of one block's backward, in addition to those kept by forward: recomputed values and gradients."""
     model = case.model
     tp = case.dims.tp
     again = (
@@ -92,7 +95,10 @@ def block_backward_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL_TR
 
 
 def logits_and_gradient_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL_TRAITS) -> int:
-    """Return the most bytes of a microbatch's logits, their copies and gradients. 0 on a rank without the last stage."""
+    """Return the most bytes of one microbatch's logits, their copies and gradients, of one chunk if the loss has chunks.
+
+    0 on a rank without the last stage.
+    """
     if case.n_stages - 1 not in stages_of_rank(case, rank):
         return 0
     model = case.model
@@ -129,5 +135,5 @@ def microbatch_tokens(case: Case) -> int:
 
 
 def compute_dtype_bytes(case: Case) -> int:
-    """Return the bytes of a number as it is computed."""
+    """Return the bytes of one number in the dtype of computation."""
     return BYTES[case.training.compute_dtype or case.training.dtype]

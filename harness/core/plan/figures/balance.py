@@ -1,4 +1,4 @@
-"""How unequal ranks are: the matmuls of stages, rows of the vocabulary over shards, causal attention over cp."""
+"""Imbalance between ranks: the matmuls of stages, rows of the vocabulary over shards, causal attention over cp."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Balance:
 
     @property
     def excess(self) -> float:
-        """Return how much more than the mean the busiest has: all others wait for it."""
+        """Return by which part of the mean the busiest exceeds it, 0.25 for a quarter more: all others wait for it."""
         return max(self.shares) * len(self.shares) / sum(self.shares) - 1
 
 
@@ -31,7 +31,7 @@ def layers_by_stage(case: Case) -> tuple[int, ...]:
 
 
 def matmuls_over_pp(case: Case) -> Balance:
-    """Return the matmuls of each rank of a pipeline, all its stages together."""
+    """Return the operations of a token's forward pass on each rank of a pipeline, all its stages together."""
     operations = []
     for index in range(case.dims.pp):
         first_rank = index * case.dims.world_size // case.dims.pp
@@ -40,18 +40,19 @@ def matmuls_over_pp(case: Case) -> Balance:
 
 
 def attention_over_cp(case: Case) -> Balance:
-    """Return the pairs of a query and a key that is not masked, by cp rank."""
+    """Return the number of pairs of a query and a key that is not masked, by cp rank, for one sample."""
     ranks = [index * case.dims.tp for index in range(case.dims.cp)]
     return Balance(tuple(float((positions(case, rank, case.training.seq_len) + 1).sum()) for rank in ranks))
 
 
 def unbalanced_attention_over_cp(case: Case) -> Balance:
-    """Return the pairs of a query and a key that is not masked, by cp rank, as if no load balance were requested."""
+    """Return the number of pairs of a query and a key that is not masked, by cp rank, as if no load balance were
+    requested."""
     return attention_over_cp(replace(case, features=replace(case.features, cp_load_balance=False)))
 
 
 def rows_over_shards(case: Case, plan: Plan, fqn: str) -> Balance:
-    """Return the elements of a parameter on each rank of a shard group, as tp's first rank has them."""
+    """Return the number of elements of a parameter on each rank of a shard group, at index 0 of tp."""
     degree, _ = shard_degree_and_index(case.data_dims, 0)
     shape = plan.shapes[fqn]
     cut_dim = plan.traits.measured.cut_dims.get(fqn, 0)

@@ -1,4 +1,4 @@
-"""What a rank sends in a step, by axis, and over which links: between GPUs of one node, or from node to node.
+"""The bytes that a rank sends in a step, by axis, and over which links: between GPUs of one node, or from node to node.
 
 Ranks are taken to fill nodes in their order. In a ring of n ranks each sends (n - 1) / n of what all_gather and
 reduce_scatter count, and twice that for all_reduce.
@@ -32,7 +32,7 @@ class AxisTraffic:
 
     @property
     def links(self) -> str:
-        """Return over which links the axis sends, in words."""
+        """Return over which links the axis sends: "within a node", or "across 2 nodes, 4 ranks in each"."""
         if self.nodes == 1:
             return "within a node"
         each = self.ranks / self.nodes
@@ -40,7 +40,10 @@ class AxisTraffic:
 
 
 def traffic_by_axis(plan: Plan, rank: int, *, gpus_per_node: int = GPUS_PER_NODE) -> tuple[AxisTraffic, ...]:
-    """Return the traffic of a step after the first with step 1's sequence length, the axis with most bytes sent first."""
+    """Return a rank's traffic over each axis, the one with most bytes sent first, in a step with step 1's sequence length.
+
+    Flows of the first step alone are left out; those of later or last steps alone count.
+    """
     flows_by_axis: dict[str, list[Flow]] = defaultdict(list)
     for flow in plan.flows[rank]:
         if not flow.first:

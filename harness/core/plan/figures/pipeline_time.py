@@ -1,5 +1,6 @@
-"""How long ranks of a pipeline are idle, from the order of their actions. Each begins when its rank is free and what it
-needs is there. Forward takes a stage's share of the matmuls, backward twice that, either half of it as long as forward.
+"""Idle time of a pipeline's ranks, from the order of their actions. Each action begins when its rank is free and what
+it needs is there. Forward takes a stage's share of the matmuls, backward twice that, either half of it as long as
+forward.
 
 Left out: communication, which a schedule may hide or not, and that kernels are not equally fast.
 """
@@ -42,7 +43,10 @@ class PipelineTime:
 
 
 def pipeline_time(case: Case, cost: Callable[[int], float] = lambda stage: 1.0) -> PipelineTime:
-    """Return the time of one pass of the pipeline's schedule. cost: the time of a forward pass of a stage."""
+    """Return the time of one pass of the pipeline's schedule, for a case with pp.
+
+    cost: the time of a forward pass of a stage.
+    """
     numbers = (case.features.schedule, case.dims.pp, case.stages_per_rank, case.microbatches)
     waiting = [deque(schedule.schedule_actions(*numbers, index)) for index in range(case.dims.pp)]
     free = [0.0] * case.dims.pp
@@ -62,7 +66,8 @@ def pipeline_time(case: Case, cost: Callable[[int], float] = lambda stage: 1.0) 
 
 
 def _result_key(action: schedule.Action) -> tuple[int, str, int]:
-    """Return (stage, kind, microbatch) of what an action leaves for others.
+    """Return (stage, kind, microbatch) of the result that an action leaves for others; "B" for I, the first half of
+    backward.
 
     Whether backward is whole or its first half, the stage before has what it waits for.
     """
@@ -70,7 +75,11 @@ def _result_key(action: schedule.Action) -> tuple[int, str, int]:
 
 
 def _ready_time(case: Case, action: schedule.Action, done: dict[tuple[int, str, int], float]) -> float | None:
-    """Return the time at which all that an action needs is there. None if something is not."""
+    """Return the earliest time at which all that an action needs is there; 0 if it needs nothing. None if a result is
+    missing.
+
+    done: end of each action that was placed, by `_result_key`.
+    """
     stage, kind, number = action
     needs = []
     if kind == "F" and stage > 0:
@@ -87,7 +96,10 @@ def _ready_time(case: Case, action: schedule.Action, done: dict[tuple[int, str, 
 
 
 def matmul_operations(case: Case, stage: int) -> float:
-    """Return the additions and multiplications of a token's forward pass on all tp ranks; half of attention is masked."""
+    """Return the additions and multiplications of a token's forward pass in a stage, those of all tp ranks together.
+
+    Attention counts half of all pairs, as the mask leaves, and the last stage the output as well.
+    """
     model = case.model
     attention = 2 * model.dim * case.training.seq_len * len(layers_of_stage(case, stage))
     output = 2 * model.dim * model.vocab_size if stage == case.n_stages - 1 else 0
@@ -102,8 +114,11 @@ def linear_operations(case: Case, stage: int) -> float:
 
 
 def times_of_schedules(case: Case) -> Iterator[tuple[str, PipelineTime]]:
-    """Yield each schedule that takes these microbatches, and its time with even stages, two of them a rank where it needs
-    several."""
+    """Yield each schedule that takes this case's microbatches, with its time for even stages. Those that do not are
+    left out.
+
+    A rank has one stage, or two where the schedule needs several.
+    """
     for name in FEATURE_CHOICES["schedule"]:
         features = replace(case.features, schedule=str(name), stages_per_rank=None)
         other = replace(case, features=features)

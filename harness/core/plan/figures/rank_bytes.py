@@ -1,7 +1,8 @@
-"""The bytes of a rank's memory: what is kept between steps exactly, what is there within a step by its wrapper's arithmetic.
+"""The bytes of a rank's memory: those kept between steps exactly, those of a moment within a step by its wrapper's
+arithmetic.
 
-A step has most either while the loss is differentiated or while the last block is. Left out: the CUDA context, buffers of NCCL,
-workspaces of kernels, copies for communication. What an allocator wastes of what it reserves is a factor.
+A step has most either while the loss is differentiated or while the last block is. Left out: the CUDA context, buffers
+of NCCL, workspaces of kernels, copies for communication. What an allocator wastes of what it reserves is a factor.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class RankBytes:
     """Bytes of a rank. The first four stay between steps."""
 
     parameters: int
-    """Bytes of its slices, exactly."""
+    """Bytes of the parameters' slices, exactly."""
     gradients: int
-    """Bytes of its slices, exactly."""
+    """Bytes of the gradients' slices, exactly."""
     optimizer: int
     """Bytes of its optimizer's state, exactly."""
     padding: int
@@ -63,7 +64,10 @@ class RankBytes:
 
     @property
     def loss_peak(self) -> int:
-        """Return the bytes that are in use while the loss is differentiated. A step begins without gradients."""
+        """Return the bytes that are in use while the loss is differentiated; 0 on a rank without the last stage.
+
+        A step begins without gradients, so that they count only if earlier microbatches left some.
+        """
         if not self.in_loss:
             return 0
         gradients = self.gradients + self.unreduced if self.waiting else 0
@@ -82,17 +86,17 @@ class RankBytes:
 
     @property
     def peak_phase(self) -> str:
-        """Return the phase in which there is most."""
+        """Return the phase in which most bytes are in use: "loss" or "backward"."""
         return "loss" if self.loss_peak > self.backward_peak else "backward"
 
     @property
     def reserved(self) -> int:
-        """Return the bytes that an allocator takes for it, an estimate."""
+        """Return the bytes that an allocator reserves for the peak, an estimate."""
         return int(ALLOCATOR_FACTOR * self.peak)
 
 
 def rank_bytes(case: Case, plan: Plan, rank: int) -> RankBytes:
-    """Return the bytes of a rank's memory, by what they are."""
+    """Return the bytes of a rank's memory, by what they are: exact between steps, estimates and bounds within a step."""
     parameters, padded = plan.parameter_bytes[rank]
     gradients = _gradient_bytes(case, plan, rank)
     state = plan.state_bytes[rank][0] if plan.state_bytes else parameters
@@ -114,7 +118,10 @@ def rank_bytes(case: Case, plan: Plan, rank: int) -> RankBytes:
 
 
 def _gradient_bytes(case: Case, plan: Plan, rank: int) -> int:
-    """Return the bytes of its slices as they are reduced; ZeRO-1 keeps them whole, in the dtype of their sum."""
+    """Return the bytes of a rank's gradients once they are reduced.
+
+    ZeRO-1 keeps them whole, in the dtype of their sum; ZeRO-2 and 3 keep a part, in the dtype of parameters.
+    """
     if case.wrapper not in ZERO:
         return plan.gradient_bytes.get(rank, plan.parameter_bytes[rank])[0]
     kept = kept_parameter_dtype(case)
@@ -124,14 +131,15 @@ def _gradient_bytes(case: Case, plan: Plan, rank: int) -> int:
 
 
 def _gathered_after_forward_bytes(case: Case, plan: Plan, rank: int) -> int:
-    """Return the bytes of gathered parameters that are there while the loss is computed."""
+    """Return the bytes of gathered parameters that are there while the loss is computed; in a pipeline, those gathered
+    at most."""
     if case.dims.pp > 1 or plan.shard_degree == 1:
         return _gathered_bytes(case, plan, rank)
     return sum(kept.bytes for kept in plan.after_forward[rank].values() if kept.degree < plan.shard_degree)
 
 
 def _gathered_bytes(case: Case, plan: Plan, rank: int) -> int:
-    """Return the bytes of other ranks' parameters that a rank has at its most.
+    """Return the most bytes of gathered parameters that a rank has at one time; 0 if nothing is sharded.
 
     These are what is kept whole after forward, and the two largest units that are freed: one in use, one prefetched. A
     pipeline's stages keep what backward gathered until the pass is over.
@@ -167,7 +175,10 @@ def _unreduced_bytes(case: Case, plan: Plan, rank: int) -> int:
 
 
 def _elements_of_two_largest(case: Case, plan: Plan, rank: int, *, freed: bool) -> int:
-    """Return the elements of the two largest of FSDP's units: of what is freed after forward, or of what is trained."""
+    """Return the elements of the two largest of FSDP's units, counting in each only some parameters.
+
+    freed: whether those count that are freed after forward, rather than those that are trained.
+    """
     after = plan.after_forward[rank]
 
     def is_counted(fqn: str) -> bool:

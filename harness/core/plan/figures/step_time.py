@@ -1,7 +1,8 @@
-"""How long a step takes, an estimate to compare layouts by: what is computed, and for what of communication a rank waits.
+"""The duration of a step, an estimate to compare layouts by: what is computed, and for what of communication a rank waits.
 
-Computing attains a fixed part of a GPU's peak, links a fixed part of theirs. Tensor, context and pipeline parallel wait for all
-that they send. Data parallel sends while blocks compute, and is waited for beyond that. Latencies and stragglers are left out.
+Computing attains a fixed part of a GPU's peak, links a fixed part of theirs. Tensor, context and pipeline parallel wait
+for all that they send. Data parallel sends while blocks compute, and is waited for beyond that. Latencies and
+stragglers are left out.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class StepTime:
 
     @property
     def exposed(self) -> float:
-        """Return the communication of data parallel beyond what computing hides."""
+        """Return the seconds of data-parallel communication beyond what computing hides; 0 if it hides all."""
         return max(0.0, self.data - self.computing)
 
     @property
@@ -55,7 +56,7 @@ class StepTime:
 
     @property
     def in_float8(self) -> StepTime:
-        """Return the same with linear layers in float8, which send as much."""
+        """Return the time of a step whose linear layers run in float8. It sends as much."""
         computing = self.computing - self.spared
         return replace(self, computing=computing, bubble=self.bubble * computing / self.computing, spared=0.0)
 
@@ -94,12 +95,12 @@ class FittingLayouts:
 
 
 def bubble_ratio_of(case: Case) -> float:
-    """Return how long the busiest rank of a pipeline is idle, as a part of what it computes."""
+    """Return the idle time of a pipeline's busiest rank, as a part of the time that it computes; 0 without a pipeline."""
     return pipeline_time(case).bubble_ratio if case.dims.pp > 1 else 0.0
 
 
 def step_time(case: Case, plan: Plan, rank: int, machine: Machine, gpus_per_node: int, bubble: float) -> StepTime:
-    """Return the time of a step of one rank, an estimate.
+    """Return the time of a step of one rank in seconds, an estimate.
 
     rank: one of the kind that is asked about. bubble: of the case (`bubble_ratio_of`).
     """

@@ -1,1 +1,1 @@
-"""How many bytes each step moves, over which ranks, by which collective: one file for each kind of parallelism."""
+"""The traffic of a step: bytes, ranks and collective of everything that moves, one file for each kind of parallelism."""

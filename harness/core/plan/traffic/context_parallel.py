@@ -14,15 +14,16 @@ from harness.core.plan.traffic.flow import Flow
 def context_parallel_flows(case: Case, traits: TrainerTraits, rank: int, length: int) -> Iterable[Flow]:
     """Yield the K/V exchange: in every layer each rank needs the keys and values of all cp ranks, forward and backward.
 
-    Keys and values have `n_heads / tp` heads where the trainer exchanges them after GQA expansion, else `n_kv_heads / tp`:
-    `TrainerTraits.cp_heads`. all_gather brings those of all ranks at once; alltoall passes them on to the next rank, cp - 1
-    times; a trainer may send and receive instead: `TrainerTraits.cp_sends`. Gradients of keys and values are passed on cp
-    times and summed up on the way, until each is where its keys are. Their dtype is float64 where that is computed in, else
-    float32. torch.compile keeps forward's keys and values for backward, which then gathers none. A trainer may gather them
-    once and reduce-scatter their gradients in the dtype computed in: `TrainerTraits.cp_gathers`.
+    Nothing without cp. Keys and values have `n_heads / tp` heads where the trainer exchanges them after GQA expansion,
+    else `n_kv_heads / tp`: `TrainerTraits.cp_heads`. all_gather brings those of all ranks at once; alltoall passes them
+    on to the next rank, cp - 1 times; a trainer may send and receive instead: `TrainerTraits.cp_sends`. Gradients of
+    keys and values are passed on cp times and summed up on the way, until each is where its keys are. Their dtype is
+    float64 where that is computed in, else float32. torch.compile keeps forward's keys and values for backward, which
+    then gathers none. A trainer may gather them once and reduce-scatter their gradients in the dtype computed in:
+    `TrainerTraits.cp_gathers`.
 
-    An example: cp 2, float64, 4 layers, batch 2, 32 tokens a sample, 8 heads of 8. A rank has 2 (keys, values) x 4 x 2 x
-    32/2 x 64 = 16,384 elements. An all_gather's output, which is what counts, is cp times that: 262,144 bytes.
+    An example: cp 2, float64, 4 layers, batch 2, 32 tokens a sample, 8 heads of 8. A rank has 2 (keys, values) x 4 x 2
+    x 32/2 x 64 = 16,384 elements. An all_gather's output, which is what counts, is cp times that: 262,144 bytes.
     """
     dims = case.dims
     training = case.training
@@ -51,5 +52,5 @@ def context_parallel_flows(case: Case, traits: TrainerTraits, rank: int, length:
 
 
 def cp_width(case: Case, traits: TrainerTraits) -> int:
-    """Return the elements of the keys exchanged for a token, which are as many as those of the values."""
+    """Return the number of elements of the keys exchanged for one token, of all tp ranks; the values have as many."""
     return (case.model.n_heads if traits.cp_heads == "query" else case.model.n_kv_heads) * case.model.head_dim

@@ -33,9 +33,9 @@ from harness.reference.config import is_trainable
 def zero_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
     """Yield the traffic of ZeRO: gradients to the rank whose optimizer has them, parameters from it.
 
-    ZeRO-1 reduces once a step, if the case says no other; ZeRO-2 and 3 keep no whole gradients and reduce after each
-    microbatch. ZeRO-1 and 2 gather what the optimizer made of the parameters, at once or in the next forward; ZeRO-3 each
-    parameter before forward and before backward.
+    ZeRO-1 reduces once a step unless the case turns off `defer_sync`; ZeRO-2 and 3 keep no whole gradients and reduce
+    after each microbatch. ZeRO-1 and 2 gather what the optimizer made of the parameters, at once or in the next
+    forward; ZeRO-3 each parameter before forward and before backward.
     """
     axis = shard_axis(case.dims)
     passes = case.features.accumulation
@@ -62,7 +62,11 @@ def zero_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
 
 
 def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: list[Unit]) -> Iterable[Flow]:
-    """Yield the traffic of a step over the data-parallel axes: parameters gathered, gradients reduced."""
+    """Yield a rank's traffic of a step over the data-parallel axes, without a pipeline: parameters gathered, gradients
+    reduced.
+
+    Nothing where there are neither shards nor replicas. units: the rank's FSDP2 units.
+    """
     if case.wrapper == "fsdp1":
         yield from _fsdp1_flows(case, traits)
         return
@@ -119,13 +123,16 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
 
 
 def _units_gathered_again(case: Case, units: list[Unit], held_whole: Unit | None) -> list[Unit]:
-    """Return the units that backward gathers."""
+    """Return the units that backward gathers: those freed after forward, which backward reaches and gathers by itself.
+
+    held_whole: a unit that stays gathered for the loss, and is left out; None for none.
+    """
     reached = units_gathered_in_backward(case, units)
     return [unit for unit in reached if unit.degree > 1 and unit.backward_gathers and unit is not held_whole]
 
 
 def _padded_elements(case: Case, traits: TrainerTraits, fqns: Iterable[str], tp_index: int) -> int:
-    """Return the elements that FSDP2 moves for these parameters."""
+    """Return the number of elements that FSDP2 moves for these parameters, padding included."""
     return sum(padded_numel(case, traits, fqn, tp_index) for fqn in fqns)
 
 
@@ -158,9 +165,10 @@ def _chunk_flows(
 
 
 def _stage_chunk_flows(case: Case, traits: TrainerTraits, rank: int, units: list[Unit]) -> Iterable[Flow]:
-    """Yield what each chunk after a microbatch's first one gathers.
+    """Yield what the output's unit gathers in forward for each chunk of the loss after a microbatch's first, on the
+    last stage.
 
-    A pipeline's backward frees nothing before the pass is over.
+    Nothing if the output shares a unit or stays whole. A pipeline's backward frees nothing before the pass is over.
     """
     output = unit_of_output_alone(units)
     last = case.n_stages - 1
@@ -173,12 +181,15 @@ def _stage_chunk_flows(case: Case, traits: TrainerTraits, rank: int, units: list
 
 
 def reductions_per_step(case: Case) -> int:
-    """Return how often gradients are reduced over the data ranks in a step, over replicas perhaps less often."""
+    """Return how often gradients are reduce-scattered, or all-reduced by DDP, over the data ranks in a step: 1 if deferred.
+
+    HSDP's all-reduce over replicas may run less often.
+    """
     return 1 if case.features.defer_sync is True else case.features.accumulation
 
 
 def _fsdp1_flows(case: Case, traits: TrainerTraits) -> Iterable[Flow]:
-    """Yield the traffic of FSDP1: whole flat vectors, padded to equal parts.
+    """Yield the traffic of FSDP1: whole flat vectors, padded to equal parts. It is the same for all ranks.
 
     A unit that is kept after forward is kept after backward too, until one reduces gradients; but not the root's, whose
     strategy is to free it.

@@ -1,4 +1,7 @@
-"""Bytes that one rank moves for one purpose. They count the unsharded tensor, so that bucketing does not change them."""
+"""Flows: bytes that one rank moves for one purpose.
+
+They count the unsharded tensor, so that bucketing does not change them.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,20 @@ class Flow:
     """
 
     axis: str
+    """Axis of the plan over whose group the bytes move, such as dp_shard_cp."""
     role: str
+    """What moves, in words, such as parameters or gradients."""
     op: str
+    """Collective, such as all_gather; or send, recv."""
     phase: str
+    """Phase of the step: forward, backward, pipeline or outside."""
     bytes: int
-    optional: bool = False  # it may also run outside of forward and backward, where other small collectives hide it
-    first: bool = False  # in the first step only
-    later: bool = False  # in all steps but the first
-    last: bool = False  # in the last step of the launch only
+    """Bytes in one step."""
+    optional: bool = False
+    """Whether it may also run outside of forward and backward, where other small collectives hide it."""
+    first: bool = False
+    """Whether it runs in the first step only."""
+    later: bool = False
+    """Whether it runs in all steps but the first."""
+    last: bool = False
+    """Whether it runs in the last step of the launch only."""

@@ -17,21 +17,27 @@ MATRICES_ROLE = "matrices"
 
 
 def muon_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
-    """Yield what every rank gathers of all matrices, unless each has an owner that does it for the others (`muon_owner`)."""
+    """Yield what a rank gathers so that Muon orthogonalises whole matrices, over the shard axis and over tp.
+
+    Nothing if each matrix has an owner that does it for the others (`muon_owner`). Flows of 0 bytes if no matrix is
+    Muon's.
+    """
     if not traits.muon_owner:
         for axis, size in _gathered_bytes_by_axis(case, traits, rank):
             yield Flow(axis, MATRICES_ROLE, "all_gather", OUTSIDE, size)
 
 
 def owners_bytes(case: Case, traits: TrainerTraits, rank: int) -> int:
-    """Return the most bytes that ranks move to the owners of matrices and back, by collectives of their own choice."""
+    """Return the most bytes that ranks move to the owners of matrices and back, by any collectives; 0 without
+    `muon_owner`."""
     if not traits.muon_owner:
         return 0
     return 2 * sum(size for _, size in _gathered_bytes_by_axis(case, traits, rank))
 
 
 def _gathered_bytes_by_axis(case: Case, traits: TrainerTraits, rank: int) -> Iterable[tuple[str, int]]:
-    """Yield axes and bytes: FSDP's cuts are undone first, of what tp left of a matrix; then those of tp."""
+    """Yield an axis and the bytes gathered over it: FSDP's cuts are undone first, of what tp left of a matrix; then
+    those of tp."""
     fqns = [fqn for fqn in parameters_of_rank(case, rank) if rule_of(case.training, fqn) == "muon"]
     size = BYTES[case.training.dtype]
     tp_index = coordinate_of_rank(case.dims, rank)["tp"]
@@ -42,7 +48,8 @@ def _gathered_bytes_by_axis(case: Case, traits: TrainerTraits, rank: int) -> Ite
 
 
 def _padded_over_tp(case: Case, fqn: str) -> int:
-    """Return the elements of a whole matrix, the dim that tp cuts padded to equal parts."""
+    """Return the number of elements of a whole matrix, the dim that tp cuts padded to equal parts; dim 0 if tp cuts
+    none."""
     rows, columns = parameter_shapes(case.model)[fqn]
     tp = case.dims.tp
     dim = tp_dim(fqn)

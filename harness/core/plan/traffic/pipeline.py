@@ -15,7 +15,8 @@ from harness.core.plan.traffic.flow import OUTSIDE, TIED_ROLE, Flow
 def pipeline_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
     """Yield the activations of microbatches that go to the rank of the next stage, and their gradients that come back.
 
-    Neighbouring stages on one rank (the tip of a V) send nothing. With sequence parallel each tp rank sends its part.
+    Nothing without pp. Neighbouring stages on one rank (the tip of a V) send nothing. With sequence parallel each tp
+    rank sends its part.
     """
     dims = case.dims
     training = case.training
@@ -32,9 +33,9 @@ def pipeline_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
 
 
 def tied_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
-    """Yield each rank's slice of the gradient of a tied weight, once a step.
+    """Yield each rank's slice of the gradient of a tied weight, once a step, on ranks of the first and the last stage.
 
-    Over the data ranks it is reduced before: the sums commute.
+    Nothing on other ranks, or where `tied_axis` is empty. Over the data ranks it is reduced before: the sums commute.
     """
     axis = tied_axis(case)
     fqn = "tok_embeddings.weight"

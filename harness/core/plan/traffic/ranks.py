@@ -20,8 +20,10 @@ from harness.core.plan.traffic.tensor_parallel import loss_parallel_bytes, scale
 
 
 def flows_of_rank(case: Case, traits: TrainerTraits, rank: int, length: int, units: list[Unit]) -> tuple[Flow, ...]:
-    """Return all that a rank moves in a step of sequences of this length. units: FSDP2's, as they are planned for this
-    rank."""
+    """Return all flows of a rank in a step; those of 0 bytes are left out.
+
+    length: tokens of a sample in that step. units: FSDP2's, as they are planned for this rank.
+    """
     data_flows = pipelined_data_parallel_flows if case.dims.pp > 1 else data_parallel_flows
     flows = (
         *data_flows(case, traits, rank, units),
@@ -56,10 +58,11 @@ def outside_bytes(case: Case, traits: TrainerTraits, rank: int, flows: Iterable[
 
 
 def integer_bytes(case: Case) -> int:
-    """Return the most bytes of integers that a rank moves in the first two steps, inside forward and backward.
+    """Return the most bytes of integers that a rank moves in the first two steps, inside forward and backward. 0 but
+    for DDP, ZeRO-3.
 
-    DDP compares the number and the shapes of all parameters, and later sends out in which bucket each of them is. ZeRO-3's
-    ranks compare in which order modules ran and parameters were needed: some of either for each parameter.
+    DDP compares the number and the shapes of all parameters, and later sends out in which bucket each of them is.
+    ZeRO-3's ranks compare in which order modules ran and parameters were needed: some of either for each parameter.
     """
     if case.wrapper == "zero3":
         return 16 * len(parameter_shapes(case.model)) * 8
@@ -69,9 +72,9 @@ def integer_bytes(case: Case) -> int:
 
 
 def unused_parameter_bytes(case: Case) -> int:
-    """Return the most bytes of integers that a rank of any DDP case moves in a later step; 0 for other wrappers.
+    """Return the most bytes of integers that a rank moves in a later step under DDP or replicate; 0 for other wrappers.
 
-    With find_unused_parameters DDP's ranks tell each other which parameters they used, whenever they reduce: an int32 each,
+    With find_unused_parameters DDP's ranks exchange which parameters they used, whenever they reduce: an int32 each,
     and one number. In a static graph they do so in the first step only. The bound is the same without that option.
     """
     if case.wrapper not in ("ddp", "replicate"):

@@ -1,4 +1,4 @@
-"""Traffic that happens again because activations are recomputed in backward."""
+"""Traffic of recomputation: collectives that run again because activations are recomputed in backward."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from harness.core.plan.traffic.flow import Flow
 
 
 def recomputed_flows(case: Case, traits: TrainerTraits, rank: int, length: int) -> Iterable[Flow]:
-    """Yield what activation checkpointing issues again in backward.
+    """Yield what activation checkpointing issues again in backward, for the rank's recomputed layers; flows of 0 bytes
+    without any.
 
-    FSDP issues nothing again: it gathers once for all of backward. A block runs again only until the last activation that
-    backward needs, the input of w2. So the residual stream is brought into attention and feed-forward again, and out of
-    attention, but not out of feed-forward. Two things bring it out of there, too: dropout, whose mask backward needs, and a
-    trainer that does not stop early (`ac_early_stop`). "op" keeps the results of reductions and of attention, and with the
-    latter what a ring passed on for it. What was gathered before attention (`cp_gathers`) is gathered again.
+    FSDP issues nothing again: it gathers once for all of backward. A block runs again only until the last activation
+    that backward needs, the input of w2. So the residual stream is brought into attention and feed-forward again, and
+    out of attention, but not out of feed-forward. Two things bring it out of there, too: dropout, whose mask backward
+    needs, and a trainer that does not stop early (`ac_early_stop`). "op" keeps the results of reductions and of
+    attention, and with the latter what a ring passed on for it. What was gathered before attention (`cp_gathers`) is
+    gathered again.
     """
     dims = case.dims
     model = case.model

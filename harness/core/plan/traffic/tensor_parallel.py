@@ -17,11 +17,12 @@ from harness.reference.config import is_trainable
 
 
 def tensor_parallel_flows(case: Case, traits: TrainerTraits, stages: tuple[int, ...], length: int) -> Iterable[Flow]:
-    """Yield every crossing of the residual stream: into and out of attention and feed-forward, out of embedding, into output.
+    """Yield every crossing of the residual stream: into and out of attention and feed-forward, out of embedding, into
+    output.
 
-    With sequence parallel a crossing is an all_gather or a reduce_scatter, and backward mirrors forward. Without it, it
-    is an all_reduce, forward of what comes out, backward of what went in. A trainer that does not keep what a column-parallel
-    layer gathered, gathers it again for the weight's gradient.
+    Nothing without tp. With sequence parallel a crossing is an all_gather or a reduce_scatter, and backward mirrors
+    forward. Without it, it is an all_reduce, forward of what comes out, backward of what went in. A trainer that does
+    not keep what a column-parallel layer gathered, gathers it again for the weight's gradient.
     """
     dims = case.dims
     model = case.model
@@ -61,7 +62,12 @@ def tensor_parallel_flows(case: Case, traits: TrainerTraits, stages: tuple[int, 
 
 
 def _crossings_in_backward(case: Case, layers: list[int], *, first: bool, last: bool) -> tuple[int, int]:
-    """Return how often gradients come out of where activations went in, and the other way round."""
+    """Return (into, out of): how many inputs of attention, feed-forward and output have a gradient, and how many
+    results have one.
+
+    Results are those of attention, feed-forward and the embedding. first, last: whether the rank has that stage of the
+    pipeline.
+    """
     into, out_of = gradients_of_activations(case.model, case.training)
     back_in = int(last and into["output"])
     back_out = int(first and out_of["tok_embeddings"])
@@ -82,8 +88,10 @@ def _trained_norms(case: Case, layers: list[int], *, last: bool) -> int:
 
 
 def _whole_adapter_elements(case: Case, layers: list[int]) -> int:
-    """Return the elements of adapters that are trained and whole on every rank: A of a matrix cut by rows, B of one that
-    is cut by columns. Each rank has the gradient of its part alone."""
+    """Return the number of elements of trained LoRA parts that every tp rank holds whole, in these layers.
+
+    They are A of a matrix cut by rows, B of one that is cut by columns. Each rank has the gradient of its part alone.
+    """
     elements = 0
     for fqn, shape in trained_values(case, parameter_shapes(case.model)).items():
         if ".lora_" in fqn and tp_dim(fqn) is None and int(fqn.split(".")[1]) in layers:
@@ -92,7 +100,7 @@ def _whole_adapter_elements(case: Case, layers: list[int]) -> int:
 
 
 def residual_stream_bytes(case: Case, length: int) -> int:
-    """Return the bytes of the residual stream of all of a rank's microbatches."""
+    """Return the bytes of the residual stream of all of a rank's microbatches in a step, not cut over tp."""
     size = BYTES[case.training.compute_dtype or case.training.dtype]
     return case.local_batch * (length // case.dims.cp) * case.model.dim * size * case.passes
 
@@ -104,7 +112,7 @@ def logits_bytes(case: Case, length: int) -> int:
 
 
 def loss_parallel_bytes(case: Case, length: int) -> int:
-    """Return the bytes that go over tp with loss parallel, of all of a rank's microbatches.
+    """Return the bytes that loss parallel moves over tp in a step, for all of a rank's microbatches.
 
     They are three numbers a token: the largest logit, the sum of the exponentials, and the logit of the label.
     """
@@ -112,10 +120,11 @@ def loss_parallel_bytes(case: Case, length: int) -> int:
 
 
 def _bytes_of_norm_gradients(case: Case, torch: str) -> int:
-    """Return the bytes of one element in a step. FSDP2 sums over tp whenever it reduces: under pp at the end of every pass.
+    """Return the bytes that one element of a norm's or an adapter's gradient moves over tp in a step.
 
-    A gradient that backward does not reduce at once is kept in the dtype of its reduction. This is always so under pp, else
-    if the reduction of several microbatches is deferred. One that is reduced at once is as computed, in torch up to 2.14.
+    FSDP2 sums over tp whenever it reduces: under pp at the end of every pass. A gradient that backward does not reduce
+    at once is kept in the dtype of its reduction. This is always so under pp, else if the reduction of several
+    microbatches is deferred. One that is reduced at once is as computed, in torch up to 2.14.
     """
     computed = case.training.compute_dtype or case.training.dtype
     features = case.features
@@ -128,8 +137,9 @@ def _bytes_of_norm_gradients(case: Case, torch: str) -> int:
 def scale_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
     """Yield, for float8, the largest entry of what is cut over tp, for its scale; one number a tensor, or one a row.
 
-    All weights are cut. Forward also cuts the inputs of wo and w2. Backward also cuts the gradients of the outputs of the
-    other five, and with them the columns of their weights. (Under rowwise_with_gw_hp weights have one scale in backward.)
+    Nothing without tp, and for recipes whose scales do not cross it. All weights are cut. Forward also cuts the inputs
+    of wo and w2. Backward also cuts the gradients of the outputs of the other five, and with them the columns of their
+    weights. (Under rowwise_with_gw_hp weights have one scale in backward.)
     """
     recipe = case.training.quantize
     if case.dims.tp == 1 or recipe not in SCALES_OVER_TP:
