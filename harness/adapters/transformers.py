@@ -1,7 +1,7 @@
-"""transformers' Trainer, unmodified, with its Llama under accelerate: DDP, FSDP2, HSDP, and DeepSpeed's ZeRO 1 to 3.
+"""The adapter of transformers' Trainer, unmodified, with its Llama under accelerate: DDP, FSDP2, HSDP, DeepSpeed's ZeRO 1 to 3.
 
-Examined are its model, how it splits data over ranks, wrapping, accumulation, loss, clipping, optimizer and loop. Handed over
-as data are sizes, seed weights, samples and the recipe's rates.
+Examined are its model, how it splits data over ranks, wrapping, accumulation, loss, clipping, optimizer and loop.
+Handed over as data are sizes, seed weights, samples and the recipe's rates.
 """
 
 from __future__ import annotations
@@ -49,17 +49,26 @@ CASTING = ("transformers.models.llama.modeling_llama", "transformers.modeling_ro
 
 
 class Transformers(Adapter):
+    """The adapter of the installed transformers and accelerate."""
+
     name = "transformers"
     preload = ("transformers.models.llama.modeling_llama", "transformers.trainer", "accelerate")
 
     def traits(self, case: Case) -> TrainerTraits:
-        """accelerate wraps embedding, each block, and norm with output: whether it still does is judged. So is attention."""
+        """Return what the plan has to know: the units of FSDP, fused attention, and with ZeRO DeepSpeed's layout.
+
+        accelerate wraps embedding, each block, and norm with output. Whether it still does is judged; so is attention.
+        """
         if case.wrapper in ZERO:
             layout = replace(deepspeed.traits(case).zero_layout, order=_parameter_order(case))
             return replace(deepspeed.traits(case), zero_layout=layout, attention="fused", own_model=True)
         return TrainerTraits(fsdp_units="apart", attention="fused", own_model=True)
 
     def unsupported(self, case: Case) -> str | None:
+        """Return why the case cannot run: a package is not installed, or the first thing that the Trainer cannot do.
+
+        None if it can.
+        """
         if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate")):
             return "transformers and accelerate are not installed: pip install transformers accelerate"
         reason = next(beyond(case, KNOWN, self.name), None)
@@ -73,7 +82,7 @@ class Transformers(Adapter):
         return renamed(name.removeprefix("model."), NAMES)
 
     def rows(self, case: Case) -> dict[str, Any]:
-        """Return the order of rows of a rotary embedding that turns entry i of a head with entry i + head_dim / 2."""
+        """Return the order of rows of wq and wk: the rotary embedding turns entry i of a head with entry i + head_dim / 2."""
         return halves(case)
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
@@ -84,7 +93,7 @@ class Transformers(Adapter):
 
 
 class Started(StartedTrainer):
-    """`Trainer.train()`, stopped where all is set up for the first step."""
+    """The started trainer: `Trainer.train()`, stopped where all is set up for the first step."""
 
     def __init__(self, case: Case, weights: Path | None, device: str) -> None:
         if case.wrapper in ZERO:
@@ -122,6 +131,7 @@ class Started(StartedTrainer):
             note_engine(self.trainer.model_wrapped)
 
     def train(self, last_step: int) -> None:
+        """Train to the end of the case, whatever `last_step` is, and set the metrics from the Trainer's log."""
         self.function.train()
         shown: Any = [entry for entry in self.trainer.state.log_history if "loss" in entry]
         self.metrics = []
@@ -130,12 +140,14 @@ class Started(StartedTrainer):
 
 
 def _callback(started: Started, case: Case) -> Any:
-    """Waits where all is set up, and says when ZeRO's step has made its parameters."""
+    """Return a callback of the Trainer that stops it before the first step, and reports each step of ZeRO to the probe."""
     from transformers import TrainerCallback
 
     from harness.core.probe.values import note_update
 
     class Wait(TrainerCallback):
+        """A callback that waits at the begin of training; with ZeRO it reports that parameters are updated after each step."""
+
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             started.function.wait()
 
@@ -147,7 +159,7 @@ def _callback(started: Started, case: Case) -> Any:
 
 
 def _parameter_order(case: Case) -> tuple[tuple[str, ...], ...]:
-    """Return the parameters of transformers' Llama in their order, each as a group of its own."""
+    """Return the reference's names of transformers' Llama parameters in its order, each as a group of its own."""
     parts = "attention.wq attention.wk attention.wv attention.wo feed_forward.w1 feed_forward.w3 feed_forward.w2"
     block = f"{parts} attention_norm ffn_norm".split()
     layers = []
@@ -158,13 +170,14 @@ def _parameter_order(case: Case) -> tuple[tuple[str, ...], ...]:
 
 
 def _only_float32(case: Case) -> str | None:
+    """Return why ZeRO cannot run the case's dtype. None for float32."""
     return (
         None if case.training.dtype == "float32" else f"dtype {case.training.dtype}: {deepspeed.name} steps on float32"
     )
 
 
 def _samples(case: Case) -> list[dict[str, Any]]:
-    """Return all steps' samples in order: transformers divides them over ranks and microbatches, its collator stacks them."""
+    """Return the samples of all steps in order, of all ranks: transformers divides them over ranks and microbatches."""
     from harness.core.trainers.support.samples import rank_samples
     from harness.reference.data import build_dataset
 
@@ -177,7 +190,10 @@ def _samples(case: Case) -> list[dict[str, Any]]:
 
 
 def _named_sample(case: Case, tokens: Any, labels: Any) -> dict[str, Any]:
-    """Return one sample by its names. attention_mask: bool [1, s, s], which positions see which under a document mask."""
+    """Return one sample by the names of the model's inputs. Labels are shifted already.
+
+    With a document mask there is "attention_mask": bool [1, s, s], True where a position sees another.
+    """
     from harness.reference.data import documents
 
     sample = {"input_ids": tokens, "labels": labels, "shift_labels": labels}
@@ -188,6 +204,7 @@ def _named_sample(case: Case, tokens: Any, labels: Any) -> dict[str, Any]:
 
 
 def _sizes(case: Case) -> dict[str, Any]:
+    """Return the case's model sizes and rotary options by the names of LlamaConfig."""
     sizes = {theirs: getattr(case.model, ours) for theirs, ours in SIZES.items()}
     scaling = case.model.rope_scaling
     rope = {"rope_type": "default", "rope_theta": case.model.rope_theta}
@@ -197,6 +214,9 @@ def _sizes(case: Case) -> dict[str, Any]:
 
 
 def _options(case: Case, device: str) -> dict[str, Any]:
+    """Return TrainingArguments' values for the case: recipe, accumulation, recomputation, and DeepSpeed or FSDP2 if
+    requested.
+    """
     training = case.training
     features = case.features
     dims = case.dims

@@ -1,13 +1,13 @@
 """The catalogue of deliberate mistakes, each modelled on a real bug.
 
-A fault is a name in a file, here or anywhere else, and `does` one wrong thing at a seam (harness/faults/operators.py).
+A fault is a name in a file, here or anywhere else, and `does` one wrong thing at a patch point (harness/faults/operators.py).
 
     hsdp_runs_as_fsdp = fault(
         breaks="...", bug="M01 pytorch/torchtitan #711", case="hsdp_2x2", caught_by="shard_contents", named="another layout",
         does=change_result(".parallelize:data_parallel_mesh", lambda mesh: mesh._flatten("dp")),
     )
 
-Where that needs code, the fault is the function that an operator puts at the seam:
+Where that needs code, the fault is the function that an operator puts at the patch point:
 
     @fault(breaks="...", bug="...", case="...", caught_by="...", named="...")
     @partial(instead, ".parallelize:data_parallel_mesh")
@@ -80,7 +80,7 @@ class FaultError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Fault:
-    """A deliberate mistake, and what must become of it."""
+    """A deliberate mistake: how a rank makes it, and what the harness must say then."""
 
     name: str
     file: str
@@ -101,13 +101,19 @@ class Fault:
 
     @property
     def family(self) -> str:
-        """Return the kind of bug; empty if it is modelled on nothing."""
+        """Return the kind of bug in words, "mesh" or "data", by the letter of the first entry in `bug`, such as "M01"
+        or "Z-class".
+
+        Empty if `bug` has no such entry.
+        """
         match = re.search(r"\b([A-Z])(\d\d|-class)\b", self.bug)
         return FAMILIES.get(match[1], "") if match else ""
 
     @property
     def is_real(self) -> bool:
-        """Return whether it is modelled on a bug that happened in one place, rather than on a kind of bug."""
+        """Return whether it is modelled on a bug that happened in one place (`bug` begins like "M01"), rather than on a
+        kind of bug.
+        """
         return re.match(r"[A-Z]\d\d\b", self.bug) is not None
 
     @property
@@ -126,9 +132,10 @@ def fault(
     hangs: bool = False,
     does: Callable[[Fired], None] | None = None,
 ) -> Any:
-    """Return the fault that does this; without `does`, a decorator for the function that does it.
+    """Return a Fault that makes the mistake `does`; without `does`, a decorator that makes a Fault of a function.
 
-    caught_by: checks, separated by blanks. The fault has no name yet: load_fault and all_faults set its name in its file.
+    caught_by: checks, separated by blanks. The fault has no name yet: load_fault and all_faults set its name in its
+    file.
     """
     file = sys._getframe(1).f_code.co_filename
 
@@ -139,7 +146,10 @@ def fault(
 
 
 def load_fault(spec: str) -> Fault:
-    """Return the fault "FILE.py:NAME", or "NAME" from this folder. Raises FaultError."""
+    """Return the fault "FILE.py:NAME", or "NAME" of the catalogue. Runs FILE.py, and raises what that raises.
+
+    Raises FaultError if there is no such file or fault, with the nearest name of the catalogue.
+    """
     path, _, name = spec.rpartition(":")
     if not path:
         known = {fault.name: fault for fault in all_faults()}
@@ -156,7 +166,7 @@ def load_fault(spec: str) -> Fault:
 
 
 def all_faults() -> list[Fault]:
-    """Return every fault of the catalogue, by file and in the order written."""
+    """Return every fault of the catalogue, with its name, by file and in the order written."""
     from harness.faults import catalogue
 
     names = [info.name for info in pkgutil.iter_modules(catalogue.__path__)]
@@ -168,7 +178,7 @@ def all_faults() -> list[Fault]:
 
 
 def faults_of_file(path: Path) -> list[Fault]:
-    """Return every fault of one file, in the order written. Raises FaultError."""
+    """Return every fault of one file, in the order written. Raises FaultError if the file cannot be loaded or has none."""
     try:
         faults = _faults_of(_import_file(path))
     except FaultError:
@@ -181,7 +191,7 @@ def faults_of_file(path: Path) -> list[Fault]:
 
 
 def _faults_of(module: ModuleType) -> list[Fault]:
-    """Return the faults that are written there, not those that it imports."""
+    """Return the faults, with their names, that are written in the module. Those that it imports are left out."""
     named_faults = [
         (name, fault)
         for name, fault in vars(module).items()

@@ -16,6 +16,8 @@ ACCEPTED = Path(__file__).with_name("results.json")
 
 
 class Outcome(StrEnum):
+    """The outcome of trying a fault. When each holds: `run_catalogue.outcome_of`."""
+
     CAUGHT = "CAUGHT"
     OTHERWISE = "CAUGHT OTHERWISE"
     MISSED = "MISSED"
@@ -63,7 +65,7 @@ def to_json(done: Sequence[Attempt]) -> str:
 
 
 def is_attempts(text: str) -> bool:
-    """Return whether a text was made by to_json."""
+    """Return whether a text is one that to_json made."""
     try:
         from_json(text)
     except (ValueError, TypeError, KeyError):
@@ -72,7 +74,7 @@ def is_attempts(text: str) -> bool:
 
 
 def from_json(text: str) -> list[Attempt]:
-    """Return the attempts that are stored in a text of to_json."""
+    """Return the attempts stored in a text of to_json. Raises ValueError, TypeError or KeyError for any other text."""
     attempts = []
     for record in json.loads(text):
         outcome = Outcome(record["outcome"])
@@ -83,5 +85,5 @@ def from_json(text: str) -> list[Attempt]:
 
 
 def accepted_attempts(stored: Path = ACCEPTED) -> list[Attempt]:
-    """Return the attempts that were last accepted. Empty if nothing is stored."""
+    """Return the attempts that were last accepted, from the file `stored`. Empty if there is none."""
     return from_json(stored.read_text(encoding="utf-8")) if stored.exists() else []

@@ -1,4 +1,4 @@
-"""`harness faults` as a person reads it: the list, first lines, and how many bugs each method notices."""
+"""The text of `harness faults`: the list of faults, results of trying them, and how many bugs each method notices."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from harness.faults.attempt import METHODS, Attempt, Outcome
 
 
 def faults_text(faults: Sequence[Fault], accepted: Sequence[Attempt]) -> str:
-    """Return the list of faults by kind of bug: name, case, what breaks, what it is modelled on.
+    """Return the list of faults by kind of bug: name, case, what breaks, what it is modelled on. Needs one fault or more.
 
-    Below each fault is the first line that it was last accepted with.
+    Below each fault is the cause that it was last accepted with, if it was.
     """
     causes = {attempt.fault: attempt.cause for attempt in accepted}
     name_width = max(len(fault.name) for fault in faults)
@@ -30,7 +30,11 @@ def faults_text(faults: Sequence[Fault], accepted: Sequence[Attempt]) -> str:
 
 
 def report_text(done: Sequence[Attempt], control: Attempt | None, seconds: float) -> str:
-    """Return all first lines in one list, the table of methods, what is not caught, and one line of counts."""
+    """Return the report on attempts: a row for each, the table of methods, rows of what is not caught, and counts.
+
+    The table is left out if no real bug was compared with weaker tests. control: its attempt, which must be MISSED;
+    None leaves it out.
+    """
     counts = Counter(attempt.outcome for attempt in done)
     counts_text = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     noun = "fault" if len(done) == 1 else "faults"
@@ -51,7 +55,7 @@ def report_text(done: Sequence[Attempt], control: Attempt | None, seconds: float
 
 
 def _uncaught_rows(done: Sequence[Attempt]) -> str:
-    """Return the rows of faults that are not caught, to be repeated at the end. Empty if all or none are caught.
+    """Return the rows of faults that are not caught, to be repeated at the end. Empty if all are caught, or none.
 
     A log that was cut still has its end.
     """
@@ -60,7 +64,11 @@ def _uncaught_rows(done: Sequence[Attempt]) -> str:
 
 
 def attempt_rows(done: Sequence[Attempt]) -> str:
-    """Return one row for each fault: outcome, which weaker tests notice it, name, case, the diagnosis' first line."""
+    """Return one row for each attempt: outcome, weaker tests that notice it as letters, name, case, cause.
+
+    Needs one attempt or more. A fault that is not caught has a second row with its note. If weaker tests were measured,
+    a legend comes first.
+    """
     fault_width = max(len(attempt.fault) for attempt in done)
     case_width = max(len(attempt.case) for attempt in done)
     outcome_width = max(len(attempt.outcome) for attempt in done)
@@ -80,7 +88,7 @@ def attempt_rows(done: Sequence[Attempt]) -> str:
 
 
 def methods_table(done: Sequence[Attempt]) -> str:
-    """Return the table of how many real bugs each method notices.
+    """Return the Markdown table of how many real bugs each method notices, among those for which weaker tests were measured.
 
     Faults of a family, modelled on no single bug, do not count here.
     """

@@ -19,6 +19,7 @@ STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 
 
 def configured_with(**zero: int) -> op.Operator:
+    """Return the operator that adds these options to "zero_optimization" of the engine's configuration."""
     return op.change_result(
         "harness.adapters.deepspeed.engine:configuration",
         lambda config: config | {"zero_optimization": config["zero_optimization"] | zero},
@@ -62,6 +63,7 @@ zero2_runs_as_zero1 = fault(
 )
 @partial(op.instead, f"{STAGE_1_AND_2}.get_flat_partition")
 def partition_off_by_one(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the rank's parts of the flat gradient, of which each element is its left neighbour's."""
     import torch
 
     parts = original(*args, **kwargs)

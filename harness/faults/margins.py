@@ -1,8 +1,8 @@
-"""For recipes with noise: where correct runs lie, where the bound lies, and where the smallest deliberate mistakes lie.
+"""Margins of recipes with noise: where correct runs lie, where the bound lies, and where the smallest deliberate mistakes lie.
 
-One picture for each recipe and way of summing, and one table of all. Mistakes are made in the reference, on one device,
-so that nothing else differs. They are gradients 1% too large, one of four microbatches lost, and rotary angles in a lower
-precision.
+There is one picture for each recipe and way of summing, and one table of all. Mistakes are made in the reference, on
+one device, so that nothing else differs. They are gradients 1% too large, one of four microbatches lost, and rotary
+angles in a lower precision.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ farthest off as a whole, divided by its bound."""
 
 @dataclass(frozen=True)
 class Margin:
-    """Distances and bounds of one recipe and way of summing."""
+    """The distances of runs from the reference, and their bounds, for one recipe and way of summing."""
 
     name: str
     recipe: str
@@ -58,7 +58,10 @@ class Margin:
     """Mistake -> distances of the reference that was trained with it."""
 
     def ratios(self, distances: Distances) -> dict[str, float]:
-        """Return each number divided by its bound, in the step where that is largest. Below 1 is within the bound."""
+        """Return for each number the largest ratio of distance to bound over all steps; NaN if one is.
+
+        Up to 1 is within the bound.
+        """
         ratios = {}
         for name in NUMBERS:
             pairs = zip(distances[name], self.bound[name], strict=True)
@@ -67,7 +70,10 @@ class Margin:
 
 
 def make_margin(cases: Sequence[Case], options: Options) -> Margin:
-    """Run these cases, which share a recipe and a noise key, and make the mistakes. Raises NoBound."""
+    """Run the cases, train the reference with each mistake, and return all distances. The cases share a recipe and a noise key.
+
+    Raises NoBound, and what run_case raises.
+    """
     folders = {case.name: run_case(case, options).folder for case in cases}
     trials = {name: load_trial(folder) for name, folder in folders.items()}
     name, trial = next(iter(trials.items()))
@@ -87,7 +93,9 @@ def make_margin(cases: Sequence[Case], options: Options) -> Margin:
 
 
 def _recipe_text(case: Case, key: str) -> str:
-    """Return the recipe in words: fields that differ from the defaults, and how the reference was cut to measure its noise."""
+    """Return the recipe in words: dtype, the noise key (how the reference was cut), and fields that differ from the
+    defaults.
+    """
     dtype_text = case.training.quantize or case.training.compute_dtype or case.training.dtype
     dtype_text += " compiled" if case.features.compile else ""
     others = {**golden.recipe_of(case)["model"], **golden.recipe_of(case)["training"]}
@@ -98,7 +106,7 @@ def _recipe_text(case: Case, key: str) -> str:
 
 
 def _run_distances(trial: Trial) -> Distances:
-    """Return how far a run lies from the reference, in each step the rank that is farthest off."""
+    """Return how far a run lies from the reference, in each step the rank that is farthest off. A missing loss is NaN."""
     distances: Distances = {name: [0.0] * len(trial.reference.steps) for name in NUMBERS}
     for rank, step, reference in trial.steps():
         loss = global_loss(trial, step.step)
@@ -125,7 +133,10 @@ def _run_distances(trial: Trial) -> Distances:
 
 
 def _mistake_distances(trial: Trial, reference: ReferenceRun, make: Callable[[Case], Any]) -> Distances:
-    """Return how far the reference lies from itself if it is trained with a mistake. make: case -> context of the mistake."""
+    """Return how far the reference lies from itself if it is trained with a mistake.
+
+    make: case -> context in which the mistake is made.
+    """
     case = trial.case
     with make(case):
         wrong_steps = train.train(case.model, case.training, model_of=case.model_of).steps
@@ -140,7 +151,9 @@ def _mistake_distances(trial: Trial, reference: ReferenceRun, make: Callable[[Ca
 
 
 def _largest_ratio(bounds: Bounds, step: int, seen: Noise) -> float:
-    """Return the distance of the parameter that is farthest off, divided by its bound."""
+    """Return the largest ratio of distance, or of fit, to its bound, over all parameters in a step. seen: distances
+    from the reference.
+    """
     bounds_of_parameters = bounds.by_parameter.items()
     distances = [seen.distance[fqn][0] / bound.distance[step] for fqn, bound in bounds_of_parameters]
     return largest_or_nan(distances + [seen.fit[fqn][0] / bound.fit[step] for fqn, bound in bounds_of_parameters])
@@ -148,7 +161,7 @@ def _largest_ratio(bounds: Bounds, step: int, seen: Noise) -> float:
 
 @contextmanager
 def _exchange_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set owner.name to a value, and back at the end."""
+    """Set owner.name to a value while the block runs, and back at its end."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -158,7 +171,7 @@ def _exchange_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _scale_gradients(case: Case) -> Any:
-    """Return the context in which gradients are 1% too large."""
+    """Return a context manager in which the reference's gradients are 1% too large."""
     original = train.forward_loss
 
     def loss_of(*args: Any, **options: Any) -> torch.Tensor:
@@ -171,7 +184,7 @@ def _scale_gradients(case: Case) -> Any:
 
 
 def _lose_microbatch(case: Case) -> Any:
-    """Return the context in which the last quarter of a batch is lost."""
+    """Return a context manager in which the reference loses the last quarter of each whole batch."""
     original = train.forward_loss
     global_batch = case.training.global_batch
 
@@ -183,7 +196,7 @@ def _lose_microbatch(case: Case) -> Any:
 
 
 def _round_angles(case: Case) -> Any:
-    """Return the context in which rotary angles are in float32 for a float64 recipe, else in bfloat16."""
+    """Return a context manager in which rotary angles are in float32 for a float64 recipe, else in bfloat16."""
     original = Attention.angles
     dtype = torch.float32 if case.training.dtype == "float64" else torch.bfloat16
 
@@ -204,7 +217,11 @@ MISTAKES: dict[str, Callable[[Case], Any]] = {
 
 
 def margin_table(margin: Margin) -> str:
-    """Return a table of distances from the reference, divided by their bounds: of correct runs, then of mistakes."""
+    """Return the text of a table: distances divided by bounds, of correct runs, then of mistakes, each with a verdict.
+
+    "within" is a correct run, "NOT SEEN" a mistake, without a number beyond its bound. Else the verdict names these
+    numbers.
+    """
     ends_of_bounds = {name: f"{bound[0]:.0e}/{bound[-1]:.0e}" for name, bound in margin.bound.items()}
     lines = [f"{margin.name}: {margin.recipe}", f"  {'bound in step 1 / in the last':<34}{_cells(ends_of_bounds)}"]
     for kind in (margin.correct, margin.mistakes):
@@ -225,6 +242,10 @@ def _cells(values: dict[str, str]) -> str:
 
 
 def draw(margin: Margin, folder: Path) -> Path:
+    """Draw distances and bounds of each number by step, into margins-NAME.png in the folder. Return the file.
+
+    Raises EvidenceError if something else than a drawing lies there, and ValueError unless there are three mistakes.
+    """
     figure, panels = plt.subplots(1, 4, figsize=(19, 5))
     for axes, number in zip(panels, NUMBERS, strict=True):
         steps = range(1, len(margin.bound[number]) + 1)
@@ -248,10 +269,10 @@ def draw(margin: Margin, folder: Path) -> Path:
 
 
 def draw_all(all_margins: Sequence[Margin], folder: Path) -> Path:
-    """Draw one row for each recipe: distances of correct runs and mistakes, divided by the bound. Return the file.
+    """Draw one row for each recipe into margins.png: distances of correct runs and mistakes, divided by the bound.
 
-    The file is margins.png in the folder. Each distance is that of the number that shows it most. Raises ValueError unless
-    each recipe has three mistakes. Raises EvidenceError if something else than a drawing lies there.
+    Return the file. Each distance is that of the number that shows it most. Raises ValueError unless each recipe has
+    three mistakes, and EvidenceError if something else than a drawing lies there.
     """
     figure, axes = plt.subplots(figsize=(11, 1.2 + 0.32 * len(all_margins)))
     for row, margin in enumerate(all_margins):
@@ -275,9 +296,9 @@ def draw_all(all_margins: Sequence[Margin], folder: Path) -> Path:
 
 
 def group_by_recipe(cases: Sequence[Case]) -> list[list[Case]]:
-    """Return the cases with noise, grouped by recipe and noise key.
+    """Return the cases with noise, grouped by recipe and noise key, each with one launch only.
 
-    Cases that must fail show no correct run, and are left out.
+    Exact cases, and those that are expected to fail, are left out.
     """
     cases_by_recipe: dict[tuple[str, str], list[Case]] = {}
     for case in cases:

@@ -71,6 +71,7 @@ gradients_not_reduced = fault(
 )
 @partial(op.before_call, f"{OPTIMIZER}._copy_model_grads_to_main_grads")
 def gradients_one_off(optimizer: Any) -> None:
+    """Shift this rank's part of each gradient buffer by one element, before the optimizer copies it."""
     for buffer in optimizer.buffers:
         part = buffer.grad_data.chunk(optimizer.data_parallel_group.size())[optimizer.data_parallel_group.rank()]
         part.copy_(part.roll(1))
@@ -122,6 +123,7 @@ gate_and_up_exchanged = fault(
 )
 @partial(op.after_call, "megatron.core.optimizer.optimizer:FP32Optimizer.load_state_dict")
 def moments_forgotten(optimizer: Any, *_: Any) -> None:
+    """Set both moments to zero after the optimizer's state was loaded."""
     for state in optimizer.optimizer.state.values():
         state["exp_avg"].zero_()
         state["exp_avg_sq"].zero_()

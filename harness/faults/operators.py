@@ -1,9 +1,10 @@
-"""What faults are made of: one wrong thing at one seam. An operator is what a fault `does`; operators compose.
+"""Operators, of which faults are made: each does one wrong thing at one target. An operator is what a fault `does`.
 
 A target is "module:attribute", such as "torch.optim:Optimizer.zero_grad"; a module that begins with a dot is one of
-harness.core.trainers.llama3, such as ".trainer:scaled". It is looked up on each rank, before the trainer is built, and never
-put back: each rank is a separate process. Each operator calls `fired()` where it does the wrong thing, and not where it only
-might have. `when` gets what the target was called with; where it does not hold, the call is left as it is.
+harness.core.trainers.llama3, such as ".trainer:scaled". It is looked up on each rank, before the trainer is built, and
+never put back: each rank is a separate process. Each operator calls `fired()` where it does the wrong thing, and not
+where it only might have. `when` gets what the target was called with; where it does not hold, the call is left as it
+is.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Condition = Callable[..., Any]
 
 
 def instead(target: str, wrong: Act, *, when: Condition | None = None) -> Operator:
-    """Call wrong(original, *args, **kwargs) in the place of target(*args, **kwargs)."""
+    """Return the operator that calls wrong(original, *args, **kwargs) in the place of target(*args, **kwargs)."""
 
     def make(original: Act, fired: Fired) -> Act:
         def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -47,12 +48,12 @@ def instead(target: str, wrong: Act, *, when: Condition | None = None) -> Operat
 
 
 def skip_call(target: str, result: Any = None, *, when: Condition | None = None) -> Operator:
-    """Skip the target. Its caller gets `result`."""
+    """Return the operator that skips calls of the target. Its caller gets `result`."""
     return instead(target, lambda original, *args, **kwargs: result, when=when)
 
 
 def repeat_call(target: str, *, when: Condition | None = None) -> Operator:
-    """Call the target twice. Its caller gets the second result."""
+    """Return the operator that calls the target twice. Its caller gets the second result."""
 
     def call_twice(original: Act, *args: Any, **kwargs: Any) -> Any:
         original(*args, **kwargs)
@@ -62,7 +63,7 @@ def repeat_call(target: str, *, when: Condition | None = None) -> Operator:
 
 
 def before_call(target: str, act: Act, *, when: Condition | None = None) -> Operator:
-    """Call act(*args, **kwargs), then target(*args, **kwargs)."""
+    """Return the operator that calls act(*args, **kwargs) before target(*args, **kwargs)."""
 
     def act_and_call(original: Act, *args: Any, **kwargs: Any) -> Any:
         act(*args, **kwargs)
@@ -72,7 +73,10 @@ def before_call(target: str, act: Act, *, when: Condition | None = None) -> Oper
 
 
 def after_call(target: str, act: Act, *, when: Condition | None = None) -> Operator:
-    """Call target(*args, **kwargs), then act(*args, **kwargs). The caller gets the target's result."""
+    """Return the operator that calls act(*args, **kwargs) after target(*args, **kwargs).
+
+    The caller gets the target's result.
+    """
 
     def call_and_act(original: Act, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -86,12 +90,15 @@ def after_call(target: str, act: Act, *, when: Condition | None = None) -> Opera
 
 
 def override_argument(target: str, *, when: Condition | None = None, **values: Any) -> Operator:
-    """Call the target with these values of its arguments, by name, whatever its caller gives."""
+    """Return the operator that gives arguments of the target these values, by name, whatever its caller gives."""
     return change_argument(target, when=when, **{name: lambda _, value=value: value for name, value in values.items()})
 
 
 def change_argument(target: str, *, when: Condition | None = None, **changes: Callable[[Any], Any]) -> Operator:
-    """Pass change(value) in the place of an argument, by name. Fires where that is another object."""
+    """Return the operator that passes change(value) in the place of an argument. changes: by the argument's name.
+
+    It fires where the new value is another object. The operator raises FaultError if the target has no such argument.
+    """
 
     def make(original: Act, fired: Fired) -> Act:
         signature = inspect.signature(original)
@@ -112,7 +119,7 @@ def change_argument(target: str, *, when: Condition | None = None, **changes: Ca
 
 
 def change_result(target: str, change: Callable[[Any], Any], *, when: Condition | None = None) -> Operator:
-    """Return change(result) in the place of the result. Fires where that is another object."""
+    """Return the operator that returns change(result) to the target's caller. It fires where that is another object."""
 
     def make(original: Act, fired: Fired) -> Act:
         def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -130,12 +137,12 @@ def change_result(target: str, change: Callable[[Any], Any], *, when: Condition 
 
 
 def scale_result(target: str, factor: float, *, when: Condition | None = None) -> Operator:
-    """Multiply the target's result by a factor."""
+    """Return the operator that multiplies the target's result by a factor."""
     return change_result(target, lambda result: result * factor, when=when)
 
 
 def scale_gradient(target: str, factor: float, *, when: Condition | None = None) -> Operator:
-    """Multiply the gradient that comes back to the target's result. The result itself is not changed."""
+    """Return the operator that multiplies the gradient of the target's result in backward. The result itself is not changed."""
 
     def call_and_hook(original: Act, *args: Any, **kwargs: Any) -> Any:
         return with_scaled_gradient(original(*args, **kwargs), factor)
@@ -144,7 +151,7 @@ def scale_gradient(target: str, factor: float, *, when: Condition | None = None)
 
 
 def with_scaled_gradient(tensor: Any, factor: Any) -> Any:
-    """Return the tensor itself, with a hook that multiplies its gradient if it has one."""
+    """Return the tensor itself, with a hook that multiplies its gradient by a factor. Unchanged if it needs no gradient."""
     if tensor.requires_grad:
         tensor.register_hook(lambda gradient: gradient * factor)
     return tensor
@@ -154,13 +161,13 @@ def with_scaled_gradient(tensor: Any, factor: Any) -> Any:
 
 
 def on_rank(rank: int | tuple[int, ...], does: Operator) -> Operator:
-    """Apply an operator on this rank only, or on these ranks."""
+    """Return the operator that applies another one on this rank only, or on these ranks."""
     ranks = rank if isinstance(rank, tuple) else (rank,)
     return lambda fired: does(fired) if this_rank() in ranks else None
 
 
 def before_step(step: int, act: Callable[[], Any]) -> Operator:
-    """Call act() just before an optimizer steps for the `step`-th time, whatever the trainer."""
+    """Return the operator that calls act() just before the `step`-th step of optimizers in a rank, counted from 1."""
 
     def apply(fired: Fired) -> None:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -178,7 +185,7 @@ def before_step(step: int, act: Callable[[], Any]) -> Operator:
 
 
 def together(*does: Operator) -> Operator:
-    """Apply several operators: one mistake that shows at several seams."""
+    """Return the operator that applies several ones: one mistake at several targets."""
 
     def apply(fired: Fired) -> None:
         for operator in does:
@@ -188,25 +195,28 @@ def together(*does: Operator) -> Operator:
 
 
 def nth_call(*numbers: int) -> Condition:
-    """Return a condition that holds in these calls, counted from 1 on each rank."""
+    """Return a condition that holds in these of its evaluations, counted from 1 on each rank."""
     count = itertools.count(1)
     return lambda *_, **__: next(count) in numbers
 
 
 def in_backward(*_: Any, **__: Any) -> bool:
-    """Return whether autograd is at work. FSDP2 reduces there."""
+    """Return whether autograd is running backward in this thread. FSDP2 reduces there."""
     import torch
 
     return torch._C._current_graph_task_id() != -1
 
 
 def this_rank() -> int:
-    """Return the global rank of this process."""
+    """Return the global rank of this process; 0 without RANK."""
     return int(os.environ.get("RANK", 0))
 
 
 def make_call(target: str, *args: Any, **kwargs: Any) -> Act:
-    """Return an act that calls the target with these arguments. The target is imported when the act is called."""
+    """Return an act that calls the target with these arguments, whatever it gets.
+
+    The target is imported when the act is called.
+    """
 
     def act(*_: Any, **__: Any) -> Any:
         owner, name = find_target(target)
@@ -219,7 +229,10 @@ def make_call(target: str, *args: Any, **kwargs: Any) -> Act:
 
 
 def find_target(target: str) -> tuple[Any, str]:
-    """Return (the object that holds the target, the target's name there). Raises FaultError with the nearest name."""
+    """Return (the object that holds the target, the target's name there), after importing its module.
+
+    Raises FaultError, with the nearest name, if the module or the attribute does not exist.
+    """
     module, _, path = target.partition(":")
     if not path:
         raise FaultError(f"target {target!r}: one is given as 'module:attribute'")
@@ -240,7 +253,7 @@ def find_target(target: str) -> tuple[Any, str]:
 
 
 def _replace_target(target: str, make: Callable[[Act, Fired], Act]) -> Operator:
-    """Return the operator that puts make(original, fired) in the place of the target."""
+    """Return the operator that sets the target to make(original, fired) on each rank."""
 
     def apply(fired: Fired) -> None:
         owner, name = find_target(target)
@@ -251,7 +264,7 @@ def _replace_target(target: str, make: Callable[[Act, Fired], Act]) -> Operator:
 
 
 def _check_arguments(target: str, signature: inspect.Signature, names: Any) -> None:
-    """Raise FaultError for a name that is no argument of the target."""
+    """Raise FaultError for a name that is no argument of the target. A target with **kwargs takes any name."""
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     for name in names:
         if name not in signature.parameters and not takes_any:
@@ -259,7 +272,10 @@ def _check_arguments(target: str, signature: inspect.Signature, names: Any) -> N
 
 
 def _change_bound_argument(bound: inspect.BoundArguments, name: str, change: Callable[[Any], Any]) -> bool:
-    """Set an argument to change(its value). Return whether the argument is another object now."""
+    """Set an argument of a bound call to change(its value). Return whether the argument is another object now.
+
+    An argument that was not given has its default; one of **kwargs has None.
+    """
     parameter = bound.signature.parameters.get(name)
     if parameter is not None:
         arguments = bound.arguments
@@ -275,7 +291,7 @@ def _change_bound_argument(bound: inspect.BoundArguments, name: str, change: Cal
 
 
 def _neighbour_modules(module: str) -> list[str]:
-    """Return the names of modules beside one that does not exist."""
+    """Return the names of the modules beside one that does not exist. Empty without its package."""
     parent = module.rpartition(".")[0]
     spec = importlib.util.find_spec(parent) if parent else None
     folders = spec.submodule_search_locations if spec else ()

@@ -1,12 +1,12 @@
-"""`harness faults`: every fault of the catalogue on real ranks, what became of it, and what weaker tests would have said.
+"""The runner of `harness faults`: it tries every fault of the catalogue on real ranks, and what weaker tests would have said.
 
-The baseline comes first. A fault is only tried on a case that passes without it, run now or stored as evidence of the very
-same sources (harness/faults/run_catalogue.py). A fault is CAUGHT if all the checks that it names are broken and the first line
-names its cause. The control, which fires and changes nothing, must come out MISSED.
+The baseline comes first. A fault is only tried on a case that passes without it, run now or stored as evidence of the
+very same sources. A fault is CAUGHT if all the checks that it names are broken and the first line names its cause. The
+control, which fires and changes nothing, must come out MISSED.
 
-Weaker tests are measured, not guessed. Beside the judged run, the faulty trainer runs once more for ten steps without the
-probe, as a user would run it. The losses that its rank 0 reports are compared with those of the same case without the fault.
-Any of these tests notices a run that crashes or hangs.
+Weaker tests are measured, not guessed. Beside the judged run, the faulty trainer runs once more for ten steps without
+the probe, as a user would run it. The losses that its rank 0 reports are compared with those of the same case without
+the fault. Any of these tests notices a run that crashes or hangs.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ from harness.faults.attempt import STEPS, Attempt, Outcome
 
 
 def judge_stored(case: Case, options: Options) -> Judgement | None:
-    """Return the judgement of stored evidence, made now.
+    """Return the judgement, made now, of the case's stored evidence. Nothing is run.
 
-    None if there is none, or if it is of another case, source, package or machine.
+    None if there is none, if it is incomplete, or if case, sources, packages, machine, options or fault differ. None as
+    well for any trainer but the harness's own, and for data of one's own, as it is not known whether they changed.
     """
     folder = folder_of(case, options)
     sources = digest_of_run(options)
@@ -84,7 +85,7 @@ HANGING_AT_ONCE = 3  # such launches cost no core while they wait
 
 @dataclass(frozen=True)
 class Baseline:
-    """A case without a fault."""
+    """The result of a case without a fault: whether faults can be tried on it, and the losses to compare with."""
 
     case: Case
     problem: str = ""
@@ -96,7 +97,7 @@ class Baseline:
 
     @property
     def outcome(self) -> str:
-        """Return the outcome in words."""
+        """Return "PASS", also with "as stored", or the problem."""
         return self.problem or ("PASS" if not self.is_stored else "PASS, as stored,")
 
 
@@ -116,10 +117,10 @@ CONTROL = "nothing_is_wrong"
 
 
 def split_control(faults: Sequence[Fault]) -> tuple[Fault, list[Fault]]:
-    """Return (the control, all other faults). The control fires and changes nothing.
+    """Return (the control, all other faults). The control fires and changes nothing; it is the fault named CONTROL, else ours.
 
-    A file of faults has its own control if its trainer does not call what ours calls. If the control were CAUGHT, a catch
-    would prove nothing.
+    A file of faults has its own control if its trainer does not call what ours calls. If the control were CAUGHT, a
+    catch would prove nothing.
     """
     others = [fault for fault in faults if fault.name != CONTROL]
     own_control = next((fault for fault in faults if fault.name == CONTROL), None)
@@ -130,7 +131,10 @@ def split_control(faults: Sequence[Fault]) -> tuple[Fault, list[Fault]]:
 
 
 def cases_of_faults(faults: Sequence[Fault], cases: Sequence[Case]) -> list[Case]:
-    """Return the cases of the faults, each once. Raises CaseError for an unknown case, FaultError for an unknown check."""
+    """Return the cases that the faults name, each once.
+
+    Raises CaseError for an unknown case, and FaultError for an unknown check in `caught_by`.
+    """
     for fault in faults:
         if unknown := set(fault.caught_by) - set(all_checks()):
             raise FaultError(
@@ -143,7 +147,10 @@ def cases_of_faults(faults: Sequence[Fault], cases: Sequence[Case]) -> list[Case
 def run_baselines(
     needed: Sequence[Case], options: Options, *, jobs: int, curves: bool, progress: Progress
 ) -> dict[str, Baseline]:
-    """Run the cases without any fault. Return their baselines, by name of the case."""
+    """Run the cases without any fault, `jobs` at a time. Return their baselines, by name of the case.
+
+    curves: whether losses of ten steps without the probe are measured too.
+    """
     default_server(trainers.load_adapter(options.trainer).preload, device=options.device)
     tasks = {case.name: _baseline_task(case, options, curves) for case in needed}
     return _run_side_by_side(tasks, {}, jobs, progress, lambda baseline: baseline.outcome)
@@ -157,7 +164,10 @@ def try_all(
     jobs: int,
     progress: Progress,
 ) -> list[Attempt]:
-    """Try every fault. Return the attempts, in the order given. Faults that hang wait beside the others, from the start."""
+    """Try every fault on its case, `jobs` at a time. Return the attempts, in the order of the faults.
+
+    Faults that hang run beside the others, from the start: they take no core while they wait.
+    """
     tasks = {fault.name: _attempt_task(fault, baselines_by_case[fault.case], options) for fault in faults}
     hanging = {fault.name: tasks.pop(fault.name) for fault in faults if fault.hangs}
     done = _run_side_by_side(tasks, hanging, jobs, progress, lambda attempt: attempt.outcome)
@@ -183,11 +193,12 @@ def _run_side_by_side(
 ) -> dict[str, Any]:
     """Run tasks, `jobs` at a time, and beside them those that only wait. Return what each returned, by name.
 
-    ended: result -> outcome in words, for the progress.
+    ended: result -> outcome in words, for the progress. Raises what a task raises.
     """
     start_times: dict[str, float] = {}
 
     def run_timed(name: str, task: Callable[[], Any]) -> tuple[str, Any]:
+        """Run a task, after noting its start. Return (its name, its result)."""
         progress.note_start(name)
         start_times[name] = time.monotonic()
         return name, task()
@@ -208,7 +219,11 @@ def _run_side_by_side(
 
 
 def make_baseline(case: Case, options: Options, curves: bool) -> Baseline:
-    """Run a case without a fault, or judge its stored evidence. curves: whether losses of ten steps are measured too."""
+    """Run a case without a fault, or judge its stored evidence. Return the baseline, with a problem if it does not pass.
+
+    curves: whether losses of ten steps are measured too; then the case is always run. Never raises for a case that
+    cannot run.
+    """
     try:
         if not curves and (stored := judge_stored(case, options)) and stored.verdict is Verdict.PASS:
             return Baseline(case, is_stored=True)
@@ -227,7 +242,11 @@ def make_baseline(case: Case, options: Options, curves: bool) -> Baseline:
 
 
 def try_fault(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
-    """Try a fault on its case: run the case with it, or judge stored evidence in which it is caught."""
+    """Run the case with the fault, or judge stored evidence in which it is caught.
+
+    Return the attempt, with weaker tests if measured. NOT_TRIED, with the reason, if the baseline has a problem or the
+    run raises. Weaker tests are measured if the baseline has losses.
+    """
     untried = Attempt(fault.name, fault.bug, fault.family, fault.is_real, fault.case, Outcome.NOT_TRIED)
     if baseline.problem:
         return replace(untried, note=baseline.problem)
@@ -251,7 +270,7 @@ def try_fault(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
 
 
 def stored_if_caught(fault: Fault, case: Case, options: Options) -> Judgement | None:
-    """Return the judgement of stored evidence in which the fault is caught. None if there is none: the case is run with it.
+    """Return the judgement of stored evidence in which the fault is caught. None if there is none: then the case has to be run.
 
     Any other outcome may have come from a machine that was busy.
     """
@@ -260,7 +279,7 @@ def stored_if_caught(fault: Fault, case: Case, options: Options) -> Judgement | 
 
 
 def _cause(judgement: Judgement) -> str:
-    """Return the cause without the evidence's folder, which differs between machines."""
+    """Return the diagnosis' first line, without the evidence's folder, which differs between machines."""
     cause = diagnosis_line(judgement.diagnosis)
     return cause.replace(f"{judgement.folder.resolve()}/", "")
 
@@ -271,12 +290,15 @@ def _kinds(judgement: Judgement) -> tuple[str, ...]:
 
 
 def spec_of(fault: Fault) -> str:
-    """Return the fault as ranks can load it, from whatever folder they run in."""
+    """Return FILE:NAME of the fault with an absolute path, by which ranks can load it from whatever folder they run in."""
     return f"{Path(fault.file).resolve()}:{fault.name}"
 
 
 def _losses_without_probe(judgement: Judgement, options: Options) -> tuple[float, ...]:
-    """Run the trainer once more without the probe. Return the losses that it reports in ten steps."""
+    """Run the trainer, with the judged run's options and fault, once more without the probe. Return the losses of ten steps.
+
+    Evidence lies in "unwatched" beside that of the judged run.
+    """
     try:
         return measure_reported_losses(judgement.case, options, judgement.folder / "unwatched", steps=STEPS)
     finally:
@@ -326,12 +348,12 @@ def _lacking_text(fault: Fault, attempt: Attempt) -> str:
 
 
 def _failing_checks(judgement: Judgement) -> tuple[str, ...]:
-    """Return the checks that fail."""
+    """Return the names of the checks that fail."""
     return tuple(result.check for result in judgement.results if result.verdict is Verdict.FAIL)
 
 
 def _exits(judgement: Judgement) -> Sequence[Any]:
-    """Return the exit records of the ranks of all launches."""
+    """Return the exit records of the ranks of all launches, as run.json has them: "how" and "error" among their keys."""
     exits = []
     for name in judgement.case.launches:
         exits += read_json(judgement.folder / name / "run.json")["exits"]
@@ -344,9 +366,10 @@ def _ended_well(judgement: Judgement) -> bool:
 
 
 def what_weaker_tests_say(attempt: Attempt, right: Sequence[float], seen: Sequence[float]) -> dict[str, bool]:
-    """Return, by method, whether it notices the fault.
+    """Return, by method of METHODS, whether it notices the fault.
 
-    `seen` is empty if a rank failed, which all methods notice. A curve that lacks steps is noticed as a curve only.
+    right: losses without the fault. seen: losses with it, empty if a rank failed, which all methods notice. A curve
+    that lacks steps is noticed by the two curve methods only.
     """
     worst = curve_error(right, seen)
     has_failed = not seen
@@ -359,7 +382,7 @@ def what_weaker_tests_say(attempt: Attempt, right: Sequence[float], seen: Sequen
 
 
 def curve_error(right: Sequence[float], seen: Sequence[float | None]) -> float | None:
-    """Return the largest relative difference of two curves, to two digits. None if one lacks steps.
+    """Return the largest relative difference of two loss curves, rounded to two digits. None if they differ in length.
 
     A loss that is NaN or not reported counts as infinitely far off.
     """

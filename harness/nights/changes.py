@@ -24,7 +24,7 @@ COMPARED_NIGHTS = 5
 
 
 class State(StrEnum):
-    """The state of a case that a person must look at."""
+    """A state of a case that a person must look at. A case that is good has none of them."""
 
     BROKEN = "broken"
     UNJUDGED = "not judged"
@@ -34,7 +34,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Change:
-    """A state of a case that is not the one before."""
+    """A case that is in another state than in an earlier night, or that is broken or not judged in all nights."""
 
     case: str
     state: State
@@ -47,7 +47,7 @@ class Change:
 
 @dataclass(frozen=True)
 class MeasureChange:
-    """A measure of a case that grew, or that shrank."""
+    """A measure of a case that grew or shrank. `was` and `now` are seconds or bytes."""
 
     case: str
     measure: str
@@ -81,7 +81,9 @@ class Curve:
 
 
 def find_changes(nights: Sequence[Night]) -> list[Change]:
-    """Return the change of every case of the last two nights, then the flaky cases of all nights."""
+    """Return the change of every case of the last two nights that has one, then those of the cases that were flaky in
+    any nights.
+    """
     tables = [night.outcomes for night in nights]
     found_changes: list[Change] = []
     for name in _case_names(reversed(tables[-2:])):
@@ -104,7 +106,7 @@ def _case_names(tables: Iterable[dict[str, Outcome]]) -> list[str]:
 
 
 def case_state(outcome: Outcome | None) -> str:
-    """Return "good", broken or not judged. A skipped case was not judged."""
+    """Return "good" for a green case (PASS or XFAIL), BROKEN for FAIL, else UNJUDGED: also for skipped, and for None."""
     if outcome is None:
         return State.UNJUDGED
     return (
@@ -117,9 +119,10 @@ def case_state(outcome: Outcome | None) -> str:
 
 
 def _find_change(name: str, nights: Sequence[Night], tables: Sequence[dict[str, Outcome]]) -> Change | None:
-    """Return how the case differs from the last night in which its state was another one.
+    """Return the change of a case that in the last night is broken, not judged or newly fixed.
 
-    None for a case that is good and was good, and for one that was skipped in all nights.
+    `before` is the last night in another state. None for a case that is good, unless it was broken just before, and for
+    one that was skipped in all nights. A case that the last night lacks is not judged.
     """
     nights_with_case = [index for index, table in enumerate(tables) if name in table]
     last = len(nights) - 1
@@ -140,9 +143,10 @@ def _find_change(name: str, nights: Sequence[Night], tables: Sequence[dict[str, 
 
 
 def _find_flaky(name: str, nights: Sequence[Night], tables: Sequence[dict[str, Outcome]]) -> Change | None:
-    """Return the change of a case that was good in one night and broken in another. None if there is none.
+    """Return the change of a case that was good in one night and broken in another, under equal conditions.
 
-    Sources, torch, GPU and request are the same in both nights.
+    None if there is none. Conditions are sources, torch, device, GPU and request. `now` is the broken night, `before`
+    the good one, in whatever order.
     """
     good_nights: dict[tuple[str, ...], Night] = {}
     broken_nights: dict[tuple[str, ...], tuple[Night, Outcome]] = {}
@@ -161,7 +165,10 @@ def _find_flaky(name: str, nights: Sequence[Night], tables: Sequence[dict[str, O
 
 
 def night_differences(earlier: Night, later: Night) -> dict[str, tuple[str, str]]:
-    """Return what the nights differ in, by name, as pairs of the earlier and the later value. Only what is recorded counts."""
+    """Return what two nights differ in, by name ("commit", "torch", "harness", "trainer"), as (earlier value, later value).
+
+    A value that was not recorded is "unknown". "harness" is the digest of its sources. Empty if nothing differs.
+    """
     pairs = {
         key: (earlier.recorded_value(key) or "unknown", later.recorded_value(key) or "unknown")
         for key in ("commit", "torch", "sources")
@@ -172,7 +179,7 @@ def night_differences(earlier: Night, later: Night) -> dict[str, tuple[str, str]
 
 
 def differences_text(pairs: Mapping[str, tuple[str, str]]) -> str:
-    """Return the differences as one line of text."""
+    """Return the differences as one line, "NAME WAS, now NOW; ..", or "nothing that is recorded" without any."""
     return "; ".join(f"{name} {was}, now {now}" for name, (was, now) in pairs.items()) or "nothing that is recorded"
 
 
@@ -180,20 +187,23 @@ def differences_text(pairs: Mapping[str, tuple[str, str]]) -> str:
 
 
 def find_grown_measures(nights: Sequence[Night]) -> list[MeasureChange]:
-    """Return the measures that grew in the last night.
+    """Return the measures that grew in the last night, beyond their thresholds.
 
-    Compared are cases that were green then and before, requested alike, on the same kind of GPU.
+    Only cases count that are green in the last night. They are compared with earlier nights in which they were green
+    too, requested alike, on the same kind of GPU.
     """
     return _measure_changes(nights, 1)
 
 
 def find_shrunk_measures(nights: Sequence[Night]) -> list[MeasureChange]:
-    """Return the measures that shrank in the last night, of the same cases as those that grew."""
+    """Return the measures that shrank in the last night, by the conditions and thresholds of find_grown_measures."""
     return _measure_changes(nights, -1)
 
 
 def _measure_changes(nights: Sequence[Night], sign: int) -> list[MeasureChange]:
-    """Return the measures that grew (sign 1) or shrank (sign -1) in the last night."""
+    """Return the measures of green cases that grew (sign 1) or shrank (sign -1) in the last night, against
+    COMPARED_NIGHTS before.
+    """
     last = nights[-1]
     measure_changes: list[MeasureChange] = []
     for name, outcome in last.outcomes.items():
@@ -219,11 +229,13 @@ def _is_comparable(name: str, night: Night, last: Night) -> bool:
 
 
 def _measure_change(outcome: Outcome, measure: str, earlier: Sequence[Outcome], sign: int) -> MeasureChange | None:
-    """Return the change of a measure from earlier nights, None if it is not beyond the threshold.
+    """Return the change of one measure against earlier outcomes of the case. None if it is within the threshold.
 
-    sign: 1 for what grew, -1 for what shrank. It is compared with the last night that has it; seconds and peak with the
-    largest or smallest. None if no earlier night has it, and for measures whose change another one shows. Seconds count on
-    GPUs alone, and against three nights or more.
+    sign: 1 for what grew, -1 for what shrank. A measure is compared with the last night that has it; seconds and peak,
+    which vary, with the largest (smallest) value of the earlier nights.
+
+    None as well if no earlier night has the measure, or if another measure shows the change. Seconds count on GPUs
+    only, and against three nights or more.
     """
     earlier_values = [
         earlier_outcome.measures[measure] for earlier_outcome in earlier if measure in earlier_outcome.measures
@@ -241,7 +253,7 @@ def _measure_change(outcome: Outcome, measure: str, earlier: Sequence[Outcome], 
 
 
 def _is_part_of_changed_sum(outcome: Outcome, measure: str, earlier: Sequence[Outcome]) -> bool:
-    """Return whether the measure is bytes over one axis, and the sum over all axes has changed and shows it."""
+    """Return whether the measure is the bytes moved over one axis, while the sum over all axes changed and shows it already."""
     sum_before = next(
         (earlier_outcome.measures[MOVED] for earlier_outcome in reversed(earlier) if MOVED in earlier_outcome.measures),
         None,
@@ -250,8 +262,10 @@ def _is_part_of_changed_sum(outcome: Outcome, measure: str, earlier: Sequence[Ou
 
 
 def changing_curves(nights: Sequence[Night]) -> list[Curve]:
-    """Return every measure that two nights or more have and that is not always the same. The last night's largest change comes
-    first."""
+    """Return the curves of green cases' measures that are not equal in all nights, the largest change in the last night first.
+
+    Cases that are not green in the last night are left out. Other nights without a comparable value count as None.
+    """
     last = nights[-1]
     all_curves: list[Curve] = []
     for name, outcome in last.outcomes.items():
@@ -268,6 +282,6 @@ def changing_curves(nights: Sequence[Night]) -> list[Curve]:
 
 
 def _relative_change(pair: Sequence[float]) -> float:
-    """Return the change between two values, relative to the larger one."""
+    """Return the absolute change between two values, divided by the larger one."""
     before, after = pair
     return abs(after - before) / max(abs(before), abs(after), 1e-9)

@@ -1,4 +1,6 @@
-"""Two runs of a matrix, case by case: their verdicts, and the structure of what ranks did, where the evidence lies there."""
+"""A comparison of two runs of a matrix, case by case: verdicts, and, where evidence is there, the structure of what
+ranks did.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ NO_OUTCOME = Outcome("", "none")
 
 
 def differences_of_runs(first: RecordedRun, second: RecordedRun) -> list[tuple[str, str, str]]:
-    """Return what the runs differ in: (name, value of the first, value of the second)."""
+    """Return what the runs themselves differ in, of COMPARED_KEYS: (name, value of the first, value of the second) each.
+
+    Missing values are "unknown". Empty if nothing differs.
+    """
     texts = [
         (name, str(first.begins.get(name) or "unknown"), str(second.begins.get(name) or "unknown"))
         for name in COMPARED_KEYS
@@ -33,7 +38,10 @@ def differences_of_runs(first: RecordedRun, second: RecordedRun) -> list[tuple[s
 
 
 def compare_cases(first_run: RecordedRun, second_run: RecordedRun) -> list[ComparedCase]:
-    """Return every case that either run has, but those that both skipped."""
+    """Return the comparison of every case that either run has, in the order of the first run, then of the second.
+
+    A case that one run lacks has the verdict "none" there. Cases that both runs skipped are left out.
+    """
     first_outcomes = _outcomes_by_case(first_run)
     second_outcomes = _outcomes_by_case(second_run)
     first_folders = evidence_folder_by_case([first_run])
@@ -52,7 +60,11 @@ def _outcomes_by_case(run: RecordedRun) -> dict[str, Outcome]:
 
 
 def _compare_case(name: str, pair: Pair[Outcome], places: Pair[Path | None]) -> ComparedCase:
-    """Compare a case by its verdicts and structure. Only sums of bytes are compared if the evidence cannot be read."""
+    """Return the comparison of one case. pair: its outcomes. places: the folders of its evidence.
+
+    If it did not run on one side, only verdicts and costs are compared. If evidence cannot be read, sums of bytes take
+    the place of the structure, and `problem` says why.
+    """
     first, second = pair
     costs = (_costs_of(first), _costs_of(second))
     if not (first.checks and second.checks):  # one of them did not run
@@ -73,9 +85,9 @@ def _compare_case(name: str, pair: Pair[Outcome], places: Pair[Path | None]) -> 
 
 
 def structure_and_figures(folder: Path | None) -> tuple[Mapping[str, Any], Figures]:
-    """Return the structure and the figures of the launch that was judged. folder: of the case's evidence.
+    """Return the structure and the figures of a case's judged launch, as `harness record` has them of a job.
 
-    Raises EvidenceError if it is None, has no case.json, or no rank left evidence.
+    folder: of the case's evidence. Raises EvidenceError if it is None, has no case.json, or no rank left evidence.
     """
     if folder is None or not (folder / "case.json").exists():
         raise EvidenceError("the evidence is not beside its verdict")
@@ -86,18 +98,18 @@ def structure_and_figures(folder: Path | None) -> tuple[Mapping[str, Any], Figur
 
 
 def _verdict_data(outcome: Outcome) -> dict[str, Any]:
-    """Return the verdict with its cause, and the verdict of each check."""
+    """Return the verdict with its cause or reason as one text, and the verdict of each check by name."""
     reason = outcome.cause or outcome.reason
     return {"verdict": f"{outcome.verdict}: {reason}" if reason else outcome.verdict, "checks": dict(outcome.checks)}
 
 
 def _byte_sums(outcome: Outcome) -> dict[str, Any]:
-    """Return the sums of bytes that ranks held and moved."""
+    """Return under "sums" the bytes that ranks held and moved, by the measure's name. Other measures are left out."""
     byte_sums = {name: int(value) for name, value in outcome.measures.items() if name == HELD or name.startswith(MOVED)}
     return {"sums": byte_sums}
 
 
 def _costs_of(outcome: Outcome) -> dict[str, float]:
-    """Return the step time in seconds and the peak memory in bytes, as far as they were measured."""
+    """Return the "step time" in seconds and the "peak memory" in bytes, without what was not measured."""
     names = {"step time": SECONDS, "peak memory": PEAK}
     return {word: outcome.measures[name] for word, name in names.items() if name in outcome.measures}

@@ -1,8 +1,8 @@
-"""The files of one launch on nodes without a disk in common: each has the files of its ranks, the first has all.
+"""The files of one launch on nodes without a common disk: each node has the files of its ranks, the first node has all.
 
-The first node keeps the launch. The others ask it for the job, the weights and the end. A few times a second they send it
-what their ranks write (logs, in-flight records, evidence, exits). So it sees these files like its own. How a rank ended is
-read first and written last: if that file is there, all other files of the rank are there.
+The first node keeps the launch. The others ask it for the job, the weights and the end. A few times a second they send
+it what their ranks write (logs, in-flight records, evidence, exits). So it sees these files like its own. How a rank
+ended is read first and written last: if that file is there, all other files of the rank are there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CompressedFiles = dict[str, bytes]  # by name in the launch's folder; compressed
 
 @dataclass(frozen=True)
 class BegunLaunch:
-    """A launch of the first node."""
+    """A launch that has begun on the first node: what another node needs to join it."""
 
     out: str  # the folder there in which all lies that the job names
     folder: str  # the launch's, relative to `out`
@@ -48,8 +48,9 @@ class FirstNodeProtocol(Protocol):
 
 
 class FirstNode:
-    """The disk of the first node, for the others.
+    """The launch's folder on the first node, with the calls by which other nodes use it.
 
+    out: the folder below which all paths of the job lie. folder: of the launch.
     launch: an argument that torchrun gets in this launch and in no other.
     """
 
@@ -59,7 +60,10 @@ class FirstNode:
         self.launch = launch
 
     def begun(self) -> BegunLaunch | None:
-        """Return the launch. None until it has begun: a job of an earlier launch in this folder is another one."""
+        """Return the launch, with its job and weights.
+
+        None until it has begun; a job of an earlier launch in the folder does not count.
+        """
         with contextlib.suppress(FileNotFoundError):
             text = (self.folder / "job.json").read_text(encoding="utf-8")
             job = json.loads(text)
@@ -69,9 +73,10 @@ class FirstNode:
         return None
 
     def take(self, files: CompressedFiles) -> str | None:
-        """Write the files of another node's ranks. Return the launch's run.json, that of nothing where all of it is gone.
+        """Write the files of another node's ranks into the launch's folder, exits last.
 
-        None while it runs.
+        Return the text of run.json if it has ended. None while the launch runs. NOTHING if its folder is gone or holds
+        another launch.
         """
         with contextlib.suppress(FileNotFoundError):
             if self.launch not in (self.folder / "job.json").read_text(encoding="utf-8"):
@@ -85,9 +90,9 @@ class FirstNode:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file completely or not at all, and not into a folder that is gone.
+    """Write a file completely or not at all. Raises FileNotFoundError if its folder is gone.
 
-    Nothing here need outlive the machine.
+    The file is not synchronized to disk: nothing here need outlive the machine.
     """
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(data)
@@ -96,16 +101,17 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def join_launch(first: FirstNodeProtocol, node_folder: Path, seconds: float) -> Iterator[Path]:
-    """Yield the launch's folder on another node, which lies in `node_folder`.
+    """Yield the launch's folder on another node, below `node_folder`, with job and weights in it.
 
-    Until the block ends, the first node gets the files of its ranks. LaunchError if the launch does not begin in time.
-    What the first node's end of a connection raises is raised here.
+    Until the block ends, a thread sends the files of its ranks to the first node. Raises LaunchError if the launch does
+    not begin within `seconds`. An error of the thread is raised here at the end of the block.
     """
     folder = write_job(wait_for_launch(first, seconds), node_folder)
     ranks_ended = threading.Event()
     errors: list[BaseException] = []
 
     def send() -> None:
+        """Send files until the end. If that fails, keep the error and write an empty run.json, so that ranks here stop."""
         try:
             send_until_end(first, folder, ranks_ended)
         except BaseException as error:
@@ -124,7 +130,7 @@ def join_launch(first: FirstNodeProtocol, node_folder: Path, seconds: float) -> 
 
 
 def wait_for_launch(first: FirstNodeProtocol, seconds: float) -> BegunLaunch:
-    """Return the launch of the first node. Raises LaunchError if it has not begun after so many seconds."""
+    """Wait until the first node has begun its launch, and return it. Raises LaunchError after so many seconds."""
     give_up = time.monotonic() + seconds
     while (begun := first.begun()) is None:
         if time.monotonic() > give_up:
@@ -134,7 +140,10 @@ def wait_for_launch(first: FirstNodeProtocol, seconds: float) -> BegunLaunch:
 
 
 def write_job(begun: BegunLaunch, node_folder: Path) -> Path:
-    """Write the job into a folder of this node, with this node's paths in place of the first one's. Return the folder."""
+    """Write job.json and the weights below a folder of this node, and make the launch's folders. Return the launch's folder.
+
+    Paths of the first node in the job become paths of this node.
+    """
     node_folder = node_folder.absolute()
     text = begun.job.replace(begun.out, str(node_folder))
     folder = node_folder / begun.folder
@@ -148,9 +157,9 @@ def write_job(begun: BegunLaunch, node_folder: Path) -> Path:
 
 
 def send_until_end(first: FirstNodeProtocol, folder: Path, ranks_ended: threading.Event) -> None:
-    """Send files until the launch has ended there, or the ranks have ended here.
+    """Send changed files to the first node every POLL_SECONDS, until its launch has ended or the ranks here have.
 
-    What was written last is sent in either case.
+    If the launch ends there, its run.json is written here too. If the ranks end here, files are sent a last time.
     """
     sent: dict[str, object] = {}
     is_last_round = False
@@ -164,7 +173,10 @@ def send_until_end(first: FirstNodeProtocol, folder: Path, ranks_ended: threadin
 
 
 def files_to_send(folder: Path, sent: dict[str, object]) -> CompressedFiles:
-    """Return the files of this node's ranks that differ from what was sent. `sent` is brought up to date."""
+    """Return the files of this node's ranks that changed since they were sent, compressed, by name. `sent` is updated.
+
+    sent: by name, the state of the file when it was last sent.
+    """
     changed: CompressedFiles = {}
     exits = folder.glob(f"{EXITS_FOLDER}/rank_*")
     others = folder.glob(f"[!{EXITS_FOLDER[0]}]*/rank_*")
@@ -178,7 +190,7 @@ def files_to_send(folder: Path, sent: dict[str, object]) -> CompressedFiles:
 
 
 def file_state(path: Path) -> object:
-    """Return a value that differs when the file does.
+    """Return a value that differs when the file does: size and time of change, for a .bin a checksum of its content.
 
     The kernel does not report when memory that is mapped to a file was written, so the content of such a file is read.
     """

@@ -1,6 +1,6 @@
-"""Many runs as nights: shards of one night together, and what each case was from night to night.
+"""A history of runs as nights: the shards of one night are one, and nights follow each other in time.
 
-Only runs of one trainer on one kind of device, started by one launcher, are put in a row.
+Only runs of one trainer on one kind of device, started by one launcher, are compared.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ KEYS_THAT_MUST_AGREE = ("device", "launcher", "torch", "commit", "sources")
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[RecordedRun], list[str]]:
-    """Return the runs in files, and in all verdicts.jsonl below folders, in the order of beginning, each once. Also return a
-    sentence for each line that cannot be read. Raises EvidenceError if there is no run."""
+    """Return all recorded runs, each once, in the order of beginning, and a sentence for each line that cannot be read.
+
+    folders: a file is read itself; below a folder each verdicts.jsonl is read. Raises EvidenceError if there is no run.
+    """
     files: list[Path] = []
     for folder in folders:
         if folder.is_file():
@@ -45,32 +47,38 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[RecordedRun], list[str]]:
 
 @dataclass(frozen=True)
 class Night:
-    """One run of the matrix, or the shards of one."""
+    """A run of the matrix, or the shards of one run. `runs` has one entry or more."""
 
     runs: tuple[RecordedRun, ...]
 
     def recorded_value(self, key: str) -> str:
-        """Return the value that all its runs began with; empty where it was not recorded."""
+        """Return a value of the first run's beginning, such as "torch" or "commit". Empty if it was not recorded.
+
+        Runs of one night agree in the values that are compared.
+        """
         return str(self.runs[0].begins.get(key) or "")
 
     @functools.cached_property
     def outcomes(self) -> dict[str, Outcome]:
-        """Return the outcome of each case, by name."""
+        """Return the outcome of each case, by the case's name."""
         return {outcome.case: outcome for outcome in merge_outcomes(self.runs)}
 
     @property
     def lacking_verdicts(self) -> list[str]:
-        """Return a sentence for each case or shard without a verdict."""
+        """Return a sentence for each case or shard of the night without a verdict. Empty if nothing is lacking."""
         return find_problems(self.runs)[0]
 
     def request_digest(self, case: str) -> str:
-        """Return a digest of what was requested of the case; empty if no run has the case."""
+        """Return the digest of the case's definition that was run in this night. Empty if no run has the case."""
         return next((run.begins["cases"][case] for run in self.runs if case in run.begins["cases"]), "")
 
     def conditions_of(self, case: str) -> tuple[str, ...] | None:
-        """Return all that decides the verdict of a case, as far as it is recorded: nights in which it is equal ran the same.
+        """Return the recorded values that decide a case's verdict.
 
-        None where it is not known: a commit that is not recorded, or sources that were changed since it.
+        Two nights with equal values ran the same sources on the same device. The values are commit, sources, torch,
+        device, GPU and the digest of the request. The commit is empty for our own trainer, whose sources the digest
+        covers. None if sources or commit are not recorded, or the commit was changed ("-dirty"). The night must have an
+        outcome of the case.
         """
         is_own_trainer = TrainerSpec.parse(self.recorded_value("trainer")).name == "llama3" and not self.recorded_value(
             "trainer"
@@ -95,7 +103,10 @@ class Night:
 
 
 def group_nights(runs: Sequence[RecordedRun]) -> dict[tuple[str, str, str], list[Night]]:
-    """Return the nights in their order, by trainer (of whatever source), device and launcher."""
+    """Return the nights, by (trainer's name, device, launcher), in the order of the runs. Sources of a trainer may differ.
+
+    Consecutive runs that are different shards of one run become one night.
+    """
     nights_by_kind: dict[tuple[str, str, str], list[Night]] = {}
     for run in runs:
         nights = nights_by_kind.setdefault(comparison_key(run), [])
@@ -113,7 +124,11 @@ def comparison_key(run: RecordedRun) -> tuple[str, str, str]:
 
 
 def _is_shard_of(run: RecordedRun, night: Night) -> bool:
-    """Return whether the run is another shard of the night's run."""
+    """Return whether the run is a further shard of the night's run: same trainer and versions, same number of shards, a
+    new number.
+
+    False if the run, or one of the night's, was not a shard.
+    """
     shards = [shard_run.begins.get("shard", "") for shard_run in night.runs]
     shard = run.begins.get("shard", "")
     first = night.runs[0]

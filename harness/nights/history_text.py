@@ -30,7 +30,7 @@ from harness.nights.quarantine import QuarantineEntry
 
 @dataclass(frozen=True)
 class SeriesChanges:
-    """Everything that is printed of one series of nights."""
+    """The changes in one series of nights (one trainer, device and launcher), as they are printed."""
 
     nights: Sequence[Night]
     changes: Sequence[Change]
@@ -40,18 +40,24 @@ class SeriesChanges:
     shrunk_measures: Sequence[MeasureChange] = ()  # measures that shrank
 
     def culprit_of(self, change: Change) -> Culprit | None:
-        """Return what broke or fixed the case in the night of the change. None if it was not searched for."""
+        """Return the result of the search for what broke or fixed the case in the night of the change.
+
+        None if there was no search.
+        """
         return self.culprits.get((change.case, name_of_night(change.now)))
 
     @property
     def culprits_of_last(self) -> list[Culprit]:
-        """Return the culprits of what changed in the last night, each once."""
+        """Return the culprits of the changes that are new in the last night, each once. Changes without one are left out."""
         culprits = (self.culprit_of(change) for change in self.changes if change.new)
         return list(dict.fromkeys(culprit for culprit in culprits if culprit))
 
     @property
     def culprit_texts(self) -> dict[str, str]:
-        """Return, by broken case, the commit that broke it, or why it was not found."""
+        """Return by broken case the text on the commit that broke it, or on why it was not found.
+
+        Cases that are set aside, and those that were not searched for, are left out.
+        """
         return {
             change.case: str(culprit)
             for change in self.changes_to(State.BROKEN)
@@ -59,24 +65,27 @@ class SeriesChanges:
         }
 
     def changes_to(self, state: State) -> list[Change]:
-        """Return the changes to a state, without the cases that are set aside."""
+        """Return the changes whose cases are in this state, without the cases that are set aside."""
         return [change for change in self.changes if change.state == state and change.case not in self.quarantined]
 
     @property
     def newly_broken(self) -> list[Change]:
-        """Return the cases that broke in the last night."""
+        """Return the changes of the cases that broke in the last night, without those that are set aside."""
         return [change for change in self.changes_to(State.BROKEN) if change.new]
 
     @property
     def still_broken(self) -> list[Change]:
-        """Return the cases that broke in an earlier night."""
+        """Return the changes of the cases that broke before the last night and still are, without those that are set aside."""
         return [change for change in self.changes_to(State.BROKEN) if not change.new]
 
 
 def build_series_changes(
     nights: Sequence[Night], quarantine: Sequence[QuarantineEntry], day: datetime.date, culprits: Culprits | None = None
 ) -> SeriesChanges:
-    """Return all that is printed of a series. day: of today, at which entries of the quarantine may have ended."""
+    """Return the changes in a series of nights, with the grown and shrunk measures.
+
+    A broken case is set aside if an active entry of the quarantine names it and a part of its cause. day: today.
+    """
     all_changes = find_changes(nights)
     entries = {entry.case: entry for entry in quarantine if entry.is_active(day)}
     set_aside = {
@@ -92,7 +101,10 @@ def build_series_changes(
 def lapsed_entries(
     quarantine: Sequence[QuarantineEntry], all_series: Sequence[SeriesChanges], day: datetime.date
 ) -> list[str]:
-    """Return a sentence for each entry that sets nothing aside, with the reason."""
+    """Return a sentence for each entry of the quarantine that sets nothing aside, with the reason. Empty if all are in use.
+
+    An entry lapses if no night has its case, its day is over, the cause is another one, or the case is not broken.
+    """
     known: set[str] = set()
     aside: set[str] = set()
     broken: dict[str, str] = {}
@@ -115,7 +127,10 @@ def lapsed_entries(
 
 
 def series_document(series_changes: SeriesChanges) -> dict[str, Any]:
-    """Return the data of one series. A night is named by its first run, in `nights`."""
+    """Return the JSON data of one series.
+
+    Changes refer to a night by the name of its first run, as it is listed in "nights".
+    """
     last = series_changes.nights[-1]
     return {
         "trainer": last.runs[0].trainer,
@@ -132,6 +147,9 @@ def series_document(series_changes: SeriesChanges) -> dict[str, Any]:
 
 
 def _night_data(night: Night) -> dict[str, str]:
+    """Return the name of a night, and when it began, its commit, torch and sources; empty values where they were not
+    recorded.
+    """
     return {
         "run": name_of_night(night),
         **{key: night.recorded_value(key) for key in ("began", "commit", "torch", "sources")},
@@ -139,7 +157,7 @@ def _night_data(night: Night) -> dict[str, str]:
 
 
 def _change_data(change: Change, series_changes: SeriesChanges) -> dict[str, Any]:
-    """Return the data of one change, with its nights named by their first runs."""
+    """Return the JSON data of one change. Its nights are named by their first runs; "before" is None if it was always so."""
     before = change.before
     return {
         "case": change.case,
@@ -157,7 +175,11 @@ def _change_data(change: Change, series_changes: SeriesChanges) -> dict[str, Any
 
 
 def series_lines(series_changes: SeriesChanges) -> list[str]:
-    """Return the lines on one series."""
+    """Return the lines of text on one series: its nights, then titled parts on broken, flaky, fixed and quarantined
+    cases and measures.
+
+    Empty parts are left out; if all are empty, a line says "nothing changed".
+    """
     first = series_changes.nights[0]
     last = series_changes.nights[-1]
     title = f"{last.runs[0].trainer} on {last.recorded_value('device')} by {last.recorded_value('launcher')}"
@@ -186,12 +208,15 @@ def series_lines(series_changes: SeriesChanges) -> list[str]:
 
 
 def is_history(text: str) -> bool:
-    """Return whether a text begins with the lines on a series."""
+    """Return whether a text was written from series_lines: it begins with a series' title and first night."""
     return re.match(r".+ on .+ by .+: \d+ nights?\n  first  ", text) is not None
 
 
 def _change_lines(title: str, shown_changes: Sequence[Change], series_changes: SeriesChanges) -> list[str]:
-    """Return the lines on changes, each cause once, with its cases and the nights between which it came."""
+    """Return the title and the lines on changes.
+
+    Changes with one cause between the same nights are printed once, with all cases. Empty without changes.
+    """
     changes_by_cause: dict[tuple[str, int, int], list[Change]] = {}
     for change in shown_changes:
         changes_by_cause.setdefault((change.text, id(change.now), id(change.before)), []).append(change)
@@ -217,18 +242,26 @@ def _change_lines(title: str, shown_changes: Sequence[Change], series_changes: S
 
 
 def culprit_lines(culprit: Culprit | None) -> list[str]:
-    """Return the lines on the commit that did it; none without a culprit."""
+    """Return the wrapped lines that begin with "since" and name the culprit's commit, or why it was not found.
+
+    Empty without a culprit.
+    """
     return wrap_text(f"since   {culprit}", "    ", "        ") if culprit else []
 
 
 def _command_if_unknown(change: Change, series_changes: SeriesChanges) -> str:
-    """Return the command that searches for the commit; empty where the commit is known."""
+    """Return the `harness bisect` command for a change. Empty if a search has found the commit, or no command is possible."""
     culprit = series_changes.culprit_of(change)
     return "" if culprit and culprit.name else bisect_command(change)
 
 
 def bisect_command(change: Change) -> str:
-    """Return the command for two commits of a trainer, else two releases of torch; empty where neither is known."""
+    """Return the `harness bisect` command for a newly or still broken case: over commits of the trainer, else over
+    releases of torch.
+
+    Empty if the case is not broken, was never otherwise, or neither commits nor releases of the two nights differ and
+    are known.
+    """
     before = change.before
     now = change.now
     if change.state != State.BROKEN or before is None:
@@ -248,7 +281,10 @@ def bisect_command(change: Change) -> str:
 
 
 def _fixed_text(change: Change, series_changes: SeriesChanges) -> str:
-    """Return the line on a fixed case, with the commit that fixed it if it was searched for."""
+    """Return the line on a fixed case, with the commit that fixed it, or why a search did not find it.
+
+    Without a search, neither.
+    """
     line = f"{change.case}: broken until {change.before}"
     culprit = series_changes.culprit_of(change)
     if not culprit:

@@ -1,4 +1,4 @@
-"""The map of a case: which functions it ran, kept once its ranks came to their end."""
+"""The map of a case: the functions of the trainer's repository that it ran, written after the case was judged."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from harness.nights.affected.selecting import shared_files
 
 
 def keep_map(case: Case, options: Options, folder: Path, judgement: Judgement) -> None:
-    """Write what a case ran, if that is asked for. Raises CaseError.
+    """Write the map of a case to options.map/CASE.json. Without options.map nothing happens.
 
-    Nothing stays of a case of which a rank did not come to its end: that one is always selected.
+    If a rank did not come to its end, an older map is deleted: a case without a map is always selected. Raises
+    CaseError without a clean repository, and EvidenceError if another file is there.
     """
     if options.map is None:
         return
@@ -63,10 +64,10 @@ def keep_map(case: Case, options: Options, folder: Path, judgement: Judgement) -
 
 @functools.cache
 def record_imports(root: Path, modules: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    """Return what runs while modules are imported, in a separate process.
+    """Return the record of FunctionRecorder.stop for importing modules, in a separate process. It is cached.
 
-    The rank server has imported them before its ranks start. modules: with their files. If they cannot be imported there,
-    any of their functions may have run.
+    The rank server imported them before its ranks started. modules: (name, file) each. If the process fails, the record
+    has no functions, and "earlier" has all modules: any of their functions may have run.
     """
     mains = {name: file for name, file in modules if name in ("__main__", "__mp_main__")}
     if names := [name for name, _ in modules if name not in mains]:

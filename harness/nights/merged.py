@@ -14,9 +14,9 @@ KEYS_THAT_MUST_AGREE = ("device", "launcher", "torch", "commit", "sources", "ada
 
 
 def merge_outcomes(runs: Sequence[RecordedRun]) -> list[Outcome]:
-    """Return the outcome of each case in the last run that has one, in the order of the first run that has the case.
+    """Return one outcome a case: that of the last run that has the case. Cases are in the order in which they first occur.
 
-    ValueError for runs of other things.
+    Needs one run or more. Raises ValueError if trainers, or values of KEYS_THAT_MUST_AGREE, differ.
     """
     first, *rest = runs
     for run in rest:
@@ -42,7 +42,7 @@ def _in_order_of_beginning(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
 
 
 def find_problems(runs: Sequence[RecordedRun]) -> tuple[list[str], list[str]]:
-    """Return a sentence for each case or shard that is lacking, and one for each case that ended more than once."""
+    """Return two lists of sentences: cases and shards without a verdict, and cases that ended more than once."""
     missing: dict[str, None] = {}
     ended: Counter[str] = Counter()
     for run in runs:
@@ -54,7 +54,10 @@ def find_problems(runs: Sequence[RecordedRun]) -> tuple[list[str], list[str]]:
 
 
 def _lacking_shards(runs: Sequence[RecordedRun]) -> list[str]:
-    """Return a sentence for each shard that no run has, and one if the shards are of different numbers of parts."""
+    """Return a sentence for each shard that no run has, and one if shards are of different numbers of parts.
+
+    Empty without shards.
+    """
     shards = {run.begins.get("shard", "") for run in runs} - {""}
     present = {parse_shard(shard)[0] for shard in shards}
     counts = {parse_shard(shard)[1] for shard in shards}
@@ -69,11 +72,12 @@ def _lacking_shards(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def provenance_lines(runs: Sequence[RecordedRun]) -> list[str]:
-    """Return when and where each run began, and with which versions."""
+    """Return a line for each run, in the order of beginning: cases done, when and where it began, torch and commit."""
     return [_provenance_line(run) for run in _in_order_of_beginning(runs)]
 
 
 def _provenance_line(run: RecordedRun) -> str:
+    """Return the line on one run: "DONE of ALL cases of TIME on MACHINE", its shard if it is one, torch and commit."""
     begins = run.begins
     done = len(run.outcomes)
     shard = f", shard {begins['shard']}" if begins.get("shard") else ""

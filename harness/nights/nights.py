@@ -1,6 +1,6 @@
 """A folder of nights: NIGHTS/DAY/verdicts.jsonl holds the runs of a day, culprits.jsonl beside it what broke or fixed cases.
 
-It is small, for evidence lies elsewhere, and only grows: one keeps it in a branch of git.
+The folder is small, because evidence lies elsewhere, and files in it only grow. It can be kept in a branch of git.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Culprits = Mapping[tuple[str, str], Culprit]
 
 
 def culprits_by_case(culprits: Iterable[Culprit]) -> Culprits:
-    """Return the culprits by case and by the night in which the case changed; of several the last."""
+    """Return the culprits by (case, run of the night in which it changed). The last one counts where two have the same key."""
     culprit_of: dict[tuple[str, str], Culprit] = {}
     for culprit in culprits:
         culprit_of |= {(case, culprit.run): culprit for case in culprit.cases}
@@ -61,9 +61,10 @@ def name_of_night(night: Night) -> str:
 
 
 def append_runs(nights: Path, runs: Sequence[RecordedRun], day: str) -> Path:
-    """Add these runs, where they are not there yet, to those of that day. Return the folder of the day.
+    """Append runs to NIGHTS/DAY/verdicts.jsonl, and return the folder NIGHTS/DAY.
 
-    Raises EvidenceError.
+    A run that the file already has with the same outcomes is not written again. Raises EvidenceError for a foreign
+    file.
     """
     folder = nights / day
     file = folder / verdicts.VERDICTS_FILE
@@ -76,13 +77,16 @@ def append_runs(nights: Path, runs: Sequence[RecordedRun], day: str) -> Path:
 
 
 def append_culprits(folder: Path, culprits: Sequence[Culprit]) -> None:
-    """Add what was found to the culprits of a day. folder: of the day."""
+    """Append culprits to culprits.jsonl in the folder of a day. Without culprits nothing is written."""
     if culprits:
         verdicts.append_lines(folder / CULPRITS_FILE, *map(dataclasses.asdict, culprits))
 
 
 def read_culprits(folders: Sequence[Path]) -> Culprits:
-    """Return the culprits of all culprits.jsonl below folders. Raises EvidenceError for a line that is none."""
+    """Return the culprits of every culprits.jsonl below the folders, by (case, run). What is no folder is skipped.
+
+    Raises EvidenceError for a line that is no culprit.
+    """
     culprits: list[Culprit] = []
     for folder in folders:
         if folder.is_dir():
@@ -92,12 +96,12 @@ def read_culprits(folders: Sequence[Path]) -> Culprits:
 
 
 def _culprits_in_file(file: Path) -> list[Culprit]:
-    """Return the culprits in one file. Raises EvidenceError for a line that is none."""
+    """Return the culprits in one file, in its order. Raises EvidenceError for a line that is none."""
     return [_parse_culprit(line, file) for line in read_bytes(file).splitlines() if line]
 
 
 def _parse_culprit(line: bytes, file: Path) -> Culprit:
-    """Return the culprit that a line of the file holds. Raises EvidenceError."""
+    """Return the culprit that a JSON line holds. Raises EvidenceError, which names the file, if the line is none."""
     try:
         value = parse_json(line)
         return Culprit(**(value | {"cases": tuple(value["cases"])}))

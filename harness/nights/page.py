@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 def build_page(
     runs: Sequence[RecordedRun], folders: Sequence[Path], earlier: Sequence[RecordedRun], file: Path
 ) -> Page:
-    """Return the page of these runs, merged, and of folders of single cases, which are judged now.
+    """Return the data of one HTML page: recorded runs, merged, and folders of single cases, which are judged now.
 
-    file: where the page will lie. Raises EvidenceError for a folder that holds no case, and ValueError for runs that are
-    not alike.
+    earlier: runs for past verdicts and trends. file: where the page will lie, for relative links. Raises EvidenceError
+    for a folder without a case, and ValueError for runs that cannot be merged.
     """
     from harness.core.report import text
     from harness.core.report.page import Page
@@ -72,14 +72,17 @@ def build_page(
 
 
 def _earlier_runs(runs: Sequence[RecordedRun], earlier: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """Return the other runs of the same trainer, device and launcher; all of them if none of these runs is recorded."""
+    """Return the earlier runs that are not among `runs` and have the trainer, device and launcher of one of them.
+
+    If `runs` is empty, all earlier runs are returned.
+    """
     own_names = {run.run for run in runs}
     kinds = {comparison_key(run) for run in runs}
     return [run for run in earlier if run.run not in own_names and (not kinds or comparison_key(run) in kinds)]
 
 
 def _build_trends(runs: Sequence[RecordedRun]) -> list[Trend]:
-    """Return the measures that changed from night to night, of each series of nights."""
+    """Return the curves of measures that changed over the nights, for each trainer, device and launcher by itself."""
     from harness.core.report.page import Trend
 
     trends: list[Trend] = []
@@ -89,7 +92,10 @@ def _build_trends(runs: Sequence[RecordedRun]) -> list[Trend]:
 
 
 def evidence_folder_by_case(runs: Sequence[RecordedRun]) -> dict[str, Path]:
-    """Return by case the folder with its evidence, beside the record that has its last outcome."""
+    """Return by case the folder with its evidence, as the last run that recorded one for the case gives it.
+
+    Cases without a recorded folder are left out. That the folder exists is not examined.
+    """
     folder_of_case: dict[str, Path] = {}
     for run in sorted(runs, key=lambda run: run.run):
         for name, outcome in run.outcomes.items():
@@ -99,7 +105,7 @@ def evidence_folder_by_case(runs: Sequence[RecordedRun]) -> dict[str, Path]:
 
 
 def _devices_text(runs: Sequence[RecordedRun], judgements: Sequence[Judgement]) -> str:
-    """Return all devices on which they ran: cuda alone if each rank had its own GPU."""
+    """Return the devices of all runs and judgements, sorted, joined by "; ". A device that was not recorded counts as cpu."""
     devices = {run.begins.get("device", "cpu") for run in runs} | {
         judgement.made.get("device", "cpu") for judgement in judgements
     }
@@ -107,7 +113,11 @@ def _devices_text(runs: Sequence[RecordedRun], judgements: Sequence[Judgement]) 
 
 
 def build_shown(folder: Path, file: Path, machine: str = "") -> Shown:
-    """Return what is drawn of a case. If nothing can be drawn, the page says why, and still shows the other cases."""
+    """Return the drawing of one case for the page, and where its evidence lies. file: the page. machine: that ran the case.
+
+    Without evidence here, only the place is named. If drawing fails, `problem` says why, and the page shows the other
+    cases.
+    """
     from harness.core.report.drawings import draw_case
     from harness.core.report.page import Shown
 
@@ -124,7 +134,7 @@ def build_shown(folder: Path, file: Path, machine: str = "") -> Shown:
 
 
 def past_verdicts(runs: Sequence[RecordedRun]) -> Mapping[str, list[Past]]:
-    """Return by case the verdicts that it had, in the order of the runs."""
+    """Return by case its verdicts in these runs, each with the run's time and commit, in the order of the runs."""
     from harness.core.report.page import Past
 
     past_by_case: dict[str, list[Past]] = {}

@@ -1,4 +1,4 @@
-"""Cases that a person has set aside for a while: a file in git, which no command writes.
+"""The quarantine: cases that a person has set aside for a while, in a file in git, which no command writes.
 
 The file is a list. Each entry expires. What is broken is still shown, but counted separately.
 
@@ -46,7 +46,10 @@ class QuarantineEntry:
 
 
 def load_quarantine(path: Path) -> tuple[QuarantineEntry, ...]:
-    """Return the entries of a file. Raises CaseError for what a person got wrong in it."""
+    """Return the entries of a quarantine file; none for an empty file.
+
+    Raises CaseError if it cannot be read, is no list, has a wrong entry, or two entries of one case.
+    """
     try:
         written = document_of(read_text(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -70,6 +73,6 @@ def _parse_entry(written: Any, where: str) -> QuarantineEntry:
 
 
 def _refuse_repeated_cases(cases: Sequence[str], path: Path) -> None:
-    """Raise CaseError if a case has more than one entry."""
+    """Raise CaseError if a case occurs more than once. cases: the case of each entry."""
     if repeated := sorted({case for case in cases if cases.count(case) > 1}):
         raise CaseError(f"{path}: more than one entry of {', '.join(repeated)}")

@@ -46,16 +46,18 @@ JOIN_PATIENCE_SECONDS = 300.0  # seconds in which the first node of a gang train
 
 @dataclass(frozen=True)
 class Gang:
-    """Several nodes that run the ranks of one case, each as many."""
+    """A number of nodes that together run the ranks of one case, equally many ranks on each node."""
 
     nodes: int
     ranks_per_node: int  # of each node
 
 
 class RayCluster:
-    """The nodes of a Ray cluster, on which cases are made.
+    """The nodes of a Ray cluster, on which cases are run. This machine judges them.
 
-    address: "ray" for the cluster this machine belongs to (or RAY_ADDRESS), or ray://HOST:PORT. LaunchError without a cluster.
+    address: "ray" for the cluster that this machine belongs to (or RAY_ADDRESS), or ray://HOST:PORT. device: "cpu" or
+    "cuda". The constructor connects to the cluster. It raises LaunchError if Ray is not installed or no cluster is
+    there.
     """
 
     def __init__(self, address: str, device: str) -> None:
@@ -72,7 +74,10 @@ class RayCluster:
             raise LaunchError(f"--on {address}: no Ray cluster is there: {error}") from error
 
     def carries(self) -> list[int]:
-        """Return how many ranks each living node takes, most first."""
+        """Return how many ranks each living node can run at a time, one number a node, largest first.
+
+        On cuda a node runs a rank on each GPU, else RANKS_PER_CORE ranks on each core.
+        """
         if self.device == "cuda":
             resource = "GPU"
             ranks_each = 1
@@ -83,14 +88,20 @@ class RayCluster:
         return sorted((int(node["Resources"].get(resource, 0) * ranks_each) for node in living), reverse=True)
 
     def ray_resources(self, ranks: int) -> dict[str, float]:
-        """Return what this many ranks need of a node, for Ray."""
+        """Return the options of a Ray task that reserve room for this many ranks on one node: num_gpus and num_cpus, or
+        num_cpus alone.
+        """
         if self.device == "cuda":
             return {"num_gpus": ranks, "num_cpus": 0}
         cores = ranks / RANKS_PER_CORE  # Ray knows parts of one core, not of several
         return {"num_cpus": cores if cores < 1 else math.ceil(cores)}
 
     def run_case(self, case: Case, options: Options) -> Judgement:
-        """Do what run_case does on one machine; raises what that raises."""
+        """Run a case on the cluster and judge it here, like run_case of one machine. Return the judgement.
+
+        If a node dies, the case is run once more, and `made["again"]` of the judgement says so. Raises as run_case
+        does, and Unsupported if the ranks do not fit on the nodes.
+        """
         gang = smallest_gang(largest_world_size(case), self.carries())
         remake_note = ""
         with locked_case_folder(case, options) as folder:
@@ -103,14 +114,21 @@ class RayCluster:
         return replace(judgement, made=judgement.made | {"again": remake_note}) if remake_note else judgement
 
     def remake(self, case: Case, options: Options, folder: Path, gang: Gang) -> None:
-        """Make the case again after a node died. Raises LaunchError if a node dies this time too."""
+        """Run the case again after a node died, and unpack its evidence into the folder.
+
+        Raises LaunchError if a node dies this time too.
+        """
         try:
             self.make(case, options, folder, gang)
         except node_loss_errors(self.ray) as death:
             raise LaunchError(f"twice a node died on which it was made: {first_line(death)}") from death
 
     def wait_for_answers(self, tasks: list[Any], gang: Gang) -> list[Any]:
-        """Return the tasks' answers; what one raised is raised here as itself. LaunchError if their nodes are gone."""
+        """Wait for Ray tasks. Return their answers, in the order of the tasks.
+
+        An exception of a task is raised here as itself. Raises LaunchError if for NODE_PATIENCE_SECONDS too few nodes
+        were alive.
+        """
         done_tasks: list[Any] = []
         last_fit = time.monotonic()
         while len(done_tasks) < len(tasks):
@@ -129,7 +147,10 @@ class RayCluster:
         return self.ray.get(tasks)
 
     def make(self, case: Case, options: Options, folder: Path, gang: Gang) -> None:
-        """Make the case on the cluster, and unpack its evidence into the folder."""
+        """Run the case on the cluster, and unpack its evidence into the folder. Nothing is judged yet.
+
+        Raises LaunchError if a node has other sources, and EvidenceError if no evidence of a case came back.
+        """
         if gang.nodes > 1:
             sources, packed = self.make_on_several_nodes(case, options, gang)
         else:
@@ -139,9 +160,10 @@ class RayCluster:
         unpack_evidence(packed, folder)
 
     def make_on_several_nodes(self, case: Case, options: Options, gang: Gang) -> tuple[str, bytes]:
-        """Return a digest of the first node's sources, and the packed evidence of all ranks.
+        """Run the case's ranks on all nodes of the gang.
 
-        The tasks of all nodes start at once or not at all, by a placement group.
+        Return a digest of the first node's sources, and the tar of all ranks' evidence. The tasks of all nodes start at
+        once or not at all, by a placement group. Afterwards tasks, actor and group are removed.
         """
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -178,7 +200,7 @@ class RayCluster:
 
 
 def node_loss_errors(ray: Any) -> tuple[type[Exception], ...]:
-    """Return the exceptions that Ray raises when a node, or a process of ours on it, is no more."""
+    """Return the exception classes that Ray raises when a node, or a process of ours on it, has died. ray: the module."""
     exceptions = ray.exceptions
     task_errors = (
         exceptions.NodeDiedError,
@@ -191,12 +213,16 @@ def node_loss_errors(ray: Any) -> tuple[type[Exception], ...]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a message, without Ray's list of possible reasons."""
+    """Return the first line of an error's message, without Ray's list of possible reasons."""
     return str(error).strip().partition("\n")[0].partition(" This can happen")[0]
 
 
 def smallest_gang(ranks: int, capacities: Sequence[int]) -> Gang:
-    """Return the fewest nodes that can have equal parts of the ranks. Raises Unsupported, with the arithmetic."""
+    """Return the fewest nodes over which the ranks can be divided equally.
+
+    Raises Unsupported, with the arithmetic, if none fit.
+    capacities: how many ranks each node can run, largest first.
+    """
     for nodes in range(1, len(capacities) + 1):
         if ranks % nodes == 0 and ranks // nodes <= capacities[nodes - 1]:
             return Gang(nodes, ranks // nodes)
@@ -204,19 +230,21 @@ def smallest_gang(ranks: int, capacities: Sequence[int]) -> Gang:
 
 
 def torchrun_arguments(gang: Gang, meeting: str, launch: str) -> tuple[str, ...]:
-    """Return torchrun's arguments on each node."""
+    """Return the words of torchrun's command line on each node. meeting: HOST:PORT of the rendezvous. launch: its id."""
     nodes = ("--nnodes", str(gang.nodes), "--nproc-per-node", str(gang.ranks_per_node))
     return (*nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-id", launch)
 
 
 def refuse_other_sources(sources: str) -> None:
-    """Raise LaunchError if the node's sources differ from those of this machine. sources: the digest of the node."""
+    """Raise LaunchError if the node's sources or packages differ from those of this machine. sources: the digest of the
+    node.
+    """
     if sources != digest_of_sources():
         raise LaunchError("a node has other sources of the harness, or other packages, than this machine")
 
 
 def unpack_evidence(packed: bytes, folder: Path) -> None:
-    """Write evidence that came back to the folder where it would lie had it been made here. Raises EvidenceError."""
+    """Empty the folder and unpack the tar of a case's evidence into it. Raises EvidenceError if the tar has no case.json."""
     make_fresh_folder(folder)
     with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
         tar.extractall(folder, filter="data")
@@ -228,12 +256,15 @@ def unpack_evidence(packed: bytes, folder: Path) -> None:
 
 
 def options_on_node(options: Options) -> Options:
-    """Return options for this node's own disk."""
+    """Return the options with `out` changed to a folder on this node's own disk."""
     return replace(options, out=(NODE_FOLDER / "out").resolve())
 
 
 def make_on_node(case: Case, options: Options) -> tuple[str, bytes]:
-    """Return a digest of the sources behind a case's evidence, and the evidence, packed."""
+    """Run a case on this node.
+
+    Return a digest of the node's sources, and the bytes of a tar of the case's folder, which is deleted.
+    """
     options = prepare_node(case, options_on_node(options))
     with locked_case_folder(case, options) as folder:
         make_evidence(case, options)
@@ -245,7 +276,10 @@ def make_on_node(case: Case, options: Options) -> tuple[str, bytes]:
 
 
 def make_on_first_node(case: Case, options: Options) -> tuple[str, bytes]:
-    """Make the first node's part of a gang. Return a digest of the sources, and the packed evidence of all nodes."""
+    """Run the first node's ranks of a gang, as host of the rendezvous.
+
+    Return as make_on_node does; the tar has all nodes' evidence.
+    """
     os.environ[RENDEZVOUS_VARIABLE] = "is_host=true"  # an address need not be one that this machine knows as its own
     try:
         return make_on_node(case, options)
@@ -254,14 +288,14 @@ def make_on_first_node(case: Case, options: Options) -> tuple[str, bytes]:
 
 
 class FirstNodeActor(FirstNode):
-    """The files of a launch, for the other nodes, as an actor on the first node, which keeps the case."""
+    """A Ray actor on the first node of a gang, by which the other nodes fetch the launch and deliver their ranks' files."""
 
     def __init__(self, case: Case, options: Options, launch: str) -> None:
         options = options_on_node(options)
         super().__init__(options.out, folder_of(case, options) / "run", launch)
 
     def meeting_place(self) -> str:
-        """Return where torchrun's processes meet: a port that was free just now."""
+        """Return HOST:PORT at which torchrun's processes meet. The port was free just now."""
         import ray
 
         with socket.socket() as free:
@@ -270,7 +304,10 @@ class FirstNodeActor(FirstNode):
 
 
 def prepare_node(case: Case, options: Options) -> Options:
-    """Choose a rank server that ends with Ray's process, and return the options. Raises Unsupported."""
+    """Make this process use a rank server that ends with it, and return the options unchanged.
+
+    Raises Unsupported for the case.
+    """
     resident_client.choose_server_kind("own")
     if reason := reason_unsupported(case, options):
         raise Unsupported(reason)
@@ -278,7 +315,7 @@ def prepare_node(case: Case, options: Options) -> Options:
 
 
 class ActorCalls:
-    """Calls of the methods of an actor on the first node, as the protocol in gang_files needs them."""
+    """An object whose methods call those of a Ray actor on the first node and wait for the answer, as gang_files needs them."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
@@ -290,9 +327,9 @@ class ActorCalls:
 
 
 def join_on_node(first: Any, name: str) -> None:
-    """Run another node's part of a gang. name: of its folder, which only this node has.
+    """Run another node's ranks of a gang until they end, then delete its folder. Return nothing: results are on the first node.
 
-    Whether it went well is in the evidence on the first node.
+    first: the handle of the first node's actor. name: the name of this node's folder, which no other node has.
     """
     folder_here = NODE_FOLDER / "joined" / name
     os.environ[RENDEZVOUS_VARIABLE] = "is_host=false"

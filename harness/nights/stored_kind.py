@@ -1,4 +1,4 @@
-"""The kind of what is stored in a place: evidence of cases, a run, a recording, or the runs of many nights."""
+"""The kind of what is stored in a place: evidence of cases, a run, a recording, traces, dumps, or the runs of many nights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.recording.traces.files import DUMP, TRACE, files_of_kind
 
 
 class StoredKind(StrEnum):
-    """A kind of stored things, in words for a message."""
+    """A kind of stored things. The value is the words for it in a message."""
 
     CASES = "evidence of a case"
     RUN = "a run's verdicts"
@@ -25,8 +25,8 @@ class StoredKind(StrEnum):
 def stored_kind_of(path: Path) -> StoredKind:
     """Return what is stored in a file or folder.
 
-    What lies in a folder itself decides. If nothing does, the folders below are searched.
-    Raises EvidenceError for a place with nothing or with two kinds.
+    What lies in the folder itself decides; only if that is nothing, the folders below are searched. Raises
+    EvidenceError if the path does not exist, holds nothing that is known, or holds two kinds.
     """
     if not path.exists():
         raise EvidenceError(f"{path}: no such file or folder")
@@ -44,7 +44,10 @@ def stored_kind_of(path: Path) -> StoredKind:
 
 
 def _kinds_in_itself(path: Path) -> dict[StoredKind, Path]:
-    """Return the kinds of what lies in the place itself, each with a file."""
+    """Return the kinds that lie in the place itself, each with a file or folder that shows it. Empty if there is none.
+
+    Traces and dumps count only if there is no evidence, run or recording.
+    """
     kinds: dict[StoredKind, Path] = {}
     if (path / CASE_FILE).exists():
         kinds[StoredKind.CASES] = path / CASE_FILE
@@ -61,7 +64,10 @@ def _kinds_in_itself(path: Path) -> dict[StoredKind, Path]:
 
 
 def _kinds_below(path: Path) -> dict[StoredKind, Path]:
-    """Return the kinds of what lies in its folders, each with one of them. A single recording is named, not searched for."""
+    """Return the kinds that lie in folders below, each with one example: evidence of cases, or runs of many nights.
+
+    A single recording below is not looked for: a person has to name its folder.
+    """
     kinds: dict[StoredKind, Path] = {}
     case = next(path.glob(f"*/{CASE_FILE}"), None)
     run = next(path.rglob(verdicts.VERDICTS_FILE), None)
@@ -73,6 +79,9 @@ def _kinds_below(path: Path) -> dict[StoredKind, Path]:
 
 
 def _nearby_recording_text(path: Path) -> str:
-    """Return a remedy for who named the folder around a recording."""
+    """Return "; FOLDER is a recording" for a recording in a folder just below, as a remedy in a message.
+
+    Empty if there is none.
+    """
     recording = next(path.glob(f"*/{STARTED}"), None)
     return f"; {recording.parent} is a recording" if recording else ""

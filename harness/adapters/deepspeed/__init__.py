@@ -1,7 +1,7 @@
-"""DeepSpeed's engine, unmodified, around a plain Llama: ZeRO 0 to 3.
+"""The adapter of DeepSpeed's engine, unmodified, around a plain Llama: ZeRO 0 to 3.
 
-Examined are the engine's partitions, reductions, accumulation, clipping and optimizer step. Handed over are the model (the
-reference's blocks), seed weights, samples, rates, the loop, and torch's optimizer. See docs/trainers.md.
+Examined are the engine's partitions, reductions, accumulation, clipping and optimizer step. Handed over are the model
+(the reference's blocks), seed weights, samples, rates, the loop, and torch's optimizer. See docs/trainers.md.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ KEPT_BY_ZERO3 = (
 
 @dataclass(frozen=True)
 class DeepSpeed(Adapter):
-    """offload: ZeRO's optimizer, and what it steps on, lie on the host (`offload_optimizer`). A FILE.py with
-    `adapter = DeepSpeed(offload=True)` is a trainer. where: a checkout, or the folder of a release; None for the installed one.
+    """The adapter of one DeepSpeed.
+
+    offload: ZeRO's optimizer, and what it steps on, lie on the host (`offload_optimizer`). A FILE.py with `adapter =
+    DeepSpeed(offload=True)` is a trainer. where: a checkout, or the folder of a release; None for the installed one.
     """
 
     offload: bool = False
@@ -53,8 +55,11 @@ class DeepSpeed(Adapter):
         return replace(self, where=source)
 
     def traits(self, case: Case) -> TrainerTraits:
-        """In ZeRO-1 and 2 each rank's part of the vector begins at an even element. An all_reduce brings whole gradients, of
-        which a rank keeps its own (`use_multi_rank_bucket_allreduce`). ZeRO-3 has its own linear layer."""
+        """Return what the plan has to know of DeepSpeed for this case: layout of ZeRO, master weights, and what it keeps.
+
+        In ZeRO-1 and 2 each rank's part of the vector begins at an even element. An all_reduce brings whole gradients,
+        of which a rank keeps its own (`use_multi_rank_bucket_allreduce`). ZeRO-3 has its own linear layer.
+        """
         if case.wrapper == "zero3":
             return TrainerTraits(master_weights=True, own_model=True, allow=KEPT_BY_ZERO3)
         layout = FlatLayout(parts=2)
@@ -62,6 +67,7 @@ class DeepSpeed(Adapter):
         return TrainerTraits(zero_layout=layout, zero_reduces_by="all_reduce", master_weights=True, allow=allow)
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
+        """Return a sentence on DeepSpeed's collectives in shared memory, which torch's replace on CPU. Empty on GPUs."""
         if device != "cpu":
             return ()
         from harness.adapters.deepspeed.cpu import SHARED_MEMORY
@@ -69,6 +75,7 @@ class DeepSpeed(Adapter):
         return (SHARED_MEMORY,)
 
     def unsupported(self, case: Case) -> str | None:
+        """Return why the case cannot run: DeepSpeed is not there, or the first thing that it cannot do. None if it can."""
         if self.where and not Path(self.where, "deepspeed", "__init__.py").is_file():
             return f"{self.where}/deepspeed: no DeepSpeed there"
         if not self.where and importlib.util.find_spec("deepspeed") is None:
@@ -79,6 +86,7 @@ class DeepSpeed(Adapter):
         checkout.put_first(self.where)
 
     def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
+        """Return the started engine of a case. Raises ImportError if another DeepSpeed was imported before."""
         self.importable()
         from harness.adapters.deepspeed.engine import Started
 
@@ -88,8 +96,11 @@ class DeepSpeed(Adapter):
 
 
 def _kept_by_offload(case: Case) -> Allowance:
-    """In float32: gradients of the rank's part of the vector, and two buffers through which one parameter's pass. ZeRO-2 adds
-    microbatches up in buffers of their own, of all parameters that the part touches: two of them whole at most."""
+    """Return the bytes that offloading keeps on the host: gradients of the rank's part, and two buffers on the way there.
+
+    All are float32. ZeRO-2 with accumulation has them twice: it adds microbatches up in buffers of its own. These are
+    of all parameters that the part touches, two of them whole at most.
+    """
     sizes = [math.prod(shape) for shape in case.model.parameter_shapes().values()]
     part = -(-sum(sizes) // (2 * case.dims.dp_shard)) * 2
     times = 2 if case.wrapper == "zero2" and case.features.accumulation > 1 else 1
@@ -99,6 +110,7 @@ def _kept_by_offload(case: Case) -> Allowance:
 
 
 def _limit(case: Case) -> str | None:
+    """Return why DeepSpeed cannot run the case's wrapper, or its weight decay with ZeRO. None if it can."""
     if case.wrapper not in (None, "ddp", *ZERO):
         return f"wrapper {case.wrapper}: DeepSpeed has none but its own"
     if case.wrapper in ZERO and case.training.decay == "matrices":

@@ -1,4 +1,4 @@
-"""What DeepSpeed needs on CPU with gloo. None of it is applied on GPUs."""
+"""Patches for DeepSpeed on CPU with gloo. None of them is applied on GPUs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ SHARED_MEMORY = (
 
 
 def choose() -> None:
-    """Choose the CPU. Call it before DeepSpeed is imported."""
+    """Have DeepSpeed use the CPU, by an environment variable. Call it before DeepSpeed is imported."""
     os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 def lend() -> None:
-    """Stub its CPU collectives. Call it before DeepSpeed is initialized."""
+    """Replace DeepSpeed's CPU collectives in shared memory by torch's. Call it before DeepSpeed is initialized."""
     importlib.import_module("deepspeed.comm.torch").__dict__["build_shm_op"] = lambda: None

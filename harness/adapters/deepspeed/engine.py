@@ -1,4 +1,6 @@
-"""An engine on one rank, and the documented loop around it: forward, `backward`, `step` for each microbatch."""
+"""The trainer of one rank: DeepSpeed's engine, and the documented loop around it: forward, `backward`, `step` each
+microbatch.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +28,11 @@ from harness.reference.train import lr_factor
 
 
 class Started(StartedTrainer):
+    """The started trainer of one rank, with DeepSpeed's engine around the reference's model.
+
+    `reports` is only the loss without ZeRO: DeepSpeed does not show the norm by which it then clips.
+    """
+
     def __init__(self, case: Case, weights: Path | None, device: str, *, offload: bool = False) -> None:
         self.case = case
         self.device = device
@@ -57,6 +64,10 @@ class Started(StartedTrainer):
             self.metrics.append(self.step(step))
 
     def step(self, step: int) -> Metrics:
+        """Train one step of `accumulation` microbatches.
+
+        Return its metrics: loss over all ranks' valid tokens, norm and rate.
+        """
         recipe = self.case.training
         passes = self.case.features.accumulation
         tokens, labels = (
@@ -80,6 +91,7 @@ class Started(StartedTrainer):
 
 
 def _optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return torch's optimizer for the recipe. If only matrices decay, vectors are a second group without weight decay."""
     recipe = case.training
     matrices = [p for p in model.parameters() if p.dim() > 1 or recipe.decay == "all"]
     others = [p for p in model.parameters() if p.dim() == 1 and recipe.decay == "matrices"]
@@ -90,7 +102,7 @@ def _optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def configuration(case: Case, *, offload: bool = False) -> dict[str, Any]:
-    """Return DeepSpeed's configuration: its defaults but for sizes.
+    """Return DeepSpeed's configuration for a case: its defaults but for sizes.
 
     With its default sizes ZeRO-3 would gather what is small beside 1e9 elements once and keep it.
     """

@@ -1,4 +1,6 @@
-"""What the probe needs of an engine, whoever made it: where it reduces, where it clips, and where shards lie."""
+"""The connection of DeepSpeed's engine, whoever made it, to the probe: where it reduces, where it clips, and where
+shards lie.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from harness.core.probe.values import note_gradients, reducing_gradients
 
 
 def note_engine(engine: Any) -> int:
-    """The stage of ZeRO that it runs. With 0 its clipping and DDP are noted."""
+    """Patch an engine so that the probe sees its reductions, clipping, wrapper and shards. Return its stage of ZeRO, 0 to 3.
+
+    With stage 0 its own DDP is noted as wrapper, if there are several ranks.
+    """
     ranks = range(dist.get_world_size())
     stage = int(engine.zero_optimization_stage())
     engine.allreduce_gradients = _call_within(reducing_gradients, engine.allreduce_gradients)
@@ -31,6 +36,8 @@ def note_engine(engine: Any) -> int:
 
 
 def _call_within(context: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, changed to run within a new context of that kind at each call."""
+
     def inside(*args: Any, **kwargs: Any) -> Any:
         with context():
             return function(*args, **kwargs)
@@ -39,6 +46,8 @@ def _call_within(context: Callable[[], Any], function: Callable[..., Any]) -> Ca
 
 
 def _call_after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, changed to call `first` before each call."""
+
     def call_both(*args: Any, **kwargs: Any) -> Any:
         first()
         return function(*args, **kwargs)

@@ -1,4 +1,7 @@
-"""Where the engine keeps each parameter's part: an interval of a flat vector, on whose float32 copy its optimizer steps."""
+"""The places where DeepSpeed's engine keeps a rank's part of each parameter: intervals of flat float32 vectors.
+
+Its optimizer steps on these vectors.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ class PartInterval(NamedTuple):
 
 
 class Vectors:
-    """ZeRO-1 and 2: parameters are whole. zero: the engine's optimizer."""
+    """The shards of ZeRO-1 and 2 for the probe: parameters are whole, gradients and state are parts. zero: the engine's
+    optimizer.
+    """
 
     def __init__(self, module: torch.nn.Module, zero: Any) -> None:
         self.named = list(module.named_parameters())
@@ -31,7 +36,10 @@ class Vectors:
         return [(name, parameter.detach()) for name, parameter in self.named]
 
     def gradients(self) -> NamedTensors:
-        """Return the name and this rank's part of each gradient, flat. Parts whose vector has no gradient are left out."""
+        """Return (name, flat part of its gradient) of the parameters of which this rank has a part.
+
+        Vectors without a gradient are left out.
+        """
         vectors = self.vectors()
         gradients = []
         for name, group, start, numel in self.part_intervals():
@@ -40,6 +48,10 @@ class Vectors:
         return gradients
 
     def state(self) -> Iterable[tuple[str, dict[str, torch.Tensor]]]:
+        """Yield (name, tensors by key) of the optimizer's state for each part of this rank. What is no tensor is left out.
+
+        Tensors with elements are cut to the part; scalars, such as a step count, are whole.
+        """
         vectors = self.vectors()
         for name, group, start, numel in self.part_intervals():
             state_of_vector = self.zero.optimizer.state.get(vectors[group], {})
@@ -50,6 +62,7 @@ class Vectors:
         return self.zero.single_partition_of_fp32_groups
 
     def part_intervals(self) -> Iterator[PartInterval]:
+        """Yield where this rank's part of each parameter lies. Parameters of which it has no part are left out."""
         for name, parameter in self.named:
             if (mapping := parameter._hp_mapping) is not None:
                 address = mapping.hp_fragment_address
@@ -57,9 +70,10 @@ class Vectors:
 
 
 class PartitionedParameters(Vectors):
-    """ZeRO-3: each parameter is cut as well, and padded to equal parts, the last rank's behind what it holds."""
+    """The shards of ZeRO-3 for the probe: each parameter is cut as well, into equal parts with padding at the end."""
 
     def parameters(self) -> NamedTensors:
+        """Return (name, flat part) of each parameter, without padding. It is empty where the rank holds padding alone."""
         return [
             (name, parameter.ds_tensor.detach().narrow(0, 0, self.held_numel(parameter)))
             for name, parameter in self.named
@@ -69,10 +83,12 @@ class PartitionedParameters(Vectors):
         return self.zero.fp32_partitioned_groups_flat
 
     def part_intervals(self) -> Iterator[PartInterval]:
+        """Yield where this rank's part of each parameter lies, without padding: also parts of no element."""
         for name, parameter in self.named:
             group, start, _ = self.zero.grad_position[self.zero.get_param_id(parameter)]
             yield PartInterval(name, group, start, self.held_numel(parameter))
 
     def held_numel(self, parameter: Any) -> int:
+        """Return the number of a parameter's elements that this rank holds, without padding."""
         part = parameter.ds_tensor.ds_numel
         return max(0, min(part, parameter.ds_numel - part * torch.distributed.get_rank()))

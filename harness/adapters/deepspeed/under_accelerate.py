@@ -1,4 +1,4 @@
-"""DeepSpeed's engine where accelerate makes it, for a trainer that has its ZeRO from there."""
+"""Patches for DeepSpeed's engine where accelerate makes it, for a trainer that has its ZeRO from there."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ LENT = "accelerate's choice of a backend: gloo on CPU (it knows none for DeepSpe
 
 
 def choose(device: str) -> None:
-    """Choose the device. Call it before accelerate is imported."""
+    """Have DeepSpeed and accelerate use the CPU; nothing on other devices. Call it before accelerate is imported."""
     if device == "cpu":
         cpu.choose()
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
 
 
 def lend(device: str) -> None:
-    """Have Accelerate prepare gloo for several processes on CPU; do nothing on other devices.
+    """Patch Accelerate to prepare gloo for several processes on CPU; nothing on other devices.
 
     Call it before Accelerate's state is made. With `use_cpu` it would silently run DDP.
     """

@@ -1,8 +1,9 @@
-"""Megatron-core, unmodified, with its GPT model in the local spec, which needs no TransformerEngine.
+"""The adapter of Megatron-core, unmodified, with its GPT model in the local spec, which needs no TransformerEngine.
 
-Examined are its parallel layers, the pipeline's schedules, DDP's buffers, what it does with gradients when backward has ended,
-clipping and optimizer. Handed over as data are sizes, seed weights, samples, and the rates and weight decay of each step. The
-loop, which a library leaves to its users, is `trainer.py`: what pretrain_gpt.py and its train_step do, in their order.
+Examined are its parallel layers, the pipeline's schedules, DDP's buffers, what it does with gradients when backward has
+ended, clipping and optimizer. Handed over as data are sizes, seed weights, samples, and the rates and weight decay of
+each step. The loop, which a library leaves to its users, is `trainer.py`: what pretrain_gpt.py and its train_step do,
+in their order.
 
     model.py    configuration, the model in chunks, names and marks of its parameters.
     shards.py   where the distributed optimizer has its part of each.
@@ -65,11 +66,14 @@ IMPORTED = ("models.gpt.gpt_model", "models.gpt.gpt_layer_specs", "optimizer", "
 
 @dataclass(frozen=True)
 class Megatron(Adapter):
-    """where: a checkout, or the folder of a release; None for the installed one.
+    """The adapter of one Megatron-core.
 
-    overlap_grad_reduce: DDP reduces inside backward, from the second step on. overlap_param_gather: what the distributed
-    optimizer made of parameters is gathered in the next step's forward pass. A FILE.py with
-    `adapter = Megatron(overlap_grad_reduce=True)` is a trainer.
+    where: a checkout, or the folder of a release; None for the installed one.
+    overlap_grad_reduce: DDP reduces inside backward, from the second step on.
+    overlap_param_gather: the parameters that the distributed optimizer updated are gathered in the next step's forward
+    pass.
+
+    A FILE.py with `adapter = Megatron(overlap_grad_reduce=True)` is a trainer.
     """
 
     where: str | None = None
@@ -87,6 +91,7 @@ class Megatron(Adapter):
         return replace(self, where=source)
 
     def traits(self, case: Case) -> TrainerTraits:
+        """Return what the plan has to know of Megatron for this case: its wrapper, the layout of ZeRO-1 and its allowances."""
         return TrainerTraits(
             wrapper="ddp" if case.dims.dp_shard * case.dims.cp == 1 < case.dims.dp_replicate else None,
             ac_early_stop=False,
@@ -105,6 +110,7 @@ class Megatron(Adapter):
         return _missing_text(self.where) or next(_obstacles(case), None)
 
     def fqn(self, name: str) -> str:
+        """Return the reference's name of a parameter of the model or of a checkpoint."""
         for saved, own in SAVED_AS.items():
             name = name.replace(saved, own)
         return renamed(name, NAMES)
@@ -113,7 +119,10 @@ class Megatron(Adapter):
         return halves(case)
 
     def fused(self, case: Case) -> dict[str, tuple[str, ...]]:
-        """linear_qkv is cut by groups of heads; linear_fc1 has on each tp rank its part of w1 above its part of w3."""
+        """Return, by name of a fused tensor, the reference's weights whose blocks lie in it, in the order of its rows.
+
+        linear_qkv is cut by groups of heads. linear_fc1 has on each tp rank its part of w1 above its part of w3.
+        """
         names_of_blocks = {}
         for block in (f"layers.{n}" for n in range(case.model.n_layers)):
             names_of_blocks[f"{block}.attention.wqkv.weight"], names_of_blocks[f"{block}.feed_forward.w13.weight"] = (
@@ -122,6 +131,10 @@ class Megatron(Adapter):
         return names_of_blocks
 
     def importable(self) -> None:
+        """Have imports find Megatron-core in `where` first.
+
+        Without triton installed, import a checkout's modules with triton mocked.
+        """
         checkout.put_first(self.where)
         if self.where and importlib.util.find_spec("triton") is None:
             from harness.adapters.megatron import cpu
@@ -129,6 +142,10 @@ class Megatron(Adapter):
             cpu.import_without_triton(f"megatron.core.{name}" for name in IMPORTED)
 
     def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
+        """Return the started trainer of a case. On CPU, patch torch and Megatron for a machine without accelerator.
+
+        Raises ValueError if Megatron cannot run the case, and ImportError if another Megatron was imported before.
+        """
         if reason := self.unsupported(case):
             raise ValueError(f"case {case.name!r}: {self.name} cannot run it: {reason}")
         self.importable()
@@ -143,7 +160,11 @@ class Megatron(Adapter):
 
 
 def _fused_names(case: Case, block: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The blocks of linear_qkv and of linear_fc1, by what they are parts of."""
+    """Return the reference's weights behind the blocks of a layer's linear_qkv, and those of its linear_fc1, in the
+    order of rows.
+
+    block: the layer, "layers.0".
+    """
     qkv = tuple(f"{block}.attention.{name}.weight" for name in ("wq", "wk", "wv"))
     gated = tuple(f"{block}.feed_forward.{name}.weight" for name in ("w1", "w3"))
     return qkv * case.model.n_kv_heads, gated * case.dims.tp
@@ -164,6 +185,10 @@ def _tensor_order(case: Case) -> tuple[tuple[str, ...], ...]:
 
 
 def _obstacles(case: Case) -> Iterator[str]:
+    """Yield a sentence for each thing that the case requests and Megatron, or this adapter, cannot do.
+
+    Nothing if it can run.
+    """
     dims = case.dims
     model = case.model
     if dims.cp > 1:
@@ -188,6 +213,7 @@ def _obstacles(case: Case) -> Iterator[str]:
 
 
 def _obstacles_of_checkpoints(case: Case) -> Iterator[str]:
+    """Yield a sentence for each reason why this case cannot save and resume. Call it only for a case that does."""
     if importlib.util.find_spec("psutil") is None:
         yield "checkpoints: psutil is not installed, without which Megatron's writers die and it waits for them for ever"
     if case.wrapper == "zero1":
@@ -197,7 +223,10 @@ def _obstacles_of_checkpoints(case: Case) -> Iterator[str]:
 
 
 def _missing_text(where: str | None) -> str:
-    """Why there is none that this adapter can run; empty if there is. It is not imported for that."""
+    """Return why no Megatron-core that this adapter can run is at `where`. Empty if there is one. It is not imported for that.
+
+    where: a folder; None for the installed one.
+    """
     folders = [where] if where else sys.path
     package_info = next(
         filter(Path.is_file, (Path(folder, "megatron", "core", "package_info.py") for folder in folders)), None
@@ -212,7 +241,7 @@ def _missing_text(where: str | None) -> str:
 
 
 def _version(package_info: str) -> tuple[int, ...]:
-    """MAJOR and MINOR, as it has them in its file of that name."""
+    """Return (major, minor) of Megatron-core, as the text of its package_info.py has them."""
     return tuple(int(number) for number in re.findall(r"^(?:MAJOR|MINOR) = (\d+)", package_info, re.MULTILINE))
 
 
@@ -221,6 +250,7 @@ def _fields_but_factor(scaling: RopeScaling) -> tuple[float, ...]:
 
 
 def _replaced_parts(case: Case, device: str) -> Iterator[str]:
+    """Yield a sentence for each part of Megatron that does not run as its users run it."""
     yield "rates and weight decay: OptimizerParamScheduler by the recipe's schedule, set in each group"
     if case.training.dtype == "float64":
         yield "casts: those to float32 leave float64 as it is (a float64 recipe)"
@@ -232,6 +262,7 @@ def _replaced_parts(case: Case, device: str) -> Iterator[str]:
 
 
 def _allowances(case: Case) -> Iterator[Allowance]:
+    """Yield the bytes that Megatron may keep or copy beyond the plan, each with its reason."""
     yield Allowance("kept", _buffer_bytes(case), "the global memory buffer of megatron.core")
     if case.saved_step is not None and case.saved_step < case.steps[-1]:
         gated = 2 * case.model.n_layers // case.dims.pp * case.model.ffn_dim // case.dims.tp * case.model.dim

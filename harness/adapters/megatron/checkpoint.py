@@ -1,4 +1,6 @@
-"""Distributed checkpoints in torch_dist, by the calls that megatron.training's save_checkpoint and load_checkpoint make."""
+"""Saving and loading of distributed checkpoints in torch_dist, by the calls of megatron.training's save_checkpoint and
+load_checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ CONTENT = {"non_homogeneous_layers": True, "chained_optim_avoid_prefix": True}
 
 
 def save(folder: Path, step: int, chunks: list[nn.Module], optimizer: Any) -> None:
+    """Write model and optimizer as a checkpoint into FOLDER/iter_STEP. All ranks must call it."""
     iteration_folder = folder / f"iter_{step:07d}"
     if dist.get_rank() == 0:
         iteration_folder.mkdir(parents=True, exist_ok=True)
@@ -24,7 +27,10 @@ def save(folder: Path, step: int, chunks: list[nn.Module], optimizer: Any) -> No
 
 
 def load(folder: Path, chunks: list[nn.Module], optimizer: Any) -> int:
-    """The step that the latest complete one was saved after. Raises ValueError if there is none."""
+    """Load model and optimizer from the latest complete checkpoint in the folder. Return the step that it was saved after.
+
+    Raises ValueError if there is no complete one.
+    """
     complete = sorted(path.parent for path in folder.glob("iter_*/metadata.json"))
     if not complete:
         raise ValueError(f"no complete checkpoint in {folder}")
@@ -36,6 +42,7 @@ def load(folder: Path, chunks: list[nn.Module], optimizer: Any) -> int:
 
 
 def _state(chunks: list[nn.Module], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    """Return the sharded state of the chunks ("model", or "model0" ..) and of the optimizer, as dist_checkpointing takes it."""
     models = {
         key: chunk.module.sharded_state_dict(metadata=CONTENT) for key, chunk in zip(_keys(chunks), chunks, strict=True)
     }
@@ -47,7 +54,7 @@ def _keys(chunks: list[nn.Module]) -> list[str]:
 
 
 def _by_own_numbers(state: dict[str, Any], stage: Any) -> dict[str, Any]:
-    """Megatron calls the layers of each stage 0, 1, ..; here they go by their numbers in the whole model (model.py)."""
+    """Return a chunk's state with layers numbered as in the whole model (model.py), instead of 0, 1, .. in each stage."""
     first = stage.decoder.layers.first
 
     def own(name: str) -> str:

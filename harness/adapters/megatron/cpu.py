@@ -1,7 +1,7 @@
-"""All that Megatron-core needs on a machine without accelerator; never applied on GPUs.
+"""Patches of torch and Megatron-core for a machine without accelerator; never applied on GPUs.
 
-Nothing here changes what is computed or communicated. It answers questions about a device. It puts tensors that are made on
-"cuda" on the CPU. It marks the weight of a norm as the norms of GPUs do.
+Nothing here changes what is computed or communicated. It answers questions about a device. It puts tensors that are
+made on "cuda" on the CPU. It marks the weight of a norm as the norms of GPUs do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ KINDS = {
 
 
 def arrange() -> None:
-    """Arrange all of it, before megatron.core is imported, or after."""
+    """Apply all patches of this module to torch and Megatron in this process.
+
+    It may be called before or after megatron.core is imported.
+    """
     answer_for_a_device()
     for name in MAKERS.split():
         setattr(torch, name, on_cpu(getattr(torch, name)))
@@ -40,8 +43,11 @@ def arrange() -> None:
 
 
 def import_without_triton(names: Iterable[str]) -> None:
-    """Releases from 0.17 on, and commits before 0.13, import Triton for kernels of GPUs. torch, which looks for it too, is to
-    find none: what of torch does so is imported before."""
+    """Import Megatron's modules with a mock in the place of triton, which is removed afterwards.
+
+    Releases from 0.17 on, and commits before 0.13, import triton for kernels of GPUs. The modules of torch that look
+    for triton are imported before, so that they find none.
+    """
     for name in ("hints", "triton_compat"):
         importlib.import_module(f"torch._inductor.runtime.{name}")
     importlib.import_module("torch._inductor.compile_fx")
@@ -56,6 +62,10 @@ def import_without_triton(names: Iterable[str]) -> None:
 
 
 def answer_for_a_device() -> None:
+    """Replace functions of torch.cuda (device, streams, random state) by ones for a CPU.
+
+    `Tensor.cuda` returns the tensor itself.
+    """
     cpu = torch.device("cpu")
     stream = SimpleNamespace(wait_stream=lambda *_: None, wait_event=lambda *_: None, record_event=lambda *_: None)
     answers: dict[str, Any] = {
@@ -76,6 +86,8 @@ def answer_for_a_device() -> None:
 
 
 def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `make`, changed to make a tensor on the CPU if it is asked for one on cuda."""
+
     @functools.wraps(make)
     def make_on_cpu(*args: Any, **kwargs: Any) -> Any:
         if "cuda" in str(kwargs.get("device")):
@@ -86,6 +98,7 @@ def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def answer_for_types() -> None:
+    """Patch `Tensor.type` to name a CPU tensor's type like that of a CUDA tensor (KINDS), which Megatron asserts."""
     original = torch.Tensor.type
 
     @functools.wraps(original)
@@ -97,6 +110,7 @@ def answer_for_types() -> None:
 
 
 def keep_random_state() -> None:
+    """Have Megatron's tensor parallel read and set the CPU's random state in the place of CUDA's."""
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -104,7 +118,10 @@ def keep_random_state() -> None:
 
 
 def mark_norms() -> None:
-    """Mark the weight of torch's norm, which is refused without the mark under sequence parallel; Apex's marks it itself."""
+    """Patch torch's norm in Megatron to mark its weight as `sequence_parallel`, as Apex's norm does itself.
+
+    Without the mark it is refused under sequence parallel.
+    """
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     original = WrappedTorchNorm.__new__

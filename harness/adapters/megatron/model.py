@@ -21,7 +21,10 @@ from harness.core.trainers.support.weights import load_weights, tensor_parallel
 
 
 def build_config(case: Case, device: str) -> TransformerConfig:
-    """Dropout, fusions and casts off; all else is as Megatron-core has it, or as the case requests it."""
+    """Return Megatron's configuration for the case: its sizes, layout and recomputation. Dropout, fusions and casts are off.
+
+    All else is as Megatron-core has it.
+    """
     dtype = getattr(torch, case.training.dtype)
     return TransformerConfig(
         **_sizes(case),
@@ -41,6 +44,7 @@ def build_config(case: Case, device: str) -> TransformerConfig:
 
 
 def _sizes(case: Case) -> dict[str, Any]:
+    """Return the sizes of the model by the names of TransformerConfig."""
     model = case.model
     return {
         "num_layers": model.n_layers,
@@ -57,8 +61,11 @@ def _sizes(case: Case) -> dict[str, Any]:
 
 
 def _layout(case: Case) -> dict[str, Any]:
-    """Trap: with two pipeline ranks the interleaved schedule exchanges the wrong tensors unless sends and receives are separate
-    (upstream_bugs/megatron_interleaved_two_ranks.py). megatron.training refuses that, too."""
+    """Return the degrees of tp and pp, and options that follow from them, by the names of TransformerConfig.
+
+    Trap: with two pipeline ranks the interleaved schedule exchanges the wrong tensors unless sends and receives are
+    separate (upstream_bugs/megatron_interleaved_two_ranks.py). megatron.training refuses that, too.
+    """
     dims = case.dims
     interleaved = case.stages_per_rank > 1
     return {
@@ -72,6 +79,10 @@ def _layout(case: Case) -> dict[str, Any]:
 
 
 def _recomputation(case: Case) -> dict[str, Any]:
+    """Return the options for full activation checkpointing of each layer, by the names of TransformerConfig.
+
+    Empty without it.
+    """
     if case.features.activation_checkpointing == "none":
         return {}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -95,7 +106,10 @@ def build_chunks(case: Case, config: TransformerConfig, weights: Path | None, ad
 
 
 def _build_chunk(case: Case, config: TransformerConfig, number: int | None) -> nn.Module:
-    """number: of the virtual stage; None without such."""
+    """Return the GPTModel of one pipeline stage, on the current device, without loaded weights.
+
+    number: of the virtual stage; None if a rank has one stage.
+    """
     model = case.model
     scaling = case.model.rope_scaling
     virtual_stage = {"ignore_virtual": False, "vp_stage": number}
@@ -119,7 +133,7 @@ def _build_chunk(case: Case, config: TransformerConfig, number: int | None) -> n
 
 
 class _NumberedLayers(nn.ModuleList):
-    """Layers that go by their number in the whole model, in the order in which they are in the stage."""
+    """Layers that are named by their number in the whole model. `first`: the number of the first one in the stage."""
 
     first = 0
 
@@ -140,9 +154,9 @@ def _number_by_model(layers: Any) -> None:
 
 
 def _note_layout(chunk: nn.Module) -> None:
-    """Note what Megatron's DDP and its parallel layers have as their wrapper and placements.
+    """Report to the probe over which ranks a chunk's DDP replicates or shards, and how tp cuts its parameters.
 
-    Around a single rank the DDP is not noted, for memory would allow it the buckets that torch's keeps there.
+    Around a single rank the DDP is not reported, for memory would allow it the buckets that torch's keeps there.
     """
     data = dist.get_process_group_ranks(chunk.dp_cp_group)
     if chunk.ddp_config.use_distributed_optimizer:

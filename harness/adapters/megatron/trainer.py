@@ -1,4 +1,6 @@
-"""The step and the loop, as pretrain_gpt.py's forward_step and loss_func and megatron.training's train_step have them."""
+"""Megatron's training step and loop, as pretrain_gpt.py's forward_step and loss_func and megatron.training's train_step
+have them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ CASTING = """utils optimizer.clip_grads optimizer.optimizer optimizer.distrib_op
 
 
 class MegatronTrainer(StartedTrainer):
-    """One rank's trainer."""
+    """The started trainer of one rank: model, optimizer and data, ready for the first step.
+
+    `late`: the chunks whose parameters are gathered in the next step's forward pass. `done`: the last finished step.
+    """
 
     def __init__(self, case: Case, weights: Path | None, device: str, adapter: Megatron) -> None:
         self.case = case
@@ -67,7 +72,11 @@ class MegatronTrainer(StartedTrainer):
             self.actions.install()
 
     def train(self, last_step: int) -> None:
-        """With parameters gathered late as megatron.training does it: none in the first step, all behind the last."""
+        """Train up to and with this step, and append the metrics of each.
+
+        Parameters that are gathered late are gathered as in megatron.training: not in the first step, and all after the
+        last one.
+        """
         for step in range(self.done + 1, last_step + 1):
             self.metrics.append(self.train_step(step))
             if step == 1:
@@ -86,6 +95,11 @@ class MegatronTrainer(StartedTrainer):
         self.done = checkpoint.load(folder, self.model_parts, self.optimizer)
 
     def train_step(self, step: int) -> Metrics:
+        """Train one step: zero gradients, forward and backward, set rates, optimizer step. Return its metrics.
+
+        Reports to the probe when parameters are updated: at once, or after the next step's forward pass if they are
+        gathered late.
+        """
         for chunk in self.model_parts:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -100,7 +114,11 @@ class MegatronTrainer(StartedTrainer):
         return Metrics(step, self.mean_loss(losses), norm, rate)
 
     def forward_backward(self, step: int) -> list[dict[str, Tensor]]:
-        """A pass of the schedule ends where gradients are reduced, which Megatron does inside the same function."""
+        """Run Megatron's schedule for one step. Return the loss sums of each microbatch that this rank computed.
+
+        With pp, the probe's pass of the schedule ends in `finalize`, where Megatron reduces gradients inside the same
+        function.
+        """
         several = len(self.model_parts) > 1
         batches = [list(self.batches(step)) for _ in self.model_parts]
         self.actions.begun.clear()
@@ -118,15 +136,18 @@ class MegatronTrainer(StartedTrainer):
             )
 
     def batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """tokens, labels: int64 [local_batch, s]."""
+        """Yield (tokens, labels) of each microbatch of this data-parallel rank in the step, both int64 [local_batch, s]."""
         rank_and_size = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
         tokens, labels = rank_samples(self.case, self.dataset, step, *rank_and_size)
         size = self.case.local_batch
         yield from zip(tokens.to(self.device).split(size), labels.to(self.device).split(size), strict=True)
 
     def forward_step(self, batches: Any, model: Any) -> Any:
-        """The first stage is given tokens, the last labels, as get_batch_on_this_tp_rank hands them out. Positions are for a
-        learned embedding: the rotary one counts by itself."""
+        """Call a chunk with its next microbatch. Return its output, and the function that computes the loss from an output.
+
+        The first stage gets tokens, the last labels, as get_batch_on_this_tp_rank has it. No positions are passed: they
+        are for a learned embedding.
+        """
         tokens, labels = next(batches)
         stage = model.module
         output = model(
@@ -138,7 +159,10 @@ class MegatronTrainer(StartedTrainer):
         return output, functools.partial(_loss, labels)
 
     def mask(self, tokens: Tensor) -> Tensor:
-        """bool [1 or b, 1, s, s], which positions do not see which."""
+        """Return the attention mask, bool [1 or b, 1, s, s]: True where a position must not see another.
+
+        With a document mask positions of other documents are masked too.
+        """
         length = tokens.shape[1]
         later = torch.ones(1, 1, length, length, dtype=torch.bool, device=self.device).triu(1)
         if not self.case.training.document_mask:
@@ -147,13 +171,14 @@ class MegatronTrainer(StartedTrainer):
         return later | (which[..., :, None] != which[..., None, :])
 
     def finalize(self, *args: Any, **kwargs: Any) -> None:
+        """End the probe's pass of the schedule, then reduce gradients by Megatron's finalize_model_grads."""
         self.schedule.close()
         finalize_model_grads(*args, **kwargs)
 
     def set_rates(self, step: int) -> float:
-        """Set rate and weight decay of each group by the recipe's schedule, as OptimizerParamScheduler does. Return the rate.
+        """Set rate and weight decay of each parameter group by the recipe's schedule, as OptimizerParamScheduler does.
 
-        `decay: all` has no exceptions.
+        Return the rate. With `decay: all` all parameters decay, also those that Megatron exempts.
         """
         recipe = self.case.training
         for group in self.optimizer.param_groups:
@@ -162,7 +187,10 @@ class MegatronTrainer(StartedTrainer):
         return rate
 
     def mean_loss(self, losses: list[dict[str, Tensor]]) -> float | None:
-        """Return the loss that training_log reports; only the last stage has it."""
+        """Return the step's mean loss per valid token over all data ranks, as training_log reports it.
+
+        None but on the last stage.
+        """
         if not ps.is_pipeline_last_stage(ignore_virtual=True):
             return None
         total = torch.stack([loss_and_count["lm loss"] for loss_and_count in losses]).sum(0)
@@ -171,6 +199,10 @@ class MegatronTrainer(StartedTrainer):
 
 
 def _join_group(case: Case, device: str) -> torch.device:
+    """Join the process group, set up Megatron's parallel groups and seed its random state. Return the device.
+
+    Raises ValueError if WORLD_SIZE is not the case's.
+    """
     dims = case.dims
     if int(os.environ.get("WORLD_SIZE", 1)) != dims.world_size:
         raise ValueError(f"case {case.name!r}: {dims} = {dims.world_size} ranks, but WORLD_SIZE is another")
@@ -187,6 +219,7 @@ def _join_group(case: Case, device: str) -> torch.device:
 
 
 def _optimizer_config(case: Case) -> OptimizerConfig:
+    """Return Megatron's optimizer configuration with the values of the case's recipe."""
     recipe = case.training
     return OptimizerConfig(
         optimizer="adam" if recipe.optimizer == "adamw" else "sgd",
@@ -203,7 +236,11 @@ def _optimizer_config(case: Case) -> OptimizerConfig:
 
 
 def _loss(labels: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """output: [b, s], of each token. The sum over valid tokens, their number, and both to be shown."""
+    """Return (sum of the losses of valid tokens, their number, both as "lm loss" for the log). output: [b, s], loss of
+    each token.
+
+    The losses are reported to the probe.
+    """
     mask = (labels != IGNORED).view(-1).float()
     losses = output.view(-1).float() * mask
     note_loss(labels, losses, reduction="none")
@@ -216,7 +253,10 @@ def _loss(labels: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Ten
 
 
 def _note_reductions() -> None:
-    """Megatron's DDP reduces when backward has ended; with overlap it does so in the first step alone."""
+    """Patch Megatron's DDP so that the probe knows when it reduces gradients, after backward.
+
+    With overlap_grad_reduce Megatron reduces there only in the first step.
+    """
     original = DistributedDataParallel.finish_grad_sync
 
     @functools.wraps(original)
@@ -228,12 +268,13 @@ def _note_reductions() -> None:
 
 
 def _note_clipping(optimizer: Any) -> None:
-    """Note gradients after prepare_grads: Megatron's own functions clip what it makes of the buffers."""
+    """Patch each optimizer so that the probe copies gradients after prepare_grads, just before Megatron clips them."""
     for inner_optimizer in _inner_optimizers(optimizer):
         inner_optimizer.prepare_grads = _note_after(inner_optimizer.prepare_grads)
 
 
 def _note_shards(chunks: list[nn.Module], optimizer: Any) -> None:
+    """Report to the probe the intervals of the distributed optimizer, for each chunk that has one."""
     for chunk in (chunk for chunk in chunks if chunk.ddp_config.use_distributed_optimizer):
         (inner_optimizer,) = _inner_optimizers(optimizer)
         shards = Ranges(chunk, inner_optimizer)
@@ -245,6 +286,8 @@ def _inner_optimizers(optimizer: Any) -> Any:
 
 
 def _note_after(prepare: Any) -> Any:
+    """Return `prepare`, changed to have the probe copy gradients after it. Its result, whether it succeeded, is passed on."""
+
     @functools.wraps(prepare)
     def prepared() -> bool:
         succeeded: bool = prepare()
@@ -255,8 +298,11 @@ def _note_after(prepare: Any) -> Any:
 
 
 class Actions:
-    """What Megatron's schedules do, seen where they call one step forward or backward of a chunk. A forward is
-    of its chunk's next microbatch in this pass, a backward of the one whose output it is given."""
+    """A recorder of each forward and backward of a chunk in Megatron's pipeline schedules, for the probe.
+
+    A forward is of its chunk's next microbatch in this pass, a backward of the microbatch whose output it gets.
+    `degree`: of pp. `begun`: forwards in this pass, by stage. `places`: (stage, microbatch) by the id of an output.
+    """
 
     def __init__(self, degree: int) -> None:
         self.degree = degree
@@ -264,10 +310,13 @@ class Actions:
         self.places = dict[int, tuple[int, int]]()
 
     def install(self) -> None:
+        """Patch Megatron's schedules so that both functions are recorded."""
         schedules.forward_step = self.around_forward(schedules.forward_step)
         schedules.backward_step = self.around_backward(schedules.backward_step)
 
     def around_forward(self, original: Any) -> Any:
+        """Return Megatron's forward_step, changed to report the action first and to remember whose output it returns."""
+
         @functools.wraps(original)
         def forward_step(func: Any, iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             chunk = getattr(model.module, "vp_stage", None) or 0
@@ -281,6 +330,8 @@ class Actions:
         return forward_step
 
     def around_backward(self, original: Any) -> Any:
+        """Return Megatron's backward_step, changed to report the action first."""
+
         @functools.wraps(original)
         def backward_step(given: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
             stage, microbatch = self.places.pop(id(_first_tensor(output)))

@@ -1,1 +1,1 @@
-"""A trainer is brought in: what its script says of itself, an adapter begun from that, and its examination."""
+"""Bringing in a new trainer: what its script says of itself, an adapter begun from that, and its examination."""

@@ -1,4 +1,4 @@
-"""Examination of a new trainer: it runs on one rank, then its names, samples and model are examined, then two ranks.
+"""The examination of a new trainer: it runs on one rank, then its names, samples and model are examined, then two ranks.
 
 Explanations are tried by judging the stored evidence again: none is printed that was not tested.
 """
@@ -42,7 +42,7 @@ FLOAT32 = 1e-5  # relative; what float32 arithmetic leaves of a loss, at most
 
 @dataclass(frozen=True)
 class Examination:
-    """Verdicts of the cases of a new trainer."""
+    """The result of an examination: verdicts of the cases of a new trainer."""
 
     judged: dict[str, Verdict]
     """Case -> verdict."""
@@ -55,9 +55,10 @@ class Examination:
 
 
 def examine(cases: Sequence[Case], options: Options, tell: Tell, judged: dict[str, Verdict]) -> Examination:
-    """Run the cases of one rank first, then the others; stop after a case that does not pass. Raises what `run_case` raises.
+    """Run the cases, smallest first, and print verdicts by `tell`. After a case that does not pass, explain it and stop.
 
-    judged: filled on the way, for an interruption.
+    Return the verdicts, for which the check `golden` does not count. Raises what `run_case` raises.
+    judged: filled with the verdicts on the way, for an interruption.
     """
     unaccepted = list[Case]()
     judgements = list[Judgement]()
@@ -79,7 +80,10 @@ def examine(cases: Sequence[Case], options: Options, tell: Tell, judged: dict[st
 
 
 def _run_case_telling(case: Case, options: Options, tell: Tell) -> Judgement:
-    """Run the case. Raises what `run_case` raises, after it has told the line for what an adapter is not known to pass on."""
+    """Run the case and return its judgement. Raises what `run_case` raises.
+
+    If the adapter does not pass an option on, the line to write is told first.
+    """
     try:
         return run_case(case, options)
     except Unsupported as reason:
@@ -103,7 +107,10 @@ def _run_text(judgement: Judgement) -> str:
 
 
 def explanation(judgement: Judgement, options: Options) -> list[Line]:
-    """Return why a case did not pass, in lines: of the first explanation that has any."""
+    """Return lines (label, sentence) on why a case did not pass. Explanations are tried in order; the first with lines counts.
+
+    Without any, the lines are those of the cause, else of the checks that could not be judged.
+    """
     lines = list(_explain_exit(judgement, options))
     for explain in (_explain_dtype, _explain_samples, explain_order, _explain_model):
         lines = lines or list(explain(load_trial(judgement.folder), judgement, options))
@@ -116,7 +123,10 @@ def explanation(judgement: Judgement, options: Options) -> list[Line]:
 
 
 def _explain_exit(judgement: Judgement, options: Options) -> Iterator[Line]:
-    """Explain a rank that raised, perhaps for parameters that do not fit, or trained another number of steps."""
+    """Yield lines on a rank that raised, whose parameters do not fit, or that trained another number of steps.
+
+    Nothing if all completed.
+    """
     completed = next(result for result in judgement.results if result.check == "completed")
     path = judgement.folder / "run" / SHAPES_FILE
     requested_steps = len(judgement.case.steps)
@@ -141,7 +151,7 @@ def _explain_exit(judgement: Judgement, options: Options) -> Iterator[Line]:
 
 
 def _explain_dtype(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
-    """Explain parameters in another dtype than requested."""
+    """Yield lines if parameters have another dtype than requested. Nothing if they do not."""
     requested = trial.case.training.dtype
     dtypes = set[str]()
     for evidence in trial.ranks.values():
@@ -152,7 +162,10 @@ def _explain_dtype(trial: Trial, judgement: Judgement, options: Options) -> Iter
 
 
 def _explain_samples(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
-    """Explain tokens that are not the recipe's: no number can be the reference's then."""
+    """Yield lines if the model received tokens that are not the recipe's: no number can be the reference's then.
+
+    Nothing if they are.
+    """
     samples = next(result for result in judgement.results if result.check == "samples")
     for finding in samples.findings[:2]:
         yield "samples", finding_sentence(finding)
@@ -166,7 +179,11 @@ def _explain_samples(trial: Trial, judgement: Judgement, options: Options) -> It
 
 
 def explain_order(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
-    """Test whether the model rounds at other places than the reference's, with the noise of another order of operations."""
+    """Yield lines if all failing checks pass with the noise of another order of operations: then the model rounds at
+    other places.
+
+    Nothing if they do not, or if other checks fail. Loads the reference's noise, which may be trained for that.
+    """
     broken = _failing_checks(judgement.results)
     if trial.case.exact or trial.traits.own_model or not broken or not broken <= ORDER_CHECKS:
         return
@@ -181,7 +198,10 @@ def explain_order(trial: Trial, judgement: Judgement, options: Options) -> Itera
 
 
 def _explain_model(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
-    """Explain how the model, or the schedule, differs from what the adapter and the case say."""
+    """Yield lines on how the model, or the schedule, differs from what adapter and case say, found by supposing usual mistakes.
+
+    Nothing unless loss, update or gradients fail on a single rank.
+    """
     broken = _failing_checks(judgement.results)
     if not broken & {"loss", "update", "gradients"} or trial.case.dims.world_size > 1:
         return
@@ -217,7 +237,7 @@ def _failing_checks(results: Sequence[Result]) -> set[str]:
 
 
 def _loss_error_lines(trial: Trial) -> Iterator[Line]:
-    """Yield how far the first loss is off, if none of the usual explanations gives it."""
+    """Yield lines on how far the loss of step 1 is off. Nothing if the trainer has no such loss."""
     loss = global_loss(trial, 1)
     expected = trial.reference_step(1).loss
     if loss is None:
@@ -232,7 +252,7 @@ def _loss_error_lines(trial: Trial) -> Iterator[Line]:
 def _cause_lines(diagnosis: Diagnosis) -> Iterator[Line]:
     """Yield (label, text) of the cause that diagnosis named, and of its evidence.
 
-    A cause of local averaging is followed by how to allow it.
+    For counts that are averaged locally, a line says how to allow that.
     """
     yield "cause", diagnosis_line(diagnosis)
     if "averaged locally" in diagnosis.kinds:

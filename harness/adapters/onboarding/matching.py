@@ -1,4 +1,7 @@
-"""A trainer's parameters, matched to the reference's by shape and order. Among parameters of one shape, names decide first."""
+"""Matching of a trainer's parameters to the reference's, by shape and order.
+
+Among parameters of one shape, names decide first.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ MODULES = dict.fromkeys(("wq", "wk", "wv", "wo"), "attention") | dict.fromkeys((
 
 @dataclass(frozen=True)
 class Match:
-    """A trainer's parameters with the reference's names."""
+    """The result of matching: the reference's names of a trainer's parameters, and sizes of its model."""
 
     names: dict[str, str]
     """The reference's name by the trainer's; a fused tensor has its module's name and its own last part."""
@@ -27,7 +30,7 @@ class Match:
     """Fields of the model, as these shapes have them."""
 
     def other_sizes(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the fields that differ from this model's. Empty if no such model exists."""
+        """Return the sizes, by field, that differ from this model's. Empty if a model with these sizes cannot exist."""
         differing = {field: size for field, size in self.sizes.items() if size != getattr(model, field)}
         try:
             replace(model, **differing)
@@ -37,7 +40,7 @@ class Match:
 
     @property
     def declarations(self) -> tuple[str, ...]:
-        """Return the words of an adapter's `fused`, as `in_one` takes them."""
+        """Return the texts for `in_one` that declare an adapter's fused tensors, each once: "attention.qkv.weight=wq+wk+wv"."""
         words = []
         for name, parts in self.fused.items():
             name_in_layer = ".".join(_split_at_layer(self.names[name])[1])
@@ -51,9 +54,10 @@ def match(
     fqn: Callable[[str], str] = lambda name: name,
     declared: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Match:
-    """Match whole tensors. A name that `fqn` already gives is kept if the shape fits.
+    """Return the match of whole tensors to the reference's parameters. Parameters without a match are left out.
 
-    heads: number of attention heads. declared: an adapter's `fused`.
+    A name that `fqn` already gives is kept if the shape fits. heads: number of attention heads, which no shape has.
+    declared: an adapter's `fused`. An empty match without shapes.
     """
     if not shapes:
         return Match({}, {}, {})
@@ -99,7 +103,11 @@ def match(
 def _parts_in_tensor(
     name: str, shape: Shape, dim: int, layer: Shapes, declared: tuple[str, ...] | None
 ) -> tuple[str, ...]:
-    """Return which weights lie in this tensor: as declared, by its name, or by its rows."""
+    """Return which weights are fused in this tensor, such as ("w1", "w3"): as declared, by its name, or by its rows.
+
+    Empty if none.
+    dim: the model's. layer: shapes of one layer. declared: the weights that the adapter says, or None.
+    """
     if declared:
         return tuple(dict.fromkeys(map(_leaf_of, declared)))
     if len(shape) != 2 or layer_of(name) is None:
@@ -126,7 +134,10 @@ def _ffn_size(layer: Shapes, dim: int) -> int:
 
 
 def _model_sizes(outside: Shapes, layer: Shapes, fused: Mapping[str, tuple[str, ...]], dim: int) -> dict[str, int]:
-    """Return sizes of the model; kv is the number of rows of wk."""
+    """Return sizes of the model from shapes outside of layers and of one layer. "kv" is the number of rows of wk.
+
+    Without a layer only dim and vocab_size are returned.
+    """
     sizes = {"dim": dim, "vocab_size": next((shape[0] for shape in outside.values() if len(shape) == 2), 0)}
     if not layer:
         return sizes
@@ -145,7 +156,10 @@ def _model_sizes(outside: Shapes, layer: Shapes, fused: Mapping[str, tuple[str, 
 
 
 def _reference_shapes(sizes: Mapping[str, int], in_layer: bool) -> dict[str, Shape]:
-    """Return the reference's parameters outside of layers, or in one, for these sizes."""
+    """Return the shapes of the reference's parameters by name, for these sizes: of one layer, or of what is outside of layers.
+
+    Names of a layer's parameters have no prefix "layers.N.".
+    """
     dim = sizes["dim"]
     ffn = sizes.get("ffn_dim", 0)
     kv = sizes.get("kv", 0)
@@ -159,7 +173,10 @@ def _reference_shapes(sizes: Mapping[str, int], in_layer: bool) -> dict[str, Sha
 
 
 def _assign_names(shapes: Shapes, options: Mapping[str, Shape], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the reference's name for each parameter: the known one, else one spelled so, else the first free of its shape."""
+    """Return the reference's name for each parameter: the known one, else one spelled so, else the first free of its shape.
+
+    Parameters without a free name are left out. options: shapes by the reference's names. known: what `fqn` says.
+    """
     names = {name: known[name] for name, shape in shapes.items() if options.get(known[name]) == shape}
     for spelled in (True, False):
         for name, shape in shapes.items():
@@ -175,16 +192,17 @@ def _assign_names(shapes: Shapes, options: Mapping[str, Shape], known: Mapping[s
 
 
 def _leaf_of(ours: str) -> str:
-    """Return the last part of a reference's name before "weight"."""
+    """Return the last part of a reference's name before ".weight": "wq"."""
     return ours.removesuffix(".weight").rpartition(".")[2]
 
 
 def _has_spelling(name: str, ours: str) -> bool:
+    """Return whether a part of the trainer's name is a usual spelling of the reference's word `ours`."""
     return any(NAMES_BY_SPELLING.get(part, part) == ours for part in name.lower().split("."))
 
 
 def _is_refuted(name: str, ours: str) -> bool:
-    """Return whether the name has attention in it and the parameter is feed_forward's, or the other way round."""
+    """Return whether the trainer's name speaks of attention and the reference's of feed_forward, or the other way round."""
     named_modules = {module for module in MODULES.values() if _has_spelling(name, module)}
     return (
         bool(named_modules)
@@ -197,11 +215,15 @@ def _is_refuted(name: str, ours: str) -> bool:
 
 
 def layer_of(name: str) -> int | None:
+    """Return the first number among the parts of a name; None if there is none."""
     return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
 def name_table(names: Mapping[str, str]) -> dict[str, str]:
-    """Return theirs=ours by parts of names, as `renamed` takes it; by several parts if one part has two meanings."""
+    """Return, by parts of the trainer's names, the reference's parts, as `renamed` takes it. Equal parts are left out.
+
+    Several parts together are a key if one part has two meanings.
+    """
     pairs = dict[str, str]()
     for theirs, ours in names.items():
         for their_parts, our_parts in zip(_split_at_layer(theirs), _split_at_layer(ours), strict=True):
@@ -224,7 +246,7 @@ def _split_at_layer(name: str) -> tuple[list[str], list[str]]:
 def _aligned_parts(theirs: list[str], ours: list[str]) -> Iterator[tuple[str, str]]:
     """Yield pairs (their part, our part), aligned from the last to the first.
 
-    Our remaining parts go to their first part; their remaining parts get an empty text.
+    If we have more parts, their first part gets all that is left; if they have more, the rest gets an empty text.
     """
     if theirs and ours and ours[-1] == "weight" and NAMES_BY_SPELLING.get(theirs[-1].lower()) != "weight":
         ours = [*ours[:-2], ".".join(ours[-2:])]

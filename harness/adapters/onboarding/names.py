@@ -14,7 +14,9 @@ from harness.core.trainers.support.names import in_one, renamed
 
 
 def unfit_lines(shapes: Shapes, case: Case, adapter: Adapter, found_match: Match) -> Iterator[str]:
-    """Yield a sentence for each parameter that does not fit, once for all layers, and one for those without a match."""
+    """Yield a sentence for each parameter that does not fit, once for all layers, and one for reference parameters
+    without a match.
+    """
     wanted = case.model.parameter_shapes()
     fused = adapter.fused(case)
     texts_by_pattern = dict[str, list[str]]()
@@ -42,7 +44,9 @@ def unfit_lines(shapes: Shapes, case: Case, adapter: Adapter, found_match: Match
 
 
 def _mismatch_text(theirs: str, shape: tuple[int, ...], ours: str, case: Case, found_match: Match) -> str:
-    """Return in words what a parameter is in place of the one that it is mapped to."""
+    """Return a phrase on what a parameter really is, which is mapped to `ours` and does not fit: transposed, flat, cut,
+    another one.
+    """
     wanted = case.model.parameter_shapes().get(ours, ())
     if parts := found_match.fused.get(theirs):
         return f"{', '.join(parts[:-1])} and {parts[-1]} lie in it"
@@ -59,7 +63,10 @@ def _mismatch_text(theirs: str, shape: tuple[int, ...], ours: str, case: Case, f
 
 
 def remedies(shapes: Shapes, case: Case, adapter: Adapter, file: str) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong, and the lines to write, each with its label."""
+    """Yield (label, sentence) on what does not fit, and the lines of code to write. file: the adapter's.
+
+    Lines for names are left out if they would not map more parameters than now.
+    """
     found_match = match(shapes, case.model.n_heads, adapter.fqn, adapter.fused(case))
     for text in unfit_lines(shapes, case, adapter, found_match):
         yield "names", text
@@ -81,7 +88,7 @@ def remedies(shapes: Shapes, case: Case, adapter: Adapter, file: str) -> Iterato
 
 
 def _size_lines(sizes: Mapping[str, object], case: Case, adapter: Adapter, file: str) -> Iterator[tuple[str, str]]:
-    """Yield the lines for sizes of the model that are not the case's, each with its label."""
+    """Yield (label, sentence) on sizes of the model that are not the case's, with the lines to write. sizes: by field."""
     sizes_text = " and ".join(
         f"{field} {size}, requested {getattr(case.model, field)}" for field, size in sizes.items()
     )
@@ -93,7 +100,7 @@ def _size_lines(sizes: Mapping[str, object], case: Case, adapter: Adapter, file:
 
 
 def known_line(values: Mapping[str, object], file: str) -> str:
-    """Return the line for a case that requests these, if the adapter is not known to pass them on."""
+    """Return the line that adds values to KNOWN in an adapter's file, for options that it is not known to pass on."""
     known = ", ".join(f'"{field}": ({value!r},)' for field, value in values.items())
     return (
         f"adapter: add {' and '.join(values)} to KNOWN in {file}: {known}; or ... for any value, if it passes that on"

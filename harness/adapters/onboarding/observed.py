@@ -86,7 +86,10 @@ class Facts:
         return {wrapper: "ddp_2" if wrapper == "ddp" else "fsdp_2" for wrapper in WRAPPERS if wrapper in used}
 
     def other_parts(self, unmatched: list[str]) -> Iterator[str]:
-        """Yield a phrase for each part that Llama 3 does not have, if its counterpart was not observed either."""
+        """Yield a phrase for each part of the model that Llama 3 does not have, if its counterpart was not observed either.
+
+        unmatched: names of parameters that the reference does not have.
+        """
         observed_parts = {part for part, names in LLAMAS.items() if names & self.operators.keys()}
         for other_part, (operator, part) in OTHERS.items():
             if operator in self.operators and part not in observed_parts:
@@ -97,7 +100,11 @@ class Facts:
 
 
 def observe(script: Path) -> Facts:
-    """Run the script in a new process. Raise OSError or SyntaxError if it cannot be read or is not Python."""
+    """Run the script as one rank in a new process, up to its optimizer's first step, and return the facts observed.
+
+    If the process dies or takes too long, only `stopped` is set, with the end of its log. Raises OSError, ValueError or
+    SyntaxError if the script cannot be read or is not Python.
+    """
     compile(script.read_text(encoding="utf-8"), str(script), "exec")
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w") as log:
         environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

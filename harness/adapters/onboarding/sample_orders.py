@@ -1,4 +1,4 @@
-"""Order in which a trainer's sampler drew the recipe's samples in step 1: which seed gives it, shuffled or not."""
+"""The order in which a trainer's sampler drew the recipe's samples in step 1: which seed gives it, shuffled or not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ MAKERS = ("RecipeSamples(", "RecipeStream(", "recipe_batches(")
 
 
 def received_ids(trial: Trial) -> list[int | None]:
-    """Return the ids in the whole data set of the samples received in step 1; None for a row of another origin."""
+    """Return the index in the whole data set of each row received in step 1; None for a row that is no sample of it.
+
+    Empty with context parallel, and for a data set of more than MOST_SAMPLES.
+    """
     case = trial.case
     data = build_dataset(trial.case.training, trial.case.model)
     if case.dims.cp > 1 or len(data) > MOST_SAMPLES:
@@ -39,9 +42,11 @@ def received_ids(trial: Trial) -> list[int | None]:
 
 
 def find_seed(ids: Sequence[int], case: Case, n_samples: int) -> tuple[int | None, bool] | None:
-    """Return (seed of torch's DistributedSampler with its epoch added, whether the adapter says `shuffled`).
+    """Return (seed of torch's DistributedSampler with its epoch added, whether the adapter says `shuffled`) that gives
+    these samples.
 
-    The seed is None if samples are not shuffled. None is returned if no seed that is tried gives these samples.
+    The seed is None if samples are not shuffled. The result is None if no seed that is tried gives them. The order of
+    `ids` does not count.
     """
     recipe = sample_order(case.training, n_samples, epoch=0)
     wanted = sorted(ids)
@@ -60,7 +65,9 @@ def find_seed(ids: Sequence[int], case: Case, n_samples: int) -> tuple[int | Non
 def advice_lines(trial: Trial, adapter: Adapter, text: str, file: str) -> Iterator[str]:
     """Yield lines of advice on how the adapter hands over samples. Nothing if the samples of step 1 are the right ones.
 
-    Nothing, too, if all are the recipe's and some came twice. text: the adapter's code, in `file`.
+    Nothing, too, if all are the recipe's and some came twice. Where rows are not compared (received_ids is empty), the
+    advice is the same as if none were the recipe's.
+    text: the adapter's code, in `file`.
     """
     ids = received_ids(trial)
     case = trial.case
@@ -87,6 +94,11 @@ def advice_lines(trial: Trial, adapter: Adapter, text: str, file: str) -> Iterat
 def _order_lines(
     order: tuple[int | None, bool] | None, case: Case, refused: str, file: str, *, passed_on: bool
 ) -> Iterator[str]:
+    """Yield lines on which seed gives the order of the samples, and what to write. order: as find_seed returns it.
+
+    refused: why the adapter cannot run another seed, or empty. passed_on: the adapter passes the case's seed to the
+    script.
+    """
     if order is None:
         yield "they are the recipe's, in an order that no seed tried of torch's DistributedSampler gives"
         return

@@ -77,7 +77,7 @@ DATA = {
 
 
 def adapter_text(path: Path, facts: Facts, file: Path) -> str:
-    """Return the text of an adapter in this file."""
+    """Return the Python text of an adapter for the script at `path`. file: where the adapter will lie."""
     stem = path.stem
     match_of_shapes = match_facts(facts)
     data = facts.data
@@ -105,7 +105,7 @@ def adapter_text(path: Path, facts: Facts, file: Path) -> str:
 
 
 def cases_text(facts: Facts) -> str:
-    """Return one device, and the smallest case of each wrapper and option that the script has."""
+    """Return the YAML text of first cases: one device, and the smallest case of each wrapper and option that the script has."""
     written = {key: value for key, (value,) in _written_model_sizes(facts).items()}
     written |= {key: value for key, value in facts.sizes.items() if value != getattr(CASE.model, key)}
     lines = [
@@ -137,12 +137,12 @@ def cases_text(facts: Facts) -> str:
 
 
 def match_facts(facts: Facts) -> Match:
-    """Return the script's parameters, matched to the reference's."""
+    """Return the match of the script's parameters to the reference's."""
     return match(facts.shapes, facts.heads or CASE.model.n_heads)
 
 
 def other_parts(facts: Facts) -> list[str]:
-    """Return a phrase for each part of the model that Llama 3 does not have."""
+    """Return a phrase for each part of the model that Llama 3 does not have. Empty if there is none."""
     unmatched = [name for name in facts.shapes if name not in match_facts(facts).names]
     return list(facts.other_parts(unmatched))
 
@@ -151,7 +151,11 @@ def other_parts(facts: Facts) -> list[str]:
 
 
 def flag_expressions(facts: Facts) -> dict[str, str]:
-    """Return the expression of a case by flag. A hidden size is the feed-forward's if another flag is the model's."""
+    """Return, by flag, the expression of a case that its value is: "--lr" -> "training.lr".
+
+    Flags that mean nothing are left out. A hidden size is the feed-forward's if another flag is the model's. Flags of
+    checkpoints count only if the script has one to save and one to resume.
+    """
     expressions = {flag.name: expression for flag in facts.flags if (expression := flag_expression(flag.name))}
     unambiguous = {expression for name, expression in expressions.items() if name not in AMBIGUOUS}
     if "model.dim" in unambiguous and "model.ffn_dim" not in unambiguous:
@@ -162,26 +166,28 @@ def flag_expressions(facts: Facts) -> dict[str, str]:
 
 
 def command_line(facts: Facts, case: Case) -> list[str]:
-    """Return the words that `arguments` of the adapter returns."""
+    """Return the words that the adapter's `arguments` would return for a case, on CPU."""
     return eval(f"[{chr(10).join(_argument_lines(facts))}\n]", {"case": case, "device": "cpu"})
 
 
 def passed_on_flags(facts: Facts) -> list[str]:
-    """Return the flags that request something of a case."""
+    """Return the names of the flags by which the adapter requests something of a case."""
     return [
         flag.name for flag, line in zip(facts.flags, _argument_lines(facts), strict=True) if not line.startswith("#")
     ]
 
 
 def _argument_lines(facts: Facts) -> Iterator[str]:
-    """Yield the line of `arguments` for each flag."""
+    """Yield the line of `arguments` for each flag, in their order; a comment for a flag that means nothing to a case."""
     known = flag_expressions(facts)
     for flag in facts.flags:
         yield _argument_line(flag, known.get(flag.name, ""))
 
 
 def _argument_line(flag: Flag, expression: str) -> str:
-    """Return the line for a flag. expression: of a case, which the flag means; empty if none."""
+    """Return the line of code for a flag. expression: of a case, which the flag means; empty if none: then the line is
+    a comment.
+    """
     name = flag.name
     part = expression.partition(".")[0]
     sharded = next((choice for choice in flag.choices if "fsdp" in choice), "")
@@ -215,7 +221,7 @@ def _argument_line(flag: Flag, expression: str) -> str:
 
 
 def _resume_flags(facts: Facts) -> list[str]:
-    """Return the flags by which the script resumes."""
+    """Return the names of the flags by which the script resumes. Empty if it cannot."""
     return [name for name, expression in flag_expressions(facts).items() if expression == "resume"]
 
 
@@ -223,7 +229,7 @@ def _resume_flags(facts: Facts) -> list[str]:
 
 
 def _passed_on_fields(facts: Facts) -> list[str]:
-    """Return the fields of a case that flags pass on."""
+    """Return the fields of a case that flags pass on, sorted. Switches of parallel degrees are left out."""
     switches = {flag.name for flag in facts.flags if flag.switch}
     expressions = set()
     for name, expression in flag_expressions(facts).items():
@@ -254,13 +260,13 @@ def _missing_options(facts: Facts) -> list[str]:
 
 
 def _written_model_sizes(facts: Facts) -> dict[str, tuple[Any]]:
-    """Return the model's sizes that are not the smallest case's, in the order of ModelConfig."""
+    """Return (size,) by field for the model's sizes that are not the smallest case's, in the order of ModelConfig."""
     sizes = match_facts(facts).other_sizes(CASE.model)
     return {key: (sizes[key],) for key in vars(ModelConfig()) if key in sizes}
 
 
 def _written_values(facts: Facts) -> dict[str, Any]:
-    """Return the values of KNOWN that the script has and no flag passes on."""
+    """Return the entries of KNOWN, by key the values allowed, for what is written into the script and passed on by no flag."""
     recipe = {key: value for key, value in _written_recipe(facts).items() if key in ("seed", "max_norm")}
     fixed = {key: (value,) for key, value in recipe.items() if key not in _passed_on_fields(facts)}
     left_out = {key: (False,) for key in _missing_options(facts)}
@@ -268,12 +274,12 @@ def _written_values(facts: Facts) -> dict[str, Any]:
 
 
 def _seed_field(facts: Facts) -> list[str]:
-    """Return the seed, which only the samples have, unless the script's sampler shuffles by another seed."""
+    """Return ["seed"], or nothing if the script's sampler shuffles: then its seed is its own."""
     return [] if facts.sampler and facts.sampler[0] else ["seed"]
 
 
 def _written_recipe(facts: Facts) -> dict[str, Any]:
-    """Return the constants of the optimizer and the sampler that are not a case's usual ones."""
+    """Return the recipe's values that the script's optimizer and sampler have, by field, without those that are usual."""
     seed = {"seed": facts.sampler[1]} if facts.sampler and facts.sampler[0] and facts.sampler[1] is not None else {}
     recipe = facts.recipe | ({} if "max_norm" in facts.recipe or not facts.optimizer else {"max_norm": None})
     recipe = {"optimizer": "sgd" if facts.optimizer == "SGD" else "adamw"} | recipe | seed
@@ -282,18 +288,21 @@ def _written_recipe(facts: Facts) -> dict[str, Any]:
 
 
 def _yaml_text(values: dict[str, Any]) -> str:
+    """Return the values as YAML's "key: value, .."."""
     texts = {key: as_yaml(value) if isinstance(value, float) else json.dumps(value) for key, value in values.items()}
     return ", ".join(f"{key}: {text}" for key, text in texts.items())
 
 
 def as_yaml(value: float) -> str:
-    """Return a number with a fraction, as YAML reads it."""
+    """Return a number as YAML reads a float, always with a point: 1e-05 becomes 1.0e-05."""
     text = repr(float(value))
     return text if "." in text else text.replace("e", ".0e")
 
 
 def _data_lines(facts: Facts) -> Iterator[str]:
-    """Yield how the recipe's samples get into the script's own loader."""
+    """Yield the lines of code that put the recipe's samples into the script's own loader; comments with a TODO if none
+    was found.
+    """
     if not facts.data:
         yield f"# {NO_DATA_SET} A data set is replaced by RecipeSamples(case), a stream by"
         yield "# RecipeStream(case, rank, case.dims.dp), a generator by recipe_batches(case, rank, case.dims.dp):"
@@ -311,6 +320,7 @@ def _data_lines(facts: Facts) -> Iterator[str]:
 
 
 def _folded_text(words: list[str], width: int = 100) -> str:
+    """Return the words joined by spaces, with an indented new line after about `width` characters."""
     lines = [""]
     for word in words:
         lines += [""] if len(lines[-1]) + len(word) > width else []

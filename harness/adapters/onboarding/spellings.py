@@ -66,7 +66,7 @@ AFFIXES = r"^(n|num|data_parallel)_|_(size|degree)$"
 
 
 def names_by_spelling(table: dict[str, str]) -> dict[str, str]:
-    """Return our name by each of its spellings, itself included."""
+    """Return our name by each of its spellings, itself included. table: spellings, separated by spaces, by our name."""
     ours_by_spelling = {}
     for ours, spellings in table.items():
         for theirs in (*spellings.split(), ours):

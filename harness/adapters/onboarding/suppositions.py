@@ -1,4 +1,4 @@
-"""Usual mistakes of an adapter about its trainer's model, each put to the test: the reference is trained as if it were so.
+"""Suppositions: usual mistakes of an adapter about its trainer's model, each tested by training the reference as if it were so.
 
 The loss of step 1 chooses among suppositions, and pairs of them. The checks then judge all that there is.
 """
@@ -35,6 +35,8 @@ MOST_SUPPOSITIONS = 2
 
 @dataclass(frozen=True)
 class Supposition:
+    """A usual mistake of an adapter, with the line that corrects it and the change of the reference that simulates it."""
+
     line: str
     """What to write, and where."""
     part: str
@@ -47,7 +49,7 @@ class Supposition:
 
 @dataclass(frozen=True)
 class SupposedTrial:
-    """The trial under suppositions that the loss of step 1 does not refute, and what the checks say then."""
+    """The trial under suppositions that the loss of step 1 does not refute, and the results of the checks on it."""
 
     suppositions: tuple[Supposition, ...]
     trial: Trial
@@ -55,7 +57,11 @@ class SupposedTrial:
 
 
 def fitting_suppositions(trial: Trial) -> list[SupposedTrial]:
-    """Return the smallest sets of suppositions that give the loss of step 1, judged. Empty if none does."""
+    """Return the trials under the smallest sets of suppositions that give the trainer's loss of step 1, judged.
+
+    Sets have up to MOST_SUPPOSITIONS entries; the empty set counts. Empty if no set fits, or the trainer has no such
+    loss.
+    """
     observed_loss = global_loss(trial, 1)
     usual = list(suppositions(trial))
     if observed_loss is None:
@@ -69,7 +75,7 @@ def fitting_suppositions(trial: Trial) -> list[SupposedTrial]:
 
 
 def suppositions(trial: Trial) -> Iterator[Supposition]:
-    """Yield the usual mistakes of an adapter about its trainer's model."""
+    """Yield the usual mistakes that this trial may have: other constants, heads, rows, exchanged and transposed weights."""
     from harness.reference import spellings
 
     model = trial.case.model
@@ -105,7 +111,10 @@ def suppositions(trial: Trial) -> Iterator[Supposition]:
 
 
 def _other_heads(model: ModelConfig) -> Iterator[tuple[int, int]]:
-    """Yield other numbers of heads that give weights of the same shapes. A head of two entries is too small."""
+    """Yield (n_heads, n_kv_heads) of other models whose weights have the same shapes.
+
+    Heads of two entries or fewer are left out.
+    """
     kv_dim = model.n_kv_heads * model.head_dim  # which divides dim
     sizes = [size for size in range(kv_dim, 2, -2) if kv_dim % size == 0 and size != model.head_dim]
     for size in sizes:
@@ -116,10 +125,11 @@ def _other_heads(model: ModelConfig) -> Iterator[tuple[int, int]]:
 
 
 def _reference_changes(chosen: Sequence[Supposition]) -> dict[str, Any]:
-    """Return how the reference is trained under these suppositions, in the words of reference.counterfactual."""
+    """Return how the reference is trained under these suppositions, as arguments of reference.counterfactual.Changes."""
     from harness.reference.spellings import modules_of
 
     def alter(model: Any, step: int) -> None:
+        """Alter the modules of each supposition, once, before step 1."""
         if step != 1:
             return
         for supposition in chosen:
@@ -133,7 +143,9 @@ def _reference_changes(chosen: Sequence[Supposition]) -> dict[str, Any]:
 
 
 def _fits(trial: Trial, chosen: Sequence[Supposition], wanted: float) -> bool:
-    """Return whether the loss of step 1 is the one that the trainer computed."""
+    """Return whether the reference's loss of step 1 under these suppositions is `wanted`, within the bound, or 1e-6
+    without one.
+    """
     from harness.reference.counterfactual import Changes, loss_sums_of_rows
 
     otherwise = Changes(**(reference_order_arguments(trial) | _reference_changes(chosen)))
@@ -146,14 +158,20 @@ def _fits(trial: Trial, chosen: Sequence[Supposition], wanted: float) -> bool:
 
 
 def _judge_supposed(trial: Trial, chosen: tuple[Supposition, ...]) -> SupposedTrial:
-    """Judge with the rates that the optimizer took, whatever they are: they are no mistake of the model."""
+    """Return the trial under these suppositions, judged.
+
+    Its rates are those that the optimizer took, whatever they are: they are no mistake of the model.
+    """
     requested = assume_case(trial, replace(trial.case, training=with_own_rates(trial)))
     assumed = assume_reference(requested, **_reference_changes(chosen))
     return SupposedTrial(chosen, assumed, judge(assumed))
 
 
 def with_own_rates(trial: Trial) -> TrainingConfig:
-    """Return the recipe, with the rates that rank 0's optimizer took if these are others."""
+    """Return the recipe with the rates that rank 0's optimizer took.
+
+    Unchanged if they are the recipe's, or not all are known.
+    """
     training = trial.case.training
     steps = trial.ranks[0].steps
     rates = tuple(step.lr for step in steps if step.lr is not None)

@@ -1,4 +1,5 @@
-"""picotron's train.py, unedited, as the program that it is, with its own data, tensor, context and pipeline parallelism.
+"""The adapter of picotron's train.py, unedited, as the program that it is, with its own data, tensor, context and
+pipeline parallelism.
 
 Examined are its model, parallel layers, schedules, buckets of gradients, sampler, optimizer and loop. What it gets in
 place of downloads, and what is stubbed on a machine without accelerator, is in lent.py. See docs/trainers.md.
@@ -37,8 +38,12 @@ KNOWN |= {"cp_rotation": ("alltoall",), "cp_load_balance": (False,)}
 
 @dataclass(frozen=True)
 class Picotron(Adapter):
-    """where: a checkout. tables: what DTYPE says of the rotary tables; None: nothing, as train.py leaves it, and then they are
-    bfloat16 in any run. A FILE.py with `adapter = Picotron(tables=None)` is a trainer."""
+    """The adapter of a checkout of picotron.
+
+    where: the checkout; without it no case can run. tables: the dtype of the rotary tables, by the variable DTYPE. None
+    sets no DTYPE, as train.py leaves it: they are bfloat16 in any run then. A FILE.py with `adapter =
+    Picotron(tables=None)` is a trainer.
+    """
 
     where: str | None = None
     tables: str | None = "float32"
@@ -50,15 +55,19 @@ class Picotron(Adapter):
         return replace(self, where=source)
 
     def traits(self, case: Case) -> TrainerTraits:
-        """Return one rate for all steps, and K/V exchanged over cp by send and receive. Buckets are kept, as DDP's are."""
+        """Return what the plan has to know: one rate for all steps, K/V exchanged over cp by send and receive, and its
+        own model.
+        """
         return TrainerTraits(own_model=True, cp_sends=True, rates=(case.training.lr,) * case.training.steps)
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
+        """Return a sentence for each part of picotron that does not run as its users run it."""
         from harness.adapters.picotron.lent import replaced_parts
 
         return replaced_parts(self.tables, device)
 
     def unsupported(self, case: Case) -> str | None:
+        """Return why the case cannot run: no checkout is there, or the first thing that picotron cannot do. None if it can."""
         if not Path(self.where or "", "picotron", "process_group_manager.py").is_file():
             return (
                 f"picotron is not at {self.where}"
@@ -78,7 +87,7 @@ class Picotron(Adapter):
 
 
 class Started(StartedTrainer):
-    """Stopped where train.py counts the parameters of the model, which is then whole and wrapped."""
+    """The started trainer: train.py, stopped where it counts the parameters of the model, which is then whole and wrapped."""
 
     def __init__(self, case: Case, weights: Path | None, device: str, adapter: Picotron) -> None:
         from harness.adapters.picotron import lent
@@ -105,6 +114,7 @@ class Started(StartedTrainer):
 
 
 def _limits(case: Case) -> Iterator[str]:
+    """Yield a sentence for each thing that the case requests and picotron cannot do. Nothing if it can run."""
     dims = case.dims
     recipe = case.training
     for key, value in WRITTEN.items():

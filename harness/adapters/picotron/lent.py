@@ -1,7 +1,7 @@
-"""What picotron's train.py gets in place of what it downloads, and stubs for a machine without accelerator.
+"""The substitutes that picotron's train.py gets for what it downloads, and the stubs for a machine without accelerator.
 
-Its imports ask for flash-attn, wandb, datasets, transformers and safetensors, of which a run on CPU needs a configuration and
-a data set: both are the case's. Its own sampler, loader and collation bring the samples to the ranks.
+Its imports ask for flash-attn, wandb, datasets, transformers and safetensors. A run on CPU needs a configuration and a
+data set of them: both are the case's. Its own sampler, loader and collation bring the samples to the ranks.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ SIZES = {
 
 
 def replaced_parts(tables: str | None, device: str) -> tuple[str, ...]:
+    """Return a sentence for each part of picotron that does not run as its users run it. tables: as of Picotron."""
     texts = ["weights: its download by the seed's", "samples: text by the recipe's, behind its own sampler and loader"]
     if tables:
         texts.append(f"rotary tables: {tables} by its variable DTYPE, which train.py never sets")
@@ -48,7 +49,10 @@ def replaced_parts(tables: str | None, device: str) -> tuple[str, ...]:
 
 
 def lend(case: Case, tables: str | None, device: str) -> None:
-    """Arrange all of it. Call it before picotron is imported."""
+    """Put stubs for picotron's imports into sys.modules, and set its environment variables.
+
+    Call it before picotron is imported.
+    """
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
     os.environ["FLASH_ATTEN"] = "0"
     if tables:
@@ -65,7 +69,7 @@ def lend(case: Case, tables: str | None, device: str) -> None:
 
 
 class Text:
-    """The part of a data set that picotron uses: the columns, and the samples that it is cut into."""
+    """The part of a data set that picotron uses: column names, and `map`, which returns the case's samples."""
 
     column_names = ("text",)
 
@@ -77,12 +81,16 @@ class Text:
 
 
 def _sample(tokens: Tensor, labels: Tensor) -> dict[str, list[int]]:
-    """Labels are the next tokens, and the last one stands behind the sample."""
+    """Return one sample as picotron's loader takes it: {"input_ids": tokens, and the last label behind them}."""
     return {"input_ids": [*tokens.tolist(), int(labels[-1])]}
 
 
 def hand_over(case: Case, script: Script, metrics: list[Metrics]) -> None:
-    """Put the recipe's samples and the harness's hooks into the script, before it is run."""
+    """Replace names in the script, before it runs: downloads, averaging of losses, counting of parameters, pipeline steps.
+
+    The loss of each step is appended to `metrics`: None but on the last stage. Where parameters are counted, the script
+    stops.
+    """
 
     def note_average(average: Any) -> Any:
         def average_and_note(*args: Any) -> float:
@@ -93,6 +101,7 @@ def hand_over(case: Case, script: Script, metrics: list[Metrics]) -> None:
         return average_and_note
 
     def wait_and_count(model: nn.Module) -> int:
+        """Report DDP and the schedule to the probe, stop the script, then return the number of the model's parameters."""
         if process_grid().cp_dp_world_size > 1:
             note_wrapper(model, "ddp", replicate_ranks=process_grid().cp_dp_group_ids)
         if case.dims.pp > 1:
@@ -109,11 +118,12 @@ def hand_over(case: Case, script: Script, metrics: list[Metrics]) -> None:
 
 
 def process_grid() -> Any:
-    """Return this rank's place, once it has joined."""
+    """Return picotron's process group manager, with this rank's coordinates. The rank must have joined."""
     return sys.modules["picotron.process_group_manager"].__dict__["process_group_manager"]
 
 
 def configuration(case: Case, device: str) -> str:
+    """Return the JSON of picotron's configuration file for a case."""
     dims = case.dims
     recipe = case.training
     degrees = {"tp_size": dims.tp, "cp_size": dims.cp, "pp_size": dims.pp, "dp_size": dims.dp}
@@ -151,9 +161,10 @@ def _run_as_pass_of_schedule(train_step: Any) -> Any:
 
 
 def show_actions(model: Any, microbatches: int) -> None:
-    """Note each forward and backward of a pipeline's schedule.
+    """Patch a stage's model so that the probe records each forward and backward of a pipeline's schedule.
 
-    picotron's schedules call the model's `forward`, past the hooks of a module: here that is a call of the module itself.
+    picotron's schedules call the model's `forward`, past the hooks of a module: here that becomes a call of the module
+    itself.
     """
     forward = model.forward
     backward = model.backward

@@ -1,1 +1,1 @@
-"""What adapters of several trainers need."""
+"""Parts that adapters of several trainers share."""

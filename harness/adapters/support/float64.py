@@ -1,4 +1,4 @@
-"""A float64 recipe is kept in float64: a trainer's casts to float32 (norms, rotary embedding, loss) mean "at least float32".
+"""Patches that keep a float64 recipe in float64: a trainer's casts to float32 then mean "at least float32".
 
 Trainers write `x.float()` where bfloat16 is too narrow. Cutting float64 there would hide mistakes below 1e-7. Which
 operations run, and on which ranks, is unchanged.
@@ -16,9 +16,10 @@ from torch import Tensor
 
 
 def preserve(name: str, *modules: str) -> None:
-    """Models are made in the recipe's dtype `name`. Only ever widens: bfloat16 recipes are left to the trainer's own options.
+    """Patch torch for a float64 recipe: float64 is the default dtype, and `Tensor.float` does not narrow.
 
-    modules: in these torch.float32 is as wide as well.
+    Other recipes change nothing.
+    name: the recipe's dtype. modules: in these torch.float32 means float64 as well.
     """
     if name != "float64":
         return
@@ -27,7 +28,10 @@ def preserve(name: str, *modules: str) -> None:
 
     @functools.wraps(original)
     def at_least_float32(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Whole numbers become float64, as float32 would be the dtype of all that follows."""
+        """Return float64 tensors as they are, other floats as float32, and whole numbers as float64.
+
+        Whole numbers in float32 would make all that follows float32.
+        """
         if tensor.dtype == torch.float64:
             return tensor
         return original(tensor, *args, **kwargs) if tensor.is_floating_point() else tensor.double()
@@ -37,7 +41,10 @@ def preserve(name: str, *modules: str) -> None:
 
 
 def widen(name: str, *modules: str) -> None:
-    """Make torch.float32 as wide as float64 in these modules, in a recipe of float64. name: the recipe's dtype."""
+    """Make torch.float32 mean float64 in these modules, by replacing their `torch`.
+
+    Nothing unless the recipe's dtype is float64.
+    """
     if name != "float64":
         return
     for module in modules:
@@ -45,5 +52,7 @@ def widen(name: str, *modules: str) -> None:
 
 
 class _Wide(ModuleType):
+    """A stand-in for the module torch, in which `float` and `float32` are float64."""
+
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, "float64" if name in ("float", "float32") else name)

@@ -1,4 +1,4 @@
-"""The recipe's learning rates, for a trainer that knows no such schedule."""
+"""A patch of torch's LambdaLR to the recipe's learning rates, for a trainer that has no such schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.reference.train import lr_factor
 
 
 def follow_recipe(case: Case) -> None:
-    """Every LambdaLR made from now on has the recipe's factors, whatever function it is given."""
+    """Patch LambdaLR: every one made from now on has the recipe's factors, whatever function it gets."""
     original = LambdaLR.__init__
 
     def with_recipe(self: LambdaLR, optimizer: Any, lr_lambda: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What of a case's requests a trainer is not known to do."""
+"""The requests of a case that a trainer is not known to fulfil."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ NOT_PASSED_ON = "has no such option, or this adapter does not pass it on"
 
 
 def beyond(case: Case, known: Mapping[str, Any], who: str, *, saves: bool = False) -> Iterator[str]:
-    """A reason for everything that a case requests and a trainer is not known to do: what `unsupported` may begin with.
+    """Yield a sentence for everything that a case requests and a trainer is not known to do. Nothing if it can do all.
 
-    known: by key of the case's dims, features, training and model, the values allowed beside the usual one, or ... for any.
-    saves: whether it writes checkpoints and resumes from them.
+    known: by key of the case's dims, features, training and model, the values allowed beside the usual one, or ... for
+    any.
+    who: the trainer's name. saves: whether it writes checkpoints and resumes from them.
     """
     for record in (case.dims, case.features, case.training, case.model):
         for field in dataclasses.fields(record):

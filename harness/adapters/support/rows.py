@@ -11,7 +11,11 @@ if TYPE_CHECKING:
 
 
 def halves(case: Case) -> dict[str, np.ndarray]:
-    """`rows` of a trainer whose rotary embedding turns entry i of a head with entry i + head_dim / 2, not its neighbour."""
+    """Return by fqn of wq and wk the order of rows of a trainer that turns halves of a head. It is an adapter's `rows`.
+
+    Its rotary embedding turns entry i of a head with entry i + head_dim / 2. The reference turns an entry with its
+    neighbour.
+    """
     import numpy as np
 
     size = case.model.head_dim

@@ -1,7 +1,7 @@
-"""A trainer that is a script. It runs as a program up to its first forward pass that trains, stops there, and runs on later.
+"""A trainer that is a script: it runs as a program up to its first forward pass that trains, stops there, and runs on later.
 
-The script is not edited. What it imports, builds and wraps is its own; it sees the arguments of a command line. It may end
-as scripts do: the process group is left by the adapter, once all has been read.
+The script is not edited. What it imports, builds and wraps is its own; it sees the arguments of a command line. It may
+end as scripts do: the process group is left by the adapter, once all has been read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, 
 
 
 class Script:
-    """A script that a trainer is. No line of it is run before `set_up`."""
+    """A trainer's script, run in a thread of this process. No line of it is run before `set_up`."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         """dtype: the recipe's; where that is float64, float32 means it in the script and in all that it imports from beside
@@ -50,17 +50,23 @@ class Script:
         self._called: Any = nn.Module.__call__
 
     def replace(self, name: str, value: Any) -> None:
-        """Replace a name in the script and in all beside it. If nothing has this name, `set_up` raises ValueError."""
+        """Give a name in the script, and in all modules beside it, another value.
+
+        If nothing has this name, `set_up` raises ValueError.
+        """
         self.wrap(name, lambda _: value)
 
     def wrap(self, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace a name as `replace` does, by what `make` returns for its value."""
+        """Give a name in the script, and in all modules beside it, the value that `make` returns for the old one."""
         self._makes[name] = make
 
     def set_up(self, arguments: Sequence[str], load: Load) -> nn.Module:
-        """The module that its first forward pass with gradients calls, with whatever wraps it; what it evaluates before is not
-        stopped. load: copies weights into a model, before FSDP1 has flattened it, or else where that pass begins. Raises what
-        the script raises."""
+        """Run the script up to its first forward pass with gradients. Return the module that this pass calls, with its wrapper.
+
+        arguments: of the command line. load: copies weights into a model, before FSDP1 flattens it, else where that
+        pass begins. An evaluation before is not stopped. Raises what the script raises, and ValueError for a replaced
+        name that was not found.
+        """
         sys.argv = [str(self.path), *arguments]
         loaded = _before_fsdp1(load)
         self._at_first_call()
@@ -76,15 +82,21 @@ class Script:
         return self._model
 
     def wait(self, model: nn.Module) -> None:
-        """Stop here. An adapter puts this into a script whose first forward pass is too late to stop. In a pipeline the
-        last stage waits for the others first. model: what the script trains, with whatever wraps it."""
+        """Stop the script here, in the script's own thread, until `run` is called. Only the first call stops it.
+
+        An adapter puts this into a script whose first forward pass is too late to stop: the last stage of a pipeline
+        waits for the others before it.
+        model: what the script trains, with its wrapper.
+        """
         nn.Module.__call__ = self._called
         self._model = model
         self._function.wait()
 
     def hold(self, name: str) -> None:
-        """Stop the script where it calls the function of this name, and again behind the call. The call itself is run by `run`
-        in between: what it moves, as a checkpoint does, belongs to no step."""
+        """Have the script stop before and after each call of the function of this name.
+
+        The call itself runs in a `run` of its own. What it moves in between, as a checkpoint does, belongs to no step.
+        """
 
         def pause_around(original: Any) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -98,10 +110,14 @@ class Script:
         self.wrap(name, pause_around)
 
     def run(self) -> None:
-        """Run on to where it is held, or to its end. Raises what the script raises."""
+        """Run the script on to where it is held, or to its end. Raises what it raises."""
         self._function.train()
 
     def _run(self) -> None:
+        """Run all statements of the script, in its thread. Replaced names are put in before each statement that acts.
+
+        Raises RuntimeError if it exits with a code other than 0.
+        """
         module = _module(self.path)
         try:
             for acts, code in acting_statements(self.path):
@@ -113,7 +129,11 @@ class Script:
                 raise RuntimeError(f"{self.path.name} ended with exit code {end.code}") from end
 
     def put_in(self) -> None:
-        """Put what the adapter replaces, and float64, into all that is defined by now."""
+        """Put replaced names, and float64 in the place of float32, into the script and the modules beside it that are
+        loaded by now.
+
+        A name that comes later is put in at the next call. Each replacement is made once.
+        """
         for module in self.beside():
             if hasattr(module, "torch"):
                 float64.widen(self.dtype, module.__name__)
@@ -123,14 +143,17 @@ class Script:
                 setattr(module, own, self._given[own])
 
     def beside(self) -> list[ModuleType]:
-        """Return the modules loaded so far that are the script or lie beside it."""
+        """Return the modules loaded so far that are the script, or lie in its folder or below."""
         for name, module in list(sys.modules.items()):
             if name not in self._beside:
                 self._beside[name] = is_beside(module, self.path)
         return [sys.modules[name] for name, is_own in self._beside.items() if is_own and name in sys.modules]
 
     def _at_first_call(self) -> None:
-        """Trap: stopped before the module looks for its hooks, so that those that are put on it now see this very call."""
+        """Patch `Module.__call__` to stop the script's thread at its first call that records gradients.
+
+        Trap: it stops before the module looks for its hooks, so that hooks that are put on it now see this very call.
+        """
         original = self._called = nn.Module.__call__
 
         def stop(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -142,8 +165,11 @@ class Script:
 
 
 def _cut_again(model: nn.Module) -> None:
-    """An evaluation before the first step leaves FSDP's root gathered: weights copied there would be dropped, and step 1 would
-    gather less than the others."""
+    """Reshard all FSDP units of a model.
+
+    An evaluation before the first step leaves FSDP's root gathered: weights copied there would be dropped, and step 1
+    would gather less than the others.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -157,14 +183,17 @@ def _cut_again(model: nn.Module) -> None:
 
 
 def _is_shard_call(handle: Any) -> bool:
-    """Return whether a unit of FSDP1 is cut: one without parameters is not, and on a single rank none is."""
+    """Return whether a unit of FSDP1 is sharded.
+
+    False for a unit without parameters, and on a single rank. handle: FSDP1's, or None.
+    """
     return handle is not None and handle.uses_sharded_strategy
 
 
 def acting_statements(path: Path) -> Iterator[tuple[bool, CodeType]]:
     """Yield (whether a statement acts as a program does, the statement compiled), in the order in which they run.
 
-    Statements under `if __name__ == "__main__"` act; without that, those that define nothing.
+    Statements under `if __name__ == "__main__"` act; without that, those that define nothing. Bare texts are left out.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     futures = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
@@ -184,7 +213,10 @@ def _is_main(node: ast.stmt) -> bool:
 
 
 def _module(path: Path) -> ModuleType:
-    """Empty, under its own name, and not as the program that is run: what it starts may import it again."""
+    """Make an empty module for the script, put it into sys.modules under the file's name, and return it.
+
+    Its folder goes to sys.path. It is not `__main__`: processes that it starts may import it again.
+    """
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -195,7 +227,7 @@ def _module(path: Path) -> ModuleType:
 
 
 def is_beside(module: ModuleType, path: Path) -> bool:
-    """Return whether the module is the script's own, in its folder or below. What is installed there is not."""
+    """Return whether the module lies in the script's folder or below, and not where packages are installed."""
     file = getattr(module, "__file__", None)
     folder = path.resolve().parent
     if not isinstance(file, str) or not (resolved := Path(file).resolve()).is_relative_to(folder):
@@ -206,14 +238,17 @@ def is_beside(module: ModuleType, path: Path) -> bool:
 
 @functools.cache
 def _is_installed(folder: Path) -> bool:
-    """Return whether packages are installed into this folder, or it is an environment's, or hidden, as caches are."""
+    """Return whether the folder holds installed packages, is an environment's, or is hidden, as caches are."""
     named = folder.name in ("site-packages", "dist-packages") or folder.name.startswith(".")
     prefixes = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
     return named or folder in prefixes or (folder / "pyvenv.cfg").exists() or any(folder.glob("*.dist-info"))
 
 
 def _before_fsdp1(load: Load) -> list[nn.Module]:
-    """Load into what FSDP1 is about to wrap, the first time; whole, for it wraps parts from within. The list has it then."""
+    """Patch FSDP1 to load weights into the first module that it wraps, while that is whole.
+
+    Return a list that then has the module. Only the first one is loaded. The list stays empty if FSDP1 wraps nothing.
+    """
     original = FullyShardedDataParallel.__init__
     loaded = list[nn.Module]()
 
@@ -228,7 +263,7 @@ def _before_fsdp1(load: Load) -> list[nn.Module]:
 
 
 def _keep_process_group() -> None:
-    """A script that leaves it at its end does so later, by the adapter's `stop`."""
+    """Patch destroy_process_group to do nothing in the script's thread: the adapter's `stop` leaves the group later."""
     original = dist.destroy_process_group
 
     def leave(*args: Any, **kwargs: Any) -> None:

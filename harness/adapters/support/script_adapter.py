@@ -1,4 +1,6 @@
-"""The adapter of a script: a subclass says its file, its names, its flags, and what makes its samples."""
+"""The base class of a script's adapter: a subclass gives the script's file, its names, its flags, and what makes its
+samples.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ class ScriptAdapter(Adapter):
     reports = ()
 
     def arguments(self, case: Case, device: str) -> list[str]:
-        """Return the command line that requests the case."""
+        """Return the words of the command line that request the case. A subclass must define it."""
         raise NotImplementedError
 
     def samples(self, script: Script, case: Case, rank: int) -> None:
@@ -51,13 +53,15 @@ class ScriptAdapter(Adapter):
         """Do what is left to do before the first step. model: what the script calls, wrapper included."""
 
     def of(self, source: str) -> ScriptAdapter:
-        """Return the adapter of the same script in another checkout."""
+        """Return a copy of this adapter for the same script in another checkout. source: the root of that checkout."""
         other = copy.copy(self)
         other.script = Path(source).resolve() / self.script.resolve().relative_to(repository(self.script))
         return other
 
     def traits(self, case: Case) -> TrainerTraits:
-        """Return that its model is its own: in float32 it rounds at other places than the reference."""
+        """Return traits that say only that the model is the script's own: in float32 it rounds at other places than the
+        reference.
+        """
         return TrainerTraits(own_model=True)
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
@@ -74,7 +78,7 @@ class ScriptAdapter(Adapter):
 
 
 class StartedScript(StartedTrainer):
-    """A script that ran up to its first forward pass that trains."""
+    """The started trainer of a script, which ran up to its first forward pass that trains."""
 
     def __init__(self, adapter: ScriptAdapter, case: Case, weights: Path | None, device: str) -> None:
         from harness.adapters.support.script import Script
@@ -97,7 +101,7 @@ class StartedScript(StartedTrainer):
         self.script.run()
 
     def save(self, folder: Path) -> None:
-        """Run the function that is held: the script saves where its arguments say."""
+        """Run the function of the script that is held, which saves where its arguments say. `folder` is not used."""
         self.script.run()
 
     def resume(self, folder: Path) -> None:
@@ -105,7 +109,7 @@ class StartedScript(StartedTrainer):
 
 
 def repository(script: Path) -> Path:
-    """Return the nearest folder above that a repository begins with; without any, the script's own."""
+    """Return the nearest folder above the script that is a repository's root; without any, the script's own folder."""
     folders = script.resolve().parents
     for folder in folders:
         if any((folder / mark).exists() for mark in MARKS):
@@ -114,7 +118,7 @@ def repository(script: Path) -> Path:
 
 
 def import_from(root: Path) -> None:
-    """Import a repository's packages from its root, or from src in it, before installed ones."""
+    """Put a repository's root, and src in it if it is there, first in sys.path."""
     for folder in (root, root / "src"):
         if folder.is_dir():
             put_first(str(folder))

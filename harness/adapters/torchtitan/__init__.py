@@ -1,7 +1,8 @@
-"""torchtitan, unmodified, as the trainer under test: the installed one, another version, or a checkout of any commit.
+"""The adapter of torchtitan, unmodified, as the trainer under test: the installed one, another version, or a checkout
+of any commit.
 
-Its own mesh, data-parallel set-up, loop, clipping and optimizer are examined. Handed over as data are the model's sizes,
-the seed weights, the samples and the recipe's learning rates; nothing of torchtitan's sources is edited.
+Its own mesh, data-parallel set-up, loop, clipping and optimizer are examined. Handed over as data are the model's
+sizes, the seed weights, the samples and the recipe's learning rates; nothing of torchtitan's sources is edited.
 
     source.py           where torchtitan comes from, and which version it is.
     syntax.py           what its files define and call, without importing them.
@@ -45,14 +46,16 @@ from harness.core.trainers.support.alone import needs_memory
 
 @dataclass(frozen=True)
 class Torchtitan(Adapter):
-    """harness.core.trainers.Adapter.
+    """The adapter of one torchtitan. See harness.core.trainers.Adapter for its methods.
 
-    spmd_backend: parallelism.spmd_backend of versions that have it; None: the default of its users, or "partial_dtensor" where
-    that cannot start. A FILE.py with `adapter = Torchtitan(spmd_backend="full_dtensor")` is a trainer.
+    spmd_backend: parallelism.spmd_backend of versions that have it; None: the default of its users, or
+    "partial_dtensor" where that cannot start. A FILE.py with `adapter = Torchtitan(spmd_backend="full_dtensor")` is a
+    trainer.
 
-    options: other options of torchtitan, as its users give them: {"metrics.log_freq": 2}; None leaves one as torchtitan has it
-    where the case would say. With one of `lr_scheduler` its own learning rates are under test, and the case says `rates`.
-    With validation on by these, it is of the samples of the step that comes next, and its loss is judged as that step's.
+    options: other options of torchtitan, as its users give them: {"metrics.log_freq": 2}; None leaves one as torchtitan
+    has it where the case would say. With one of `lr_scheduler` its own learning rates are under test, and the case says
+    `rates`. With validation on by these, it is of the samples of the step that comes next, and its loss is judged as
+    that step's.
     """
 
     where: str | None = None  # a checkout, a folder that holds the package, or None for the installed one
@@ -65,7 +68,10 @@ class Torchtitan(Adapter):
 
     @property
     def preload(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Return the modules that this era imports in addition to torch; an installed torchtitan is itself imported."""
+        """Return the modules that the rank server imports for this era in addition to torch. Empty if no torchtitan is found.
+
+        An installed torchtitan of the newest API is itself among them.
+        """
         try:
             era = self._installed_source().era
         except source.NotThere:
@@ -90,6 +96,7 @@ class Torchtitan(Adapter):
         return dataclasses.replace(self._installed_source().traits(case), **self.chosen)
 
     def unsupported(self, case: Case) -> str | None:
+        """Return why this torchtitan cannot run the case: it is not there, or the first obstacle. None if it can."""
         try:
             installed = self._installed_source()
             types = source.is_by_types(case, installed.era, self.spmd_backend)
@@ -98,12 +105,16 @@ class Torchtitan(Adapter):
             return str(error)
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
+        """Return a sentence for each part of torchtitan that does not run as its users run it. Raises NotThere."""
         from harness.adapters.torchtitan.replaced import replaced_parts
 
         return tuple(replaced_parts(case, self._installed_source(), device))
 
     def unsupported_alone(self, case: Case) -> str | None:
-        """Return why not. Without comparing numbers, any precision will do, and any rotary frequencies."""
+        """Return why a rank of the case cannot run alone, in pre-flight; None if it can.
+
+        Numbers are not compared there, so the case's precision and its scaling of rotary frequencies do not count.
+        """
         features = dataclasses.replace(case.features, reduce_dtype=None)
         model = dataclasses.replace(case.model, rope_scaling=None)
         training = dataclasses.replace(case.training, dtype="float64", compute_dtype=None)
@@ -114,11 +125,13 @@ class Torchtitan(Adapter):
         return next(needs_memory(case), None)
 
     def _exchanges_by_types(self, case: Case) -> bool:
+        """Return whether a pipeline's stages exchange what spmd_types says. False for torchtitan before 2026-02-23."""
         if self._installed_source().era.run_by != TRAINER_CONFIG.run_by:
             return False
         return source.is_by_types(case, self._installed_source().era, self.spmd_backend)
 
     def importable(self) -> None:
+        """Have imports find this torchtitan first, and forget another one that is imported already. Raises NotThere."""
         installed = self._installed_source()
         source.forget_another(installed.package)
         folder = str(installed.folder)
@@ -135,6 +148,11 @@ class Torchtitan(Adapter):
         return self._run(case, weights, device)
 
     def _run(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
+        """Arrange this process for torchtitan and return the trainer, started by the module for its era. weights: None
+        for the seed's.
+
+        On CPU, torch is patched. The recipe's learning rates are put in unless an option of `lr_scheduler` is given.
+        """
         from harness.adapters.support import float64, learning_rate
         from harness.adapters.torchtitan import cpu, torch_names
         from harness.core.trainers.support import cpu_attention, process_group
@@ -154,7 +172,7 @@ class Torchtitan(Adapter):
         return runs.start(case, installed, weights, device)
 
     def _installed_source(self) -> source.Source:
-        """Raises NotThere."""
+        """Return the torchtitan at `where`, or the installed one, with this adapter's options. Raises NotThere."""
         return dataclasses.replace(source.find_source(self.where), spmd_backend=self.spmd_backend, options=self.options)
 
     def fqn(self, name: str) -> str:

@@ -1,7 +1,7 @@
-"""All that has to be arranged before torchtitan is imported on a machine without accelerator; never applied on GPUs.
+"""Patches that are applied before torchtitan is imported on a machine without accelerator; never on GPUs.
 
-Nothing here changes what is computed or communicated: it answers questions about a device, and lends names that are
-only used by GPU code.
+Nothing here changes what is computed or communicated. They answer questions about a device, and stub names that only
+GPU code uses.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ CUDA = re.compile(r"\bcuda\b")
 
 
 def arrange(source: Source) -> None:
+    """Apply all patches of this module that the source's version needs, to torch and to imports in this process."""
     before_import()
     lend_memory_calls()
     if source.era.run_by == MAIN_FUNCTION.run_by:
@@ -45,14 +46,17 @@ def arrange(source: Source) -> None:
 
 
 def before_import() -> None:
-    """Answer for a CPU what a module of torchtitan asks as it is imported."""
+    """Patch what a module of torchtitan asks of torch as it is imported.
+
+    Stub triton and readers of text that are not installed.
+    """
     torch._utils._get_available_device_type = lambda: "cpu"
     keep_attention()
     sys.meta_path.append(Lend(("triton", *READERS)))
 
 
 def keep_attention() -> None:
-    """Let selective checkpointing keep the CPU's operator of attention. Its list of operators has the GPU's."""
+    """Patch torch's selective checkpointing to treat the CPU's attention operator like the GPU's, which policies name."""
     original = checkpoint.create_selective_checkpoint_contexts
     aten = torch.ops.aten
     cpu_operator = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -68,7 +72,7 @@ def keep_attention() -> None:
 
 
 def lend_memory_calls() -> None:
-    """Answer what a memory monitor asks of torch.cuda."""
+    """Add to torch.cpu the functions of torch.cuda that a memory monitor calls. Those that torch.cpu has are left alone."""
     answers: dict[str, Any] = {
         "set_device": lambda *_: None,
         "get_device_name": lambda *_: "cpu",
@@ -84,7 +88,7 @@ def lend_memory_calls() -> None:
 
 
 def use_gloo() -> None:
-    """Whatever backend is requested is gloo, whose barriers take no devices."""
+    """Patch torch.distributed: every process group is made with gloo, whatever is requested, and barriers ignore device_ids."""
     init = dist.init_process_group
     barrier = dist.barrier
 
@@ -99,7 +103,7 @@ def use_gloo() -> None:
 
 
 def sum_and_divide() -> None:
-    """gloo can neither multiply nor average while it sums: FSDP2 divides separately, as on devices of type mtia."""
+    """Patch FSDP2 to sum and then divide gradients, as on devices of type mtia: gloo can neither multiply nor average."""
     original = _fsdp_collectives._get_gradient_divide_factors
 
     def divide_apart(scatter: Any, reduce: Any, dtype: Any, device_type: str = "", *args: Any, **kwargs: Any) -> Any:
@@ -109,12 +113,15 @@ def sum_and_divide() -> None:
 
 
 def pin_nothing() -> None:
-    """Memory is pinned for an accelerator to copy from, and torch refuses to where there is none."""
+    """Patch CPUOffloadPolicy to pin no memory, which torch refuses without an accelerator."""
     CPUOffloadPolicy.__init__ = functools.partialmethod(CPUOffloadPolicy.__init__, pin_memory=False)
 
 
 def attend_densely() -> None:
-    """FlexAttention has no backward on CPU, nor needs its mask be compiled: attention is torch's, with that mask whole."""
+    """Patch torchtitan's FlexAttention to use dense_attention, and masks to be made uncompiled.
+
+    FlexAttention has no backward on CPU.
+    """
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
     from torch.nn.attention.flex_attention import create_block_mask
     from torchtitan.models.common import attention
@@ -126,7 +133,10 @@ def attend_densely() -> None:
 def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """q [b, n, t, h]; k, v [b, m, s, h]. Memory is O(t s)."""
+    """Return (attention, None) by SDPA, with the block mask as one whole mask. The output is [b, n, t, h].
+
+    q [b, n, t, h]; k, v [b, m, s, h]. Memory is O(t s).
+    """
     from torch.nn.attention.flex_attention import create_mask
 
     sees = create_mask(block_mask.mask_mod, q.shape[0], 1, q.shape[2], k.shape[2], device="cpu")
@@ -135,7 +145,10 @@ def dense_attention(
 
 
 class ReadAsCpu(importlib.abc.MetaPathFinder):
-    """Sources below a folder are read with the word cuda replaced by cpu: the early ones have it hard-coded."""
+    """An import finder that has torchtitan's sources below a folder read with the word cuda replaced by cpu.
+
+    Early versions have cuda hard-coded.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -151,21 +164,31 @@ class ReadAsCpu(importlib.abc.MetaPathFinder):
 
 
 class CpuLoader(importlib.machinery.SourceFileLoader):
-    """No byte code is kept: it would be found by whoever imports the same file on a GPU."""
+    """A loader that compiles a source with the word cuda replaced by cpu. It writes no byte code.
+
+    Byte code would be found by whoever imports the same file on a GPU.
+    """
 
     def get_code(self, fullname: str) -> Any:
+        """Return the compiled source of the module, with cuda replaced by cpu."""
         path = self.get_filename(fullname)
         return compile(CUDA.sub("cpu", Path(path).read_text(encoding="utf-8")), path, "exec", dont_inherit=True)
 
 
 class Lend(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Packages that are not installed, as modules whose every name is there and does nothing; last in the line of finders."""
+    """An import finder that stubs packages which are not installed: each name in them exists and does nothing.
+
+    It must be the last finder. names: of the packages.
+    """
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return the spec of a stand-in for a module of `names`. None for other packages, and inside installed ones."""
+        """Return the spec of a stub for a module of the packages in `names`.
+
+        None for other packages, and inside installed ones.
+        """
         package = name.partition(".")[0]
         installed = name != package and not isinstance(sys.modules.get(package), _Lent)  # has what it has, and no more
         wanted = package in self.names and not installed
@@ -178,7 +201,10 @@ class Lend(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Lent(ModuleType):
-    """Names with a capital are classes: torch asks whether something is an instance of triton's."""
+    """A stubbed module. A name with a capital is an empty class, any other an object that can be called and does nothing.
+
+    Classes are needed because torch asks whether something is an instance of triton's.
+    """
 
     __version__ = "0.0.0"
 
@@ -189,7 +215,7 @@ class _Lent(ModuleType):
 
 
 class _Nothing:
-    """Used as a decorator it leaves the function alone."""
+    """An object whose every attribute and call is another such object. Used as a decorator it leaves the function alone."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 

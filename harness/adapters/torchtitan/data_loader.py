@@ -1,4 +1,4 @@
-"""The case's samples in the place of torchtitan's data loader, in the form that each version takes."""
+"""Data loaders for torchtitan with the case's samples, in the form that each version takes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from harness.reference.data import documents
 
 
 class Samples:
-    """The case's samples of the data-parallel rank that torchtitan says this is, step after step: its data loader. Its
-    state is the last step that it gave samples of, the same on all ranks."""
+    """A data loader with the case's samples of one data-parallel rank, step after step, as (tokens, labels) of whole batches.
+
+    dp_rank, dp_degree: as torchtitan passes them. at_start: called when iteration begins. Its state is the last step
+    whose samples it gave, equal on all ranks.
+    """
 
     def __init__(self, case: Case, dp_degree: int, dp_rank: int, at_start: Callable[[], None]) -> None:
         self.case = case
@@ -46,20 +49,24 @@ class Samples:
 
 
 class Inputs(Samples):
-    """Tokens by name. No positions: without them attention is causal over the whole row, and needs no mask."""
+    """Samples with tokens by name: ({"input": tokens}, labels).
+
+    There are no positions: without them attention is causal over the whole row, and needs no mask.
+    """
 
     def batch(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
         return {"input": tokens}, labels
 
 
 class Positioned(Inputs):
-    """Inputs with positions, which context parallel cuts along.
+    """Inputs with the position of each token, which context parallel cuts along.
 
-    They count in each row, and begin anew with each document if the case has a document mask. SDPA makes no mask of them:
-    they only turn queries and keys. FlexAttention has a document begin wherever they begin anew.
+    Positions count in each row, and begin anew with each document if the case has a document mask. SDPA makes no mask
+    of them: they only turn queries and keys. FlexAttention begins a document wherever positions begin anew.
     """
 
     def batch(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+        """Return ({"input": tokens, "positions": int64 like labels}, labels)."""
         inputs, labels = super().batch(tokens, labels)
         positions = torch.arange(labels.shape[1]).expand(labels.shape)
         return inputs | {
@@ -68,7 +75,7 @@ class Positioned(Inputs):
 
 
 class Microbatches(Positioned):
-    """One at a time."""
+    """Positioned samples, one microbatch of `local_batch` rows at a time."""
 
     def __iter__(self) -> Iterator[Any]:
         size = self.case.local_batch
@@ -79,7 +86,7 @@ class Microbatches(Positioned):
 
 
 class Rows(Microbatches):
-    """A microbatch is one row, its samples end to end. Where positions begin anew torchtitan's mask has a sample begin."""
+    """Microbatches as one row each, their samples end to end. torchtitan's mask begins a sample where positions begin anew."""
 
     def __iter__(self) -> Iterator[Any]:
         for inputs, labels in super().__iter__():
@@ -87,9 +94,12 @@ class Rows(Microbatches):
 
 
 class Ahead:
-    """A data loader of validation. Each iterator gives the samples of the step that comes next, so that validation's loss is
-    the one that this step then has. If held-out samples are requested, it does so behind the last step, too.
-    make: samples from the first step on."""
+    """A data loader of validation: its n-th iterator begins with the samples of step n + 1.
+
+    So the loss of a validation after each step is the one that the next step has. At the end it repeats the last step.
+    If the case requests held-out samples, it continues behind it.
+    make: returns samples from the first step on.
+    """
 
     def __init__(self, make: Callable[[], Samples]) -> None:
         self.make = make
@@ -105,7 +115,11 @@ class Ahead:
 
 @dataclasses.dataclass
 class LoaderBuilder:
-    """The same in a configuration, whose builder it is; asked to build it once a validation."""
+    """The configuration of a validation's data loader, which builds an Ahead.
+
+    There is one for each dp_rank, however often it is built.
+    inputs: the form of the samples.
+    """
 
     case: Case
     inputs: type[Samples]
@@ -114,11 +128,12 @@ class LoaderBuilder:
     loaders: dict[int, Ahead] = dataclasses.field(default_factory=dict)
 
     def build(self, *, dp_world_size: int, dp_rank: int, **_: Any) -> Ahead:
+        """Return the data loader of a data-parallel rank: the same object at each call, so that it counts validations."""
         ahead = Ahead(lambda: self.inputs(self.case, dp_world_size, dp_rank, lambda: None))
         return self.loaders.setdefault(dp_rank, ahead)
 
 
 def document_positions(tokens: torch.Tensor) -> torch.Tensor:
-    """Return each token's place in its own document, from 0. tokens int64 [b, s]; int64 [b, s]"""
+    """Return each token's position in its own document, from 0: int64 [b, s]. tokens: int64 [b, s]."""
     document_numbers = documents(tokens)
     return (document_numbers.unsqueeze(-1) == document_numbers.unsqueeze(-2)).tril(-1).sum(-1)

@@ -1,4 +1,4 @@
-"""What can be requested of torchtitan of each time; a time is named by the API that it is run by."""
+"""The eras of torchtitan: what can be requested of each version. An era is named by the API that it is run by."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ COMPILERS = ("torch._inductor.compile_fx", "torch.nn.attention.varlen", "spmd_ty
 
 @dataclass(frozen=True)
 class Era:
-    """What torchtitan of a time can be requested, by the names of the case's keys; a key not listed must be as usual."""
+    """The requests that torchtitan of a time can fulfil, by the keys of a case.
+
+    A key that is not listed must have its usual value.
+    """
 
     name: str
     run_by: str  # the module here that does
@@ -48,7 +51,7 @@ class Era:
     renamed: tuple[tuple[str, str], ...] = ()
 
     def without(self, key: str) -> str:
-        """Why what a case requests by this key is not done."""
+        """Return why this torchtitan cannot be requested what a case has under this key, as a phrase."""
         if key == "muon" and self.dist_muon:
             return f"the DistMuon of {self.name} refuses all but CUDA devices, where this adapter was never run"
         if key in NOT_PASSED_ON:
@@ -58,11 +61,11 @@ class Era:
         return f"{self.name} has no such option"
 
     def masks(self, case: Case) -> bool:
-        """Whether attention sees what a mask made of positions has it see, rather than all that lies before in a row."""
+        """Return whether attention uses a mask made of positions. If not, a position sees all earlier ones in its row."""
         return self.flat or case.training.document_mask
 
     def fqn(self, name: str) -> str:
-        """The reference's spelling of a parameter's or module's name."""
+        """Return the reference's spelling of a parameter's or module's name."""
         name = ".".join(part for part in name.split(".") if part != "_checkpoint_wrapped_module")
         for theirs, ours in self.renamed:
             name = re.sub(rf"(^|\.){re.escape(theirs)}(\.|$)", rf"\1{ours}\2", name)

@@ -1,4 +1,4 @@
-"""What torchtitan gets wrong in just one way, known and shown without the harness: a case then must fail so."""
+"""The failures that torchtitan is expected to show: mistakes that are known and shown without the harness."""
 
 from __future__ import annotations
 
@@ -35,14 +35,17 @@ STALE = dataclasses.replace(
 
 
 def expected_failure(case: Case, era: Era, *, types: bool) -> ExpectedFailure | None:
-    """Return the expected failure of a case under 0.3.0 or later; if it resumes, of the first launch that has one. Earlier
-    versions, where this was not tried, have none. types: whether it shards by spmd_types, which unties a weight in every
-    layout, and sums once a crossing."""
+    """Return the failure that a case must show with this torchtitan; if it resumes, that of the first launch with one.
+
+    None without any. Versions before 0.3.0 have none, because this was not tried.
+    types: whether it shards by spmd_types, which unties a weight in every layout, and sums once a crossing.
+    """
     launches = (_of_launch(launched, era, types=types) for launched in case.launches.values())
     return next(filter(None, launches), None)
 
 
 def _of_launch(case: Case, era: Era, *, types: bool) -> ExpectedFailure | None:
+    """Return the failure that one launch must show; None without any. types: as of expected_failure."""
     if case.model.lora is not None and case.features.export:
         return ADAPTERS_LOST
     if not era.fed_microbatches or (case.dims.tp == 1 and not types):

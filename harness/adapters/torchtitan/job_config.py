@@ -1,4 +1,4 @@
-"""torchtitan's JobConfig, model sizes and TrainSpec, up to 2026-02, with the case's values.
+"""The case's values in torchtitan's JobConfig, model sizes and TrainSpec, up to 2026-02.
 
 An option is listed under every name that it ever had. It is given by the names that a version has; other names are left
 out.
@@ -40,7 +40,11 @@ CHECKPOINTING = {"none": ("none", ""), "full": ("full", ""), "layer": ("selectiv
 
 
 def configure_job(job: Any, case: Case, own_options: Mapping[str, Any] | None = None) -> Any:
-    """torchtitan's own defaults, the case's values, and options of one's own in their place."""
+    """Set the case's values in a JobConfig with torchtitan's defaults, and return it. Options of one's own take their place.
+
+    A configuration that parses a command line reads own_options from a file first. Also teaches torchtitan the dtype
+    float64.
+    """
     own_options = own_options or {}
     for name in CONFIG_MODULES:
         if name in sys.modules:
@@ -57,7 +61,10 @@ def configure_job(job: Any, case: Case, own_options: Mapping[str, Any] | None = 
 
 
 def read_options_file(job: Any, own: Mapping[str, Any]) -> None:
-    """A job that parses its command line reads these from a file, as its users have it read them."""
+    """Have a job parse a command line that names a TOML file with these options, as users give them.
+
+    Without options: no file.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "own.toml")
         path.write_text(toml_text(own))
@@ -65,7 +72,10 @@ def read_options_file(job: Any, own: Mapping[str, Any]) -> None:
 
 
 def toml_text(own: Mapping[str, Any]) -> str:
-    """Return options as TOML. Options that are None are left out. Texts, numbers and lists are written as in JSON."""
+    """Return options as TOML. Options that are None are left out. Texts, numbers and lists are written as in JSON.
+
+    own: by `section.name`.
+    """
     lines_by_section: dict[str, list[str]] = {}
     for name, value in own.items():
         if value is not None:
@@ -75,13 +85,16 @@ def toml_text(own: Mapping[str, Any]) -> str:
 
 
 def put(section: Any, key: str, value: object) -> None:
-    """Set the option if the section has it, and none that replaces it."""
+    """Set an option of a section. Nothing happens if the section does not have it, or has one that supersedes it."""
     if hasattr(section, key) and not hasattr(section, SUPERSEDED.get(key, "")):
         setattr(section, key, value)
 
 
 def options_of_case(case: Case) -> dict[str, Any]:
-    """Return options by `section.name`. Degrees were options of the section `training` before they had their own."""
+    """Return the case's values by `section.name`, under every name that a JobConfig ever had for them.
+
+    Degrees were options of the section `training` before they had their own.
+    """
     features = case.features
     degrees = options.parallelism(case) | _former_degrees(case)
     recompute, which = CHECKPOINTING[features.activation_checkpointing]
@@ -108,7 +121,7 @@ def options_of_case(case: Case) -> dict[str, Any]:
 
 
 def _former_degrees(case: Case) -> dict[str, Any]:
-    """And what else is said of parallelism under names that versions of this time alone have."""
+    """Return options of parallelism under names that only versions before 2026-02 have, without a section."""
     features = case.features
     return {
         "data_parallel_degree": case.dims.dp,
@@ -126,8 +139,8 @@ def _former_degrees(case: Case) -> dict[str, Any]:
 def stages(case: Case) -> list[list[str]]:
     """Return the names of the modules that each stage of a pipeline holds, the first stage in front.
 
-    Embedding lies on the first, norm and output on the last. torchtitan's own cut counts embedding and output as a layer
-    each.
+    The embedding is on the first stage, norm and output are on the last. torchtitan's own cut counts embedding and
+    output as a layer each.
     """
     parts = []
     for stage in range(case.n_stages):
@@ -138,7 +151,7 @@ def stages(case: Case) -> list[list[str]]:
 
 
 def sizes(flavor: Any, case: Case) -> Any:
-    """torchtitan's model arguments with the case's sizes.
+    """Return a copy of torchtitan's model arguments with the case's sizes. flavor: the arguments of one of its models.
 
     ffn_dim is the least multiple of `multiple_of` that is not below 8/3 dim times the multiplier, here 1. Where RoPE
     frequencies are always scaled, it is by 1.
@@ -161,7 +174,7 @@ def sizes(flavor: Any, case: Case) -> Any:
 
 
 def specify_model(spec: Any, case: Case, loader: Callable[..., Any]) -> Any:
-    """The TrainSpec with the case's sizes, and its samples in place of data set and tokenizer."""
+    """Put the case's sizes, samples and a dummy tokenizer into a TrainSpec, and return it. loader: builds the data loader."""
     flavors = next(getattr(spec, name) for name in FLAVORS if hasattr(spec, name))
     flavors[FLAVOR] = sizes(flavors[FLAVOR], case)
     spec.build_tokenizer_fn = spec.tokenizer_cls = lambda *_: tokenizer(case)
@@ -170,5 +183,5 @@ def specify_model(spec: Any, case: Case, loader: Callable[..., Any]) -> Any:
 
 
 def tokenizer(case: Case) -> SimpleNamespace:
-    """All that is asked of one without text."""
+    """Return a dummy tokenizer with the attributes that torchtitan reads when no text is tokenized."""
     return SimpleNamespace(n_words=case.model.vocab_size, eos_id=0)

@@ -1,4 +1,4 @@
-"""torchtitan from 2024-09-10 to 2025-03: `main(job_config)` in a script, at first beside the package, a namespace package."""
+"""The trainer of torchtitan from 2024-09-10 to 2025-03: `main(job_config)` in a script, at first beside the package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from harness.core.trainers.support.weights import load_weights
 
 
 class MainTrainer:
-    """harness.core.trainers.StartedTrainer around `main`, stopped where it asks its data loader for an iterator.
+    """The started trainer around `main`, stopped where it asks its data loader for an iterator.
 
     It trains to the last step of the case only. It cannot save or resume: both raise NotImplementedError.
     """
@@ -52,14 +52,19 @@ class MainTrainer:
         raise NotImplementedError
 
     def _run(self, _: TrainingFunction) -> None:
+        """Run torchtitan's `main`, in the thread of the training function."""
         self._train.main(self._job)
 
     def _has_output(self) -> bool:
-        """Return whether this rank has the output: a pipeline's other ranks report a loss of -1."""
+        """Return whether this rank has the output layer. A pipeline's other ranks report a loss of -1."""
         return any(getattr(part, "output", None) is not None for part in self.model_parts)
 
     def _substitute(self) -> None:
-        """At the names that `main` looks up in its own module, those that it has."""
+        """Replace names in the script's module: data loader, tokenizer, builder of optimizers, loggers, model sizes.
+
+        Names that this version does not have are left out. Weights are loaded when optimizers are built, and its sleep
+        is removed.
+        """
         train = self._train
         case = self._case
 
@@ -67,7 +72,9 @@ class MainTrainer:
             return Samples(case, dp_world_size, dp_rank, at_start=self._main.wait)
 
         def watched(build: Callable[..., Any]) -> Callable[..., Any]:
-            """A builder of optimizers gets the model when it is whole, and before any code reads its weights."""
+            """Return a builder of optimizers, changed to keep the model and load its weights first, before any code
+            reads them.
+            """
 
             def build_optimizers(model_parts: list[nn.Module], *args: Any) -> Any:
                 self.model_parts = list(model_parts)
@@ -106,7 +113,10 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Main
 
 
 def load_script(path: Path) -> ModuleType:
-    """Through the same loader as the package, where there is one."""
+    """Import a script as the module "torchtitan_train" and return it.
+
+    If the package is read as for CPU (ReadAsCpu), so is the script.
+    """
     from harness.adapters.torchtitan.cpu import CpuLoader, ReadAsCpu
 
     on_cpu = any(isinstance(finder, ReadAsCpu) for finder in sys.meta_path)

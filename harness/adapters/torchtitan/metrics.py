@@ -1,4 +1,4 @@
-"""What torchtitan reports, noted where it calls its logger."""
+"""The metrics that torchtitan reports, recorded where it calls its logger."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from harness.core.trainers import Metrics
 
 
 def note_logger(logger: Any, metrics: list[Metrics], shows: Callable[[], bool]) -> Any:
-    """Return the logger, whose values are noted now: the loss averaged over ranks and the largest, the gradient norm if any.
+    """Patch the logger to append a Metrics for each of its calls, and return it.
 
-    shows: as of note_processor.
+    Recorded are the loss averaged over ranks, the largest loss, the gradient norm and lr, None where missing.
+    shows: whether this rank knows the loss; else both losses are None.
     """
     original = logger.log
 
@@ -36,11 +37,13 @@ def note_processor(
     tells_largest: bool = True,
     separately: bool = False,
 ) -> Any:
-    """Return the metrics processor, whose values are noted now. Versions without a gradient norm log none.
+    """Patch the metrics processor to append a Metrics for each step that it logs, and return it.
 
-    shows: whether this rank knows the loss, when it comes to it; ranks without the last stage of a pipeline show -1.
-    tells_largest: False where the largest loss is known to be wrong.
-    separately: the loss of a validation is one more number; if not, it is judged as the loss of the step that comes next.
+    Without a gradient norm it is None.
+    shows: whether this rank knows the loss; without a pipeline's last stage torchtitan shows -1, recorded as None.
+    tells_largest: False where the largest loss is known to be wrong; it is None then.
+    separately: the loss of a validation is one more number of its step. If not, it takes the place of the next step's
+    loss.
     """
     original = processor.log
     validated: dict[int, float] = {}
@@ -55,6 +58,7 @@ def note_processor(
         original(step, average, largest, *norm, **extra)
 
     def note(loss: float, step: int) -> None:
+        """Keep the loss of a validation: for the next step, or as a number of its own step."""
         if not separately:
             validated[step + 1] = loss
         elif shows() and metrics and metrics[-1].step == step:
@@ -66,7 +70,10 @@ def note_processor(
 
 
 def note_validation(processor: Any, note: Callable[[float, int], None]) -> None:
-    """Note the loss of each validation, with the step that it follows."""
+    """Patch the processor to call note(loss, step) for each validation that it logs.
+
+    Does nothing if it has no `log_validation`.
+    """
     original = getattr(processor, "log_validation", None)
 
     def log_validation(loss: float, step: int, *args: Any, **kwargs: Any) -> None:

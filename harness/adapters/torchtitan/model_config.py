@@ -1,7 +1,7 @@
 """torchtitan's nested model configurations, since 2026-02-23, with the case's sizes.
 
-Since 2026-04 they come from builders of layers, before from one layer that is repeated. What a builder or a configuration
-of a time does not take, it is not given: see `known`.
+Since 2026-04 they come from builders of layers, before from one layer that is repeated. A builder or a configuration
+gets only those arguments that its version takes: see `call_with_known`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from harness.reference.config import ModelConfig
 
 
 def call_with_known(make: Callable[..., Any], **given: Any) -> Any:
-    """Return make(..) with those of these arguments that it takes."""
+    """Return make(..), called with those of the arguments that it takes. The others are dropped."""
     taken = inspect.signature(make).parameters
     return make(**{name: value for name, value in given.items() if name in taken})
 
 
 def put(config: Any, **given: Any) -> None:
-    """Set the options that it has."""
+    """Set those options that the configuration has. The others are dropped."""
     for name, value in given.items():
         if hasattr(config, name):
             setattr(config, name, value)
 
 
 def model_of_size(case: Case, *, masked: bool) -> Any:
-    """torchtitan's configuration of a Llama of the case's sizes."""
+    """Return torchtitan's configuration of a Llama of the case's sizes, with adapters of low rank if the case has them.
+
+    masked: attention uses a mask made of positions; torchtitan before 2026-04 ignores it.
+    """
     from torchtitan.models import llama3
 
     if not hasattr(llama3, "_build_llama3_layers"):
@@ -38,7 +41,10 @@ def model_of_size(case: Case, *, masked: bool) -> Any:
 
 
 def with_adapters(config: Any, case: Case) -> Any:
-    """Return it with torchtitan's own adapters of low rank, where the case has them: all else is frozen."""
+    """Return the configuration with torchtitan's LoRA on the case's targets, which freezes all else.
+
+    Unchanged without `lora`.
+    """
     if (lora := case.model.lora) is None:
         return config
     from torchtitan.components.lora import LoRAConverter
@@ -49,7 +55,9 @@ def with_adapters(config: Any, case: Case) -> Any:
 
 
 def of_layers(llama3: Any, case: Case, masked: bool) -> Any:
-    """A configuration for each layer."""
+    """Return the model configuration of torchtitan since 2026-04, which has a configuration for each layer. llama3: its
+    module.
+    """
     sizes = case.model
     rope = rotary(llama3, case)
     output = llama3.Linear.Config(
@@ -74,7 +82,10 @@ def of_layers(llama3: Any, case: Case, masked: bool) -> Any:
 
 
 def layers(llama3: Any, sizes: ModelConfig, rope: Any, masked: bool) -> Any:
-    """wq, wk and wv are separate, as an option has it. Attention is SDPA, without a mask unless positions make one."""
+    """Return the configurations of all layers. wq, wk and wv are separate, as an option has it.
+
+    Attention is SDPA and causal, unless `masked`: then it is FlexAttention.
+    """
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
     made = call_with_known(
@@ -96,6 +107,7 @@ def layers(llama3: Any, sizes: ModelConfig, rope: Any, masked: bool) -> Any:
 
 
 def rotary(llama3: Any, case: Case) -> Any:
+    """Return the configuration of the rotary embedding, with complex numbers as the reference has it."""
     return call_with_known(
         getattr(llama3, "ComplexRoPE", llama3.RoPE).Config,
         dim=case.model.head_dim,
@@ -108,6 +120,7 @@ def rotary(llama3: Any, case: Case) -> Any:
 
 
 def rope_options(sizes: ModelConfig) -> dict[str, Any]:
+    """Return the options that scale rotary frequencies, with "scaling" "none" if the model does not."""
     scaling = sizes.rope_scaling
     if scaling is None:
         return {"scaling": "none"}
@@ -121,7 +134,7 @@ def rope_options(sizes: ModelConfig) -> dict[str, Any]:
 
 
 def of_one_layer(llama3: Any, case: Case) -> Any:
-    """torchtitan's own debug model, made smaller. Its attention is SDPA."""
+    """Return torchtitan's own debug model before 2026-04, with the case's sizes. Its attention is SDPA."""
     sizes = case.model
     debug = llama3.llama3_configs["debugmodel"]
     config = debug() if inspect.isfunction(debug) else copy.deepcopy(debug)  # a function makes it since 2026-04-03

@@ -1,4 +1,4 @@
-"""Why a case is not requested of a version of torchtitan."""
+"""The reasons why a case is not requested of a version of torchtitan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ MASK_BLOCK = 128
 
 
 def obstacles(case: Case, era: Era, traits: TrainerTraits, *, types: bool = False) -> Iterator[str]:
-    """traits: what it chose for this case. types: whether it shards by spmd_types."""
+    """Yield a sentence for each reason why this torchtitan, or this adapter, cannot run the case. Nothing if it can.
+
+    traits: what it chose for this case. types: whether it shards by spmd_types.
+    """
     case = with_choices(case, traits)
     yield from _of_layout(case, era, types=types)
     yield from _of_features(case, era)
@@ -32,6 +35,7 @@ def obstacles(case: Case, era: Era, traits: TrainerTraits, *, types: bool = Fals
 
 
 def _of_layout(case: Case, era: Era, *, types: bool) -> Iterator[str]:
+    """Yield the reasons that lie in degrees and wrapper, lengths of sequences and masks, and an inexact recipe."""
     dims = case.dims
     for axis in AXES:
         if getattr(dims, axis) > 1 and axis not in era.axes:
@@ -63,6 +67,7 @@ def _of_layout(case: Case, era: Era, *, types: bool) -> Iterator[str]:
 
 
 def _of_features(case: Case, era: Era) -> Iterator[str]:
+    """Yield the reasons that lie in validation and compilation."""
     if case.features.validate_every and case.dims.pp > 1:
         yield f"validate_every with pp {case.dims.pp}: torch's schedules keep an evaluated batch's outputs until the next step"
     if case.features.compile and "compile" not in era.unasked:
@@ -70,7 +75,7 @@ def _of_features(case: Case, era: Era) -> Iterator[str]:
 
 
 def _of_microbatches(case: Case, era: Era) -> Iterator[str]:
-    """Return the obstacles of versions whose data loader gives microbatches."""
+    """Yield the reasons of versions whose data loader gives microbatches: quantization, loss and document mask."""
     features = case.features
     if case.training.quantize == "float8_tensorwise":
         yield f"quantize float8_tensorwise: {era.name} has no such recipe"
@@ -86,6 +91,7 @@ def _of_microbatches(case: Case, era: Era) -> Iterator[str]:
 
 
 def _of_model(case: Case, era: Era) -> Iterator[str]:
+    """Yield the reasons that lie in LoRA targets and tied embeddings."""
     lora = case.model.lora
     if era.adapts and lora is not None and ("wk" in lora.targets) != ("wv" in lora.targets):
         yield f"lora targets {', '.join(lora.targets)}: {era.name} adapts wk and wv together"
@@ -95,7 +101,7 @@ def _of_model(case: Case, era: Era) -> Iterator[str]:
 
 
 def _without_option(case: Case, era: Era) -> Iterator[str]:
-    """Whatever is not as usual, and not known of this version."""
+    """Yield a reason for each value of the case that is not the usual one and that this version cannot be requested."""
     for key, value in _unusual(case.features, Features()):
         own = (era.traits.fsdp_units, OBSERVED) if key == "fsdp_units" else ()
         if value not in (*era.features.get(key, ()), *own):
@@ -112,6 +118,7 @@ def _without_option(case: Case, era: Era) -> Iterator[str]:
 
 
 def _unusual(given: object, usual: object) -> Iterator[tuple[str, object]]:
+    """Yield (field, value) where a dataclass differs from one of the same type with usual values."""
     for field in dataclasses.fields(given):  # type: ignore[arg-type]
         if getattr(given, field.name) != getattr(usual, field.name):
             yield field.name, getattr(given, field.name)

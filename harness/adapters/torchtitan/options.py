@@ -1,4 +1,4 @@
-"""The case's values by the names of torchtitan's options that all its configurations have had."""
+"""The case's values, by the names of torchtitan's options that all its configurations have had."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.core.case.case import Case
 
 
 def training(case: Case) -> dict[str, Any]:
-    """Return the options of the section `training`."""
+    """Return the case's values for options of the section `training`, by name."""
     recipe = case.training
     features = case.features
     param = recipe.compute_dtype or recipe.dtype
@@ -28,7 +28,7 @@ def training(case: Case) -> dict[str, Any]:
 
 
 def parallelism(case: Case) -> dict[str, Any]:
-    """Return the options of the section `parallelism`, but for the cut of a pipeline."""
+    """Return the case's values for options of the section `parallelism`, by name, but for the cut of a pipeline."""
     dims = case.dims
     features = case.features
     return {
@@ -45,7 +45,9 @@ def parallelism(case: Case) -> dict[str, Any]:
 
 
 def checkpoint(case: Case) -> dict[str, Any]:
-    """Return the options of the section `checkpoint`: it saves only where it is told to, and finds nothing to load."""
+    """Return the options of the section `checkpoint`: torchtitan saves only when the adapter asks, and finds nothing to
+    load.
+    """
     return {
         "enable": bool(case.resume or case.last_step or case.features.export),
         "load_only": True,  # but for `save`
@@ -55,7 +57,10 @@ def checkpoint(case: Case) -> dict[str, Any]:
 
 
 def put_own(config: Any, own: Mapping[str, Any]) -> None:
-    """Set options by `section.name`; None leaves one as it is. Raises ValueError for one that does not exist."""
+    """Set options of one's own, given by `section.name`. None leaves an option as it is.
+
+    Raises ValueError for one that does not exist.
+    """
     for name, value in own.items():
         section, _, key = name.rpartition(".")
         holder = getattr(config, section, None) if section else config
@@ -66,5 +71,5 @@ def put_own(config: Any, own: Mapping[str, Any]) -> None:
 
 
 def under(section: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values by `section.name`."""
+    """Return the values with "SECTION." before each name."""
     return {f"{section}.{name}": value for name, value in values.items()}

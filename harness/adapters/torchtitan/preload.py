@@ -1,8 +1,7 @@
-"""What the rank server imports before it forks: torchtitan, which would take each rank half a second. It also reads what the
-files say of torchtitan's version.
+"""The imports of the rank server before it forks: torchtitan, which would take each rank half a second.
 
-torchtitan itself is imported only where torch is built for CPUs alone: its import asks for the device, and nothing may touch
-CUDA before a fork.
+It also reads which version of torchtitan the files are. Where torch is built with CUDA, torchtitan itself is not
+imported: its import asks for the device, and nothing may touch CUDA before a fork.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What of torchtitan does not run as its users run it, and what runs instead: said with every verdict.
+"""The parts of torchtitan that do not run as its users run them, and what runs instead: printed with every verdict.
 
-The case's own model sizes, samples, seed weights and learning rates are not among it: those are handed over as data.
+The case's own model sizes, samples, seed weights and learning rates are not among them: those are handed over as data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from harness.core.case.case import Case
 
 
 def replaced_parts(case: Case, source: Source, device: str) -> Iterator[str]:
-    """Yield what is replaced, each as "part: what by what (why)"."""
+    """Yield a phrase for each part that is replaced, "part: what by what (why)". Nothing for a part that runs as usual."""
     era = source.era
     if era.chunks_loss and chunks_of(case, era) == 1:
         yield f"loss: chunked cross entropy by whole cross entropy ({why_whole(case, era)})"
@@ -30,10 +30,7 @@ def replaced_parts(case: Case, source: Source, device: str) -> Iterator[str]:
 
 
 def _of_configurations(case: Case, source: Source, device: str) -> Iterator[str]:
-    """Yield what is replaced in torchtitan that is run by configurations: attention, torch's SGD and spmd_backend.
-
-    Each is a line like those of `replaced_parts`; what is not replaced has none.
-    """
+    """Yield what is replaced in torchtitan that is run by configurations: attention, torch's SGD and spmd_backend."""
     if source.era.masks(case) and device == "cpu":
         yield "attention: FlexAttention by SDPA with the same mask (no backward on CPU)"
     elif not source.era.masks(case):
@@ -45,6 +42,7 @@ def _of_configurations(case: Case, source: Source, device: str) -> Iterator[str]
 
 
 def _on_cpu(source: Source) -> Iterator[str]:
+    """Yield what is replaced on CPU: communication, and in early versions the device."""
     yield "communication: NCCL by gloo; averages are sums, then divided"
     if source.era.run_by == MAIN_FUNCTION.run_by:
         yield "device: cuda is read as cpu in its sources"

@@ -1,4 +1,4 @@
-"""Where torchtitan comes from, and which version it is: by what its files define and call."""
+"""Finding torchtitan and its version, by what its files define and call."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ TRAINERS = (  # what trainer.py has, where there is no such train.py
 
 @dataclass(frozen=True)
 class Change:
-    """What torchtitan can be requested from the commit on that has this fact in this file of the package."""
+    """A change of torchtitan: what can be requested from the commit on in whose `file` of the package the `fact` holds.
+
+    era, features, traits: fields of the Era, of its features and of its traits that are replaced then.
+    """
 
     file: str
     fact: syntax.Fact
@@ -135,6 +138,7 @@ LOOKED_AT = dict.fromkeys(
 
 
 def changed_era(era: Era, package: Path) -> Era:
+    """Return the era with all changes of CHANGES whose fact holds in this package, applied in their order. Raises NotThere."""
     for change in CHANGES:
         if holds(change.fact, package / change.file):
             traits = dataclasses.replace(era.traits, **change.traits)
@@ -144,7 +148,7 @@ def changed_era(era: Era, package: Path) -> Era:
 
 
 def holds(fact: syntax.Fact, path: Path) -> bool:
-    """Return whether a fact holds of a file, if it is there. Raises NotThere if it is no Python."""
+    """Return whether a fact holds of a file. False if there is no such file. Raises NotThere if it is no Python."""
     try:
         return path.is_file() and syntax.holds(fact, path.read_text(encoding="utf-8"))
     except SyntaxError as error:
@@ -153,8 +157,9 @@ def holds(fact: syntax.Fact, path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Source:
-    """package: the folder `torchtitan` itself. Its parent goes to sys.path, in front of an installed one.
+    """A torchtitan: its package, its era and how to run it.
 
+    package: the folder `torchtitan` itself. Its parent goes to sys.path, in front of an installed one.
     script: its train.py, where that is what runs. spmd_backend, options: see Torchtitan.
     """
 
@@ -169,7 +174,10 @@ class Source:
         return self.package.parent
 
     def traits(self, case: Case) -> TrainerTraits:
-        """Return the traits of this era, with its wrapper of replicas alone and of a model without data ranks."""
+        """Return the traits of this era for a case: its wrapper, loss chunks, context parallel and expected failure among them.
+
+        The wrapper is set for replicas without shards, and for a model without data ranks; else None.
+        """
         era = self.era
         alone = "fsdp2" if era.wraps_alone else None
         replicas = case.dims.dp_replicate > 1 and case.shards == 1
@@ -185,14 +193,20 @@ class Source:
 
 
 def is_by_types(case: Case, era: Era, spmd_backend: str | None) -> bool:
-    """Return whether it shards by spmd_types, the default since 2026-08-18."""
+    """Return whether torchtitan shards by spmd_types. spmd_backend: the one requested; None: the default, if it can start.
+
+    It is the default since 2026-08-18. Versions before 0.3.0 have it only if requested.
+    """
     if spmd_backend is not None or not era.fed_microbatches:
         return spmd_backend == "spmd_types"
     return not why_not_spmd_types(case, None, era)
 
 
 def why_not_spmd_types(case: Case, spmd_backend: str | None, era: Era | None = None) -> str:
-    """Why "partial_dtensor" stands in for the backend that its users have by default; empty where nothing does."""
+    """Return why "partial_dtensor" takes the place of torchtitan's default backend.
+
+    Empty if it does not, or if spmd_backend is given.
+    """
     if spmd_backend is not None:
         return ""
     if not releases.condition_holds(STARTS_SPMD_TYPES, importlib.metadata.version("torch")):
@@ -202,7 +216,7 @@ def why_not_spmd_types(case: Case, spmd_backend: str | None, era: Era | None = N
 
 
 def why_not_largest(case: Case, era: Era) -> str:
-    """Why the largest loss that it reports is not judged; empty where it is."""
+    """Return why the largest loss that torchtitan reports is not judged. Empty if it is."""
     if era.largest_of_whole and case.dims.cp > 1:
         return (
             "each cp rank's is divided by the tokens of whole sequences, see upstream_bugs/torchtitan_largest_loss.py"
@@ -211,12 +225,12 @@ def why_not_largest(case: Case, era: Era) -> str:
 
 
 def chunks_of(case: Case, era: Era) -> int:
-    """Return the number of parts in which its loss applies the output."""
+    """Return the number of chunks in which torchtitan's loss applies the output layer; 1 if not in chunks."""
     return LOSS_CHUNKS if era.chunks_loss and not why_whole(case, era) else 1
 
 
 def why_whole(case: Case, era: Era) -> str:
-    """Return why this adapter has the loss computed at once where its era does so in chunks. Empty where it does not."""
+    """Return why this adapter has the loss computed at once, not in chunks. Empty if chunks are possible."""
     together = case.local_batch if era.flat else 1
     if any(case.seq_len(step) // case.dims.cp * together % LOSS_CHUNKS for step in case.steps):
         return f"{LOSS_CHUNKS} chunks do not divide the sequence"
@@ -232,13 +246,19 @@ def why_whole(case: Case, era: Era) -> str:
 
 
 def find_source(where: str | None) -> Source:
-    """Return the torchtitan that is there now. Raises NotThere."""
+    """Return the torchtitan at `where`, or the installed one if that is None. Raises NotThere.
+
+    Its files are looked at anew if they changed since.
+    """
     package = _installed_package() if where is None else Path(where).resolve() / "torchtitan"
     return _source_of_package(package, tuple(_file_stamp(os.path.join(package, name)) for name in LOOKED_AT))
 
 
 def _file_stamp(path: str) -> tuple[int, int, int] | None:
-    """Another one for each state of a file: a bisect has another commit checked out in the same folder."""
+    """Return (time of change, size, inode) of a file, which differ when a bisect checks out another commit.
+
+    None if it is not there.
+    """
     try:
         status = os.stat(path)
     except OSError:
@@ -248,7 +268,10 @@ def _file_stamp(path: str) -> tuple[int, int, int] | None:
 
 @functools.lru_cache(maxsize=8)
 def _source_of_package(package: Path, _stamps: tuple[tuple[int, int, int] | None, ...]) -> Source:
-    """A rank asks hundreds of times: for the name of each parameter that it has seen."""
+    """Return the source that a package's files are, by their syntax. Raises NotThere if it is none that this adapter runs.
+
+    Cached by the files' stamps, because a rank asks hundreds of times: for the name of each parameter.
+    """
     if not package.is_dir():
         raise NotThere(f"{package}: no torchtitan there; {HOW_TO_GET_IT}")
     for script in (package.parent / "train.py", package / "train.py"):
@@ -261,8 +284,10 @@ def _source_of_package(package: Path, _stamps: tuple[tuple[int, int, int] | None
 
 
 def forget_another(package: Path) -> None:
-    """Forget a torchtitan that is imported from elsewhere: the rank server has the installed one for all its ranks, and one
-    of them may be a checkout's."""
+    """Remove torchtitan's modules from sys.modules if they were imported from another package.
+
+    The rank server has the installed one for all its ranks, and one of them may be a checkout's.
+    """
     imported = sys.modules.get("torchtitan")
     if imported is None or package.resolve() in [Path(folder).resolve() for folder in imported.__path__]:
         return
@@ -271,7 +296,7 @@ def forget_another(package: Path) -> None:
 
 
 def _installed_package() -> Path:
-    """Find it without importing it."""
+    """Return the folder of the installed torchtitan, without importing it. Raises NotThere."""
     spec = importlib.util.find_spec("torchtitan")
     if spec is None or not spec.submodule_search_locations:
         raise NotThere(f"torchtitan is not installed; {HOW_TO_GET_IT}")

@@ -1,4 +1,7 @@
-"""What a file of torchtitan's defines and calls, by its syntax: nothing of it is imported."""
+"""Facts about what a file of torchtitan's defines and calls, by its syntax: nothing of it is imported.
+
+A function `a_..` or `an_..` returns a fact: a predicate of a parsed file.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def _parse_cached(text: str) -> ast.Module:
 
 
 def a_function(name: str, parameter: str) -> Fact:
-    """Return whether a file defines a function of that name with that parameter."""
+    """Return the fact that a file defines a function of that name with that parameter."""
     return lambda tree: any(
         each.name == name and parameter in _parameters(each) for each in _nodes_of_kinds(tree, *FUNCTIONS)
     )
@@ -38,19 +41,19 @@ def a_class(name: str) -> Fact:
 
 
 def a_field(name: str) -> Fact:
-    """Return whether a class has an annotated attribute of that name."""
+    """Return the fact that a class has an annotated attribute of that name."""
     return lambda tree: any(
         isinstance(node, ast.AnnAssign) and _dotted_name(node.target) == name for node in _bodies(tree, ast.ClassDef)
     )
 
 
 def a_name(name: str) -> Fact:
-    """Return whether a file uses a variable of that name."""
+    """Return the fact that a file uses a variable of that name."""
     return lambda tree: any(each.id == name for each in _nodes_of_kinds(tree, ast.Name))
 
 
 def an_attribute(name: str) -> Fact:
-    """Return whether a file looks up an attribute of that name."""
+    """Return the fact that a file looks up an attribute of that name."""
     return lambda tree: any(each.attr == name for each in _nodes_of_kinds(tree, ast.Attribute))
 
 
@@ -59,17 +62,17 @@ def an_import(name: str) -> Fact:
 
 
 def a_call(name: str) -> Fact:
-    """Return whether a file calls something by that name, dots included."""
+    """Return the fact that a file calls something by that name, dots included."""
     return lambda tree: any(_dotted_name(each.func) == name for each in _nodes_of_kinds(tree, ast.Call))
 
 
 def a_keyword(name: str) -> Fact:
-    """Return whether a file passes an argument by that name."""
+    """Return the fact that a file passes an argument by that name."""
     return lambda tree: any(each.arg == name for each in _nodes_of_kinds(tree, ast.keyword))
 
 
 def an_option(name: str) -> Fact:
-    """Return whether a file adds an option of that name to a parser of command lines."""
+    """Return the fact that a file adds an option of that name to a parser of command lines."""
     return lambda tree: any(
         _dotted_name(each.func).endswith(".add_argument") and _first_constant(each) == name
         for each in _nodes_of_kinds(tree, ast.Call)
@@ -77,7 +80,7 @@ def an_option(name: str) -> Fact:
 
 
 def a_key(name: str) -> Fact:
-    """Return whether a file writes a dict with that key."""
+    """Return the fact that a file writes a dict with that key."""
     return lambda tree: any(isinstance(key, ast.Constant) and key.value == name for key in _keys_of_dicts(tree))
 
 
@@ -86,7 +89,7 @@ def a_list(*items: str) -> Fact:
 
 
 def a_certain_call(*names: str) -> Fact:
-    """Return whether a function calls one of these in its body itself, below no condition."""
+    """Return the fact that a function calls one of these names in its body itself, below no condition."""
     return lambda tree: any(
         isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _dotted_name(node.value.func) in names
         for node in _bodies(tree, *FUNCTIONS)
@@ -94,12 +97,12 @@ def a_certain_call(*names: str) -> Fact:
 
 
 def _first_constant(call: ast.Call) -> object:
-    """Return a call's first argument if it is a constant, else None."""
+    """Return the value of a call's first argument if it is a constant, else None."""
     return call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
 
 
 def _dotted_name(node: ast.AST) -> str:
-    """Return `a.b.c` of a name or of attributes of one. Empty for anything else."""
+    """Return "a.b.c" for a name or an attribute of one. Empty, or with an empty beginning, for anything else."""
     if isinstance(node, ast.Attribute):
         return f"{_dotted_name(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""

@@ -1,7 +1,7 @@
-"""What of torch's names and signatures differs from what a version of torchtitan was written for, on any device.
+"""Patches of torch for names and signatures that differ from those that a version of torchtitan was written for, on any device.
 
-MOVED: what an older torchtitan imports and today's torch has elsewhere: where it was -> where it is. The others are newer
-than torch 2.13, and left alone where they are there.
+MOVED: what an older torchtitan imports and today's torch has elsewhere: where it was -> where it is. The others are
+newer than torch 2.13, and left alone where they are there.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ MOVED = {
 
 
 def bridge() -> None:
+    """Patch torch with all names and signatures of this module that it lacks."""
     for old, new in MOVED.items():
         module_name, _, name = old.rpartition(".")
         module = importlib.import_module(module_name)
@@ -37,7 +38,7 @@ def bridge() -> None:
 
 
 def take_microbatches() -> None:
-    """A schedule's step takes lists of microbatches; this torch's cuts what it takes, and gets it as already cut."""
+    """Patch torch's pipeline schedules so that `step` takes lists of microbatches, unless it already does."""
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
     for kind in (PipelineScheduleSingle, PipelineScheduleMulti):
@@ -46,9 +47,14 @@ def take_microbatches() -> None:
 
 
 def handed_arguments(step: Any) -> Any:
+    """Return a schedule's `step`, changed to take microbatches that are cut already: arg_mbs, kwarg_mbs and target_mbs."""
+
     @functools.wraps(step)
     def taking(self: Any, *args: Any, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, **rest: Any):
-        """Targets are joined, as they are cut again without being asked."""
+        """Call the step with microbatches that are cut already. Targets are joined, as this torch cuts them again.
+
+        Without kwarg_mbs the step is called as it is.
+        """
         if kwarg_mbs is None:
             return step(self, *args, **rest)
         self._split_inputs = lambda *_: (arg_mbs or [()] * len(kwarg_mbs), kwarg_mbs)

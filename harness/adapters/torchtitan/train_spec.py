@@ -1,4 +1,6 @@
-"""torchtitan from 2025-03 to 2026-02 (0.1.0 to 0.2.2): `Trainer(job_config).train()`, its parts in a TrainSpec."""
+"""The trainer of torchtitan from 2025-03 to 2026-02 (0.1.0 to 0.2.2): `Trainer(job_config).train()`, its parts in a
+TrainSpec.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from harness.core.trainers.support.weights import load_weights
 
 
 def start(case: Case, source: Source, weights: Path | None, device: str) -> TitanTrainer:
-    """Return torchtitan's trainer with the weights loaded, and the case's samples in the place of its own."""
+    """Return torchtitan's trainer, built for the case, with the weights loaded and the case's samples in the place of its own.
+
+    weights: None for the seed's.
+    """
     train = importlib.import_module("torchtitan.train")
     no_sleep("torchtitan.train")
     specify(train.train_spec_module, case, Inputs if source.era.inputs_by_name else Samples)
@@ -27,7 +32,10 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Tita
 
 
 def validate(case: Case, source: Source) -> None:
-    """Give the data loader of a validation the samples of the step that comes next, if an option requests validation."""
+    """Replace the data loader of validation by one that is a step ahead.
+
+    Nothing happens unless an option requests validation.
+    """
     if not source.options.get("validation.enable"):
         return
     module = importlib.import_module("torchtitan.components.validate")
@@ -38,7 +46,7 @@ def validate(case: Case, source: Source) -> None:
 
 
 def specify(specs: Any, case: Case, inputs: type[Samples]) -> None:
-    """Whatever TrainSpec is looked up has the case's sizes and samples."""
+    """Patch `get_train_spec` so that whatever TrainSpec is looked up has the case's sizes and samples. inputs: their form."""
     original = specs.get_train_spec
 
     def loader(dp_world_size: int, dp_rank: int, **_: Any) -> Samples:

@@ -1,4 +1,4 @@
-"""torchtitan's class Trainer, since 2025-03, as the trainer that is driven."""
+"""The driver of torchtitan's class Trainer, since 2025-03."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness.core.trainers import Metrics
 
 
 class TitanTrainer:
-    """harness.core.trainers.StartedTrainer around torchtitan's Trainer."""
+    """The started trainer around torchtitan's Trainer, whose metrics are recorded."""
 
     def __init__(self, trainer: Any, case: Case, source: Source) -> None:
         self.model_parts: list[nn.Module] = trainer.model_parts
@@ -40,7 +40,10 @@ class TitanTrainer:
         self._trainer.train()
 
     def save(self, folder: Path) -> object:
-        """Save as its loop does after a step. What goes on then saves no other step."""
+        """Save a checkpoint into the folder, as torchtitan's loop does after a step.
+
+        Return the future of an async save, else None. Later steps are not saved.
+        """
         checkpointer = self._trainer.checkpointer
         usual = checkpointer.folder
         checkpointer.folder = str(folder)
@@ -52,7 +55,10 @@ class TitanTrainer:
         return getattr(checkpointer, "save_future", None)
 
     def export(self, folder: Path) -> None:
-        """Save as its loop does after the last step, under Hugging Face's names, and keep what it put together."""
+        """Save the weights under Hugging Face's names, as the loop does after the last step.
+
+        The shards it merged are deleted.
+        """
         checkpointer = self._trainer.checkpointer
         checkpointer.folder = str(folder)
         checkpointer.load_only = False
@@ -64,7 +70,10 @@ class TitanTrainer:
                 shutil.rmtree(slices)
 
     def resume(self, folder: Path) -> None:
-        """Load as `train` does it, which then finds nothing in the folder that it is left with."""
+        """Load the latest checkpoint in the folder. Raises ValueError if there is none.
+
+        Afterwards torchtitan's `train` finds nothing in its own folder to load.
+        """
         checkpointer = self._trainer.checkpointer
         usual = checkpointer.folder
         checkpointer.folder = str(folder)
@@ -74,6 +83,6 @@ class TitanTrainer:
 
 
 def no_sleep(module: str) -> None:
-    """torchtitan's rank 0 sleeps two seconds at the end, for the others."""
+    """Replace `time` in a module of torchtitan: rank 0 would sleep two seconds at the end, for the others."""
     imported = importlib.import_module(module)
     imported.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)  # type: ignore[attr-defined]

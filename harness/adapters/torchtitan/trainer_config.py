@@ -1,4 +1,4 @@
-"""torchtitan since 2026-02-23, with 0.3.0: `Trainer(config).train()`, with configurations as objects."""
+"""The trainer of torchtitan since 2026-02-23, with 0.3.0: `Trainer(config).train()`, with configurations as objects."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ NORMS = r"norm\.weight$"
 
 
 def configure_trainer(case: Case) -> Any:
+    """Return the configuration of torchtitan's optimizers for the case: SGD or AdamW."""
     return sgd(case) if case.training.optimizer == "sgd" else adamw(case)
 
 
 def adamw(case: Case) -> Any:
-    """Return it with a separate group, which matches first, for norms that are not decayed."""
+    """Return the configuration of AdamW. If only matrices decay, norms are a separate group, which matches first."""
     from torchtitan.components import optimizer
 
     config = getattr(optimizer, "default_adamw", optimizer.OptimizersContainer.Config)(lr=case.training.lr)
@@ -45,10 +46,15 @@ def adamw(case: Case) -> Any:
 
 
 def sgd(case: Case) -> Any:
-    """Return a container that inherits from torchtitan's, which is how its users add an optimizer that it does not name."""
+    """Return the configuration of a container with SGD.
+
+    It inherits from torchtitan's, as users add an optimizer that it lacks.
+    """
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
     class WithSGD(OptimizersContainer):
+        """torchtitan's container of optimizers, which finds any optimizer of torch.optim by name."""
+
         @dataclasses.dataclass(kw_only=True, slots=True)
         class Config(OptimizersContainer.Config): ...
 
@@ -67,10 +73,10 @@ def sgd(case: Case) -> Any:
 
 
 def show_loss(loss: Any) -> None:
-    """Change `loss` so that the cross entropy that torchtitan itself has for sharded logits is noted.
+    """Patch torchtitan's loss so that the probe records the cross entropy that torchtitan has for sharded logits.
 
-    It has one since 2026-06, where the probe does not look. Until 2026-04-27 its loss is a function, which calls torch's,
-    and is left as it is. The class of a loss in chunks is changed, too.
+    torchtitan has one since 2026-06, where the probe does not look. Until 2026-04-27 its loss is a function, which
+    calls torch's, and is left as it is. The class of a loss in chunks is changed, too.
     """
     each = getattr(loss, "loss_fn", loss)
     if hasattr(each, "fn"):
@@ -83,12 +89,13 @@ def show_loss(loss: Any) -> None:
 
 
 class Built:
-    """Stands in a configuration for a component, whose builder it is."""
+    """A configuration of a component that exists already, or of a function that makes it."""
 
     def __init__(self, component: Any) -> None:
         self.component = component
 
     def build(self, **_: Any) -> Any:
+        """Return the component; if it can be called, its result."""
         return self.component(**_) if callable(self.component) else self.component
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,6 +103,10 @@ class Built:
 
 
 def start(case: Case, source: Source, weights: Path | None, device: str) -> TitanTrainer:
+    """Return torchtitan's trainer, built for the case, with the weights loaded. weights: None for the seed's.
+
+    Patches attention on CPU if a mask is used, float64 in the loss, and the loss for the probe.
+    """
     no_sleep("torchtitan.trainer")
     if source.era.masks(case) and device == "cpu":
         cpu.attend_densely()
@@ -107,7 +118,10 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Tita
 
 
 def configuration(case: Case, source: Source) -> Any:
-    """torchtitan's own for its debug model, with the case's values, and options of one's own in their place."""
+    """Return torchtitan's configuration of its debug model with the case's values. Options of the adapter take their place.
+
+    Raises ValueError for an option that does not exist.
+    """
     from torchtitan.components import loss
     from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
@@ -141,7 +155,7 @@ def configuration(case: Case, source: Source) -> Any:
 
 
 def samples_class(era: Era) -> type[Samples]:
-    """The form in which its loop takes samples."""
+    """Return the class of data loaders whose samples have the form that this era's loop takes."""
     if era.flat:
         return Rows
     if era.fed_microbatches:
@@ -150,7 +164,11 @@ def samples_class(era: Era) -> type[Samples]:
 
 
 def checkpointing(kind: str) -> Any:
-    """Return its configuration: a class for each kind since 2026-06-15, one class with modes before."""
+    """Return the configuration of activation checkpointing: a class for each kind since 2026-06-15, one class with
+    modes before.
+
+    kind: "none", "full" or "op". None for "none" in the newer one.
+    """
     from torchtitan.config import configs
     from torchtitan.distributed import activation_checkpoint
 
@@ -165,9 +183,10 @@ def checkpointing(kind: str) -> Any:
 
 
 def stages(case: Case) -> list[list[str]] | None:
-    """Return the modules of each stage, cut by torchtitan's own function. None if it counts one or two stages a rank itself.
+    """Return the names of the modules of each pipeline stage, cut by torchtitan's own function.
 
-    From a number of layers a stage it could not make six stages of seven layers.
+    None if torchtitan counts one or two stages a rank itself. From a number of layers a stage it could not make six
+    stages of seven layers.
     """
     usual = 2 if case.features.schedule in LOOPED else 1
     if case.dims.pp == 1 or case.stages_per_rank == usual:
@@ -180,7 +199,7 @@ def stages(case: Case) -> list[list[str]] | None:
 
 
 def options_of_case(case: Case) -> dict[str, Any]:
-    """Return options by `section.name`, or by name alone if they are in no section."""
+    """Return the case's values by `section.name`, or by name alone if they are in no section."""
     tokens = {
         "num_tokens_per_microbatch_per_dp_rank": case.local_batch * case.training.seq_len,
         "num_tokens_per_train_step": case.training.global_batch * case.training.seq_len,

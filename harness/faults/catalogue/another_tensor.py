@@ -1,4 +1,5 @@
-"""A gradient is another tensor: of the step before, of another parameter, rounded, or with its rows in other places.
+"""Faults by which a gradient is another tensor: of the step before, of another parameter, rounded, or with rows in
+other places.
 
 No search knows one of these. They show whether diagnosis compares what is wrong with all that is on record.
 """
@@ -17,9 +18,9 @@ Gradients = dict[str, Any]
 
 
 def _local_gradients(trainer: Any) -> Gradients:
-    """Return what this rank holds of each gradient, by the name of its parameter without a leading "module.".
+    """Return this rank's slice of each gradient, by the name of its parameter without a leading "module.".
 
-    It is None for a parameter without a gradient.
+    The slice is None for a parameter without a gradient.
     """
     gradients = {}
     for part in trainer.model_parts:
@@ -29,7 +30,7 @@ def _local_gradients(trainer: Any) -> Gradients:
 
 
 def _after_backward(change: Callable[[Gradients], None]) -> op.Operator:
-    """Return the operator that changes this rank's gradients after backward."""
+    """Return the operator that calls `change` with this rank's gradients after each backward."""
 
     def backward_and_change(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         loss = original(trainer, *args, **kwargs)
@@ -40,7 +41,7 @@ def _after_backward(change: Callable[[Gradients], None]) -> op.Operator:
 
 
 def _use_previous_gradient() -> Callable[[Gradients], None]:
-    """Return a change that replaces one gradient by that of the step before."""
+    """Return a change that replaces the gradient of one norm by that of the step before; in the first step it stays."""
     last_gradients: Gradients = {}
 
     def use_last(gradients: Gradients) -> None:
@@ -53,6 +54,7 @@ def _use_previous_gradient() -> Callable[[Gradients], None]:
 
 
 def _swap_gradients(gradients: Gradients) -> None:
+    """Exchange the gradients of wk and wv of layer 0, in place."""
     keys = gradients["layers.0.attention.wk.weight"]
     values = gradients["layers.0.attention.wv.weight"]
     old_keys = keys.clone()

@@ -1,4 +1,4 @@
-"""Mistakes in what a checkpoint holds, and in what is read back from it."""
+"""Faults of checkpoints: what they hold, and what is read back from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ SAVE = "torch.distributed.checkpoint:save"
 
 
 def _not_loaded(take: Callable[[State], tuple[State, str]]) -> op.Operator:
-    """Return the operator that takes an item out of the state, and puts it back as it was before loading."""
+    """Return the operator that keeps one item of the state from being loaded: it has its old value afterwards.
+
+    take: state -> (the dict that holds the item, its key).
+    """
 
     def load(original: Any, state: State, *args: Any, **kwargs: Any) -> None:
         holder, key = take(state)
@@ -63,6 +66,7 @@ data_position_starts_anew = fault(
 )
 @partial(op.after_call, LOAD)
 def moments_of_two_parameters_exchanged(state: State, **_: Any) -> None:
+    """Exchange both moments of wq and wo of layer 0 in the loaded state."""
     for moment in ("exp_avg", "exp_avg_sq"):
         first = state["optimizer"][f"state.layers.0.attention.wq.weight.{moment}"]
         second = state["optimizer"][f"state.layers.0.attention.wo.weight.{moment}"]
@@ -80,6 +84,7 @@ def moments_of_two_parameters_exchanged(state: State, **_: Any) -> None:
 )
 @partial(op.after_call, LOAD)
 def step_counter_lost(state: State, **_: Any) -> None:
+    """Set the optimizer's step counters in the loaded state to zero."""
     for key, value in state["optimizer"].items():
         if key.startswith("state.") and key.endswith(".step"):
             value.zero_()
@@ -114,7 +119,7 @@ STEP = ".trainer:Trainer.train_step"
 
 
 class _Later:
-    """Stands for the future of a checkpoint that is written at the next optimizer step's end."""
+    """The future of a checkpoint. Its `result` writes all checkpoints that are not written yet."""
 
     unwritten: list[Callable[[], Any]] = []
 
@@ -124,12 +129,14 @@ class _Later:
 
 
 def _write_after_the_next_step(shared: Callable[[str], bool]) -> op.Operator:
-    """Return the operator that saves after the next step. What `shared` picks of the state is not copied.
+    """Return the operator that writes an asynchronous checkpoint only after the next step.
 
-    So these parts have the values of the next step.
+    shared: whether a key of the state is not copied: then the checkpoint has the values of the next step. Others are
+    copied.
     """
 
     def begin(original: Any, state: State, *, checkpoint_id: Any, **_: Any) -> _Later:
+        """Copy the state, but for what is shared, and return a future without writing anything."""
         import copy
 
         from torch.distributed.checkpoint import save
@@ -189,6 +196,7 @@ latest_is_the_one_being_written = fault(
 )
 @partial(op.before_call, ASYNC)
 def last_good_checkpoint_deleted_first(*_: Any, checkpoint_id: Any, **__: Any) -> None:
+    """Delete all older checkpoints, on rank 0, before an asynchronous save begins."""
     import shutil
 
     for older in checkpoint_id.parent.glob("step_*"):
@@ -202,6 +210,7 @@ _initial: State = {}
 
 
 def _keep_initial_parameters(model: Any) -> Any:
+    """Copy the parameters of a model that was just built, and return the model."""
     from harness.core.trainers.llama3.checkpoint import get_model_state_dict
 
     _initial.update({fqn: value.clone() for fqn, value in get_model_state_dict(model).items()})
@@ -230,6 +239,7 @@ initial_parameters_saved = fault(
 )
 @partial(op.instead, ".checkpoint:state_of")
 def gradients_saved_besides(original: Any, parts: Any, counters: Any) -> State:
+    """Return the state of a checkpoint with all gradients in it, if there are any."""
     gradients = {}
     for part in parts:
         for fqn, parameter in part.model.named_parameters():
@@ -247,6 +257,7 @@ def gradients_saved_besides(original: Any, parts: Any, counters: Any) -> State:
 )
 @partial(op.before_call, SAVE)
 def optimizer_state_saved_in_bfloat16(state: State, **_: Any) -> None:
+    """Cast the tensors of the optimizer's state to bfloat16 before saving. Scalars stay."""
     import torch
 
     for key, value in state["optimizer"].items():
@@ -267,6 +278,7 @@ def _is_strided(value: Any) -> bool:
 )
 @partial(op.before_call, SAVE, when=lambda state, **_: any(map(_is_strided, state["model"].values())))
 def strided_shards_saved_in_mesh_order(state: State, **_: Any) -> None:
+    """Replace strided placements in the state by plain shards of dim 0 before saving, without moving data."""
     from torch.distributed.tensor import DTensor, Shard
 
     for fqn, value in state["model"].items():

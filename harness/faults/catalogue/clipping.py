@@ -1,4 +1,4 @@
-"""Mistakes in the global norm of gradients, and in clipping by it."""
+"""Faults of the global norm of gradients, and of clipping by it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLIP = "torch.nn.utils:clip_grads_with_norm_"
 
 
 def _sum_again_over(axis: str) -> Any:
-    """Return the operator that also sums the squares over an axis along which ranks hold the same."""
+    """Return the operator that sums squares of gradients over an axis once more, if ranks along it hold the same tensor."""
 
     def replicated(family: Any, mesh: Any = None, placements: Any = ()) -> bool:
         names = mesh.mesh_dim_names if mesh is not None else ()
@@ -63,6 +63,7 @@ replicated_parameters_counted_tp_times = fault(
 )
 @partial(op.instead, ".clip:clip_gradients")
 def displayed_norm_is_local(original: Any, parameters: Any, *rest: Any) -> float:
+    """Clip correctly. Return the norm of this rank's own shards."""
     norm = _own_norm(parameters)
     original(parameters, *rest)
     return norm
@@ -77,6 +78,7 @@ def displayed_norm_is_local(original: Any, parameters: Any, *rest: Any) -> float
 )
 @partial(op.instead, ".clip:clip_gradients")
 def clipped_by_the_norm_of_own_shards(original: Any, parameters: Any, max_norm: float, *_: Any) -> float:
+    """Clip this rank's shards by their own norm, and return it."""
     norm = _own_norm(parameters)
     for parameter in parameters:
         parameter.grad.to_local().mul_(min(1.0, max_norm / (norm + 1e-6)))
@@ -87,7 +89,7 @@ def clipped_by_the_norm_of_own_shards(original: Any, parameters: Any, max_norm: 
 
 
 def _without_norms_on_later_tp_ranks(parts: Any) -> Any:
-    """Ranks of the case are ordered with tp innermost, of degree 2."""
+    """Return the parameters without vectors on odd ranks. Ranks of the case are ordered with tp innermost, of degree 2."""
     import torch.distributed as dist
 
     return [part for part in parts if part.grad.dim() != 1 or dist.get_rank() % 2 == 0]
@@ -102,6 +104,7 @@ def _without_norms_on_later_tp_ranks(parts: Any) -> Any:
 )
 @partial(op.instead, CLIP)
 def clipping_enlarges(original: Any, parameters: Any, max_norm: float, total_norm: Any, **_: Any) -> None:
+    """Multiply gradients by max(1, c), where c is the coefficient of clipping."""
     for parameter in parameters:
         parameter.grad.mul_(max(1.0, max_norm / (float(total_norm) + 1e-6)))
 
@@ -134,6 +137,7 @@ replicated_parameters_clipped_on_tp_rank_0_only = fault(
 @partial(op.instead, SYNC)
 @contextmanager
 def clipped_in_every_microbatch(original: Any, model: Any, *rest: Any, **last: bool) -> Any:
+    """Yield within the original; after each microbatch but the last, clip the gradients to a norm of 1."""
     with original(model, *rest, **last):
         yield
     if not last["last"]:

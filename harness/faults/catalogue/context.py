@@ -1,4 +1,4 @@
-"""Mistakes of context parallel: who receives which positions, the K/V exchange, and what is reduced over cp."""
+"""Faults of context parallel: who receives which positions, the K/V exchange, and what is reduced over cp."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ dp_shard_and_cp_not_folded = fault(
 )
 @partial(op.instead, ".trainer:reported_loss")
 def displayed_loss_not_reduced_over_cp(original: Any, loss_sum: Any, mesh: Any, valid_tokens: int) -> float:
+    """Return the loss with its sum reduced over dp_shard alone."""
     import torch.distributed as dist
 
     dist.all_reduce(loss_sum, group=mesh.get_group("dp_shard"))
@@ -68,6 +69,7 @@ gradients_scaled_without_cp = fault(
 
 
 def _positions_changed(change: Any) -> Any:
+    """Return the operator that gives a cp rank change(its positions)."""
     return op.change_result(CUT, lambda part: (*part[:2], change(part[2])))
 
 
@@ -108,6 +110,8 @@ rope_of_later_stages_not_sliced = fault(
 
 
 def _option_of_the_ring(name: str, value: bool) -> Any:
+    """Return an act that sets an option of torch's ring attention, whatever it is called with."""
+
     def assign(*_: Any, **__: Any) -> None:
         from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
@@ -152,12 +156,16 @@ MASK = ".context:document_mask"
 
 
 def _mask_of(documents: Any, queries: Any, keys: Any, *, causal: Any, positions: Any) -> Any:
-    """Return the mask with queries at `causal` where order counts, and at `positions` where documents count."""
+    """Return the mask of attention, True where a query sees a key: in the same document, and not before it.
+
+    causal: positions of the queries where order counts. positions: those where documents count.
+    """
     same_document = documents[:, positions].unsqueeze(-1) == documents[:, keys].unsqueeze(-2)
     return same_document & (causal.unsqueeze(-1) >= keys)
 
 
 def _positions_from_zero(positions: Any) -> Any:
+    """Return positions 0, 1, .. in the number of those given."""
     import torch
 
     return torch.arange(len(positions), device=positions.device)
@@ -194,6 +202,7 @@ borders_of_the_whole_row_on_each_rank = fault(
 )
 @partial(op.instead, MASK)
 def borders_lost_after_the_shuffle(original: Any, documents: Any, queries: Any, keys: Any) -> Any:
+    """Return the mask of documents that are numbered anew in the order of the shuffled tokens."""
     begins = (documents.diff(dim=1, prepend=documents[:, :1]) != 0)[:, keys]
     numbered = documents.scatter(1, keys.expand_as(documents), begins.cumsum(dim=1))
     return original(numbered, queries, keys)

@@ -1,4 +1,4 @@
-"""Mistakes in which samples a rank receives, in which order, and in which documents their tokens are."""
+"""Faults of data: which samples a rank receives, in which order, and in which documents their tokens are."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ BATCHES = ".data:Microbatches.step"
 
 
 def _fill_up_order(original: Any, sampler: Any) -> Any:
+    """Return an iterator over this rank's sample ids of an epoch, which begins again at the end until ranks divide it."""
     from harness.reference.data import epoch_order
 
     order = epoch_order(len(sampler.dataset), sampler.seed + sampler.epoch).tolist()
@@ -22,6 +23,7 @@ def _fill_up_order(original: Any, sampler: Any) -> Any:
 
 
 def _keep_last_batch(original: Any, loader: Any, length: int | None = None) -> Any:
+    """Return the step's batches, and keep the last one on the loader."""
     batches = original(loader, length)
     loader.kept = batches[-1]
     return batches
@@ -96,6 +98,7 @@ tail_of_the_batch_dropped = fault(
 )
 @partial(op.change_result, BATCHES)
 def rows_in_order_of_arrival(batches: Any) -> Any:
+    """Return each batch with its rows in an order that is drawn anew in each run."""
     import torch
 
     by_time = torch.Generator().manual_seed(int.from_bytes(os.urandom(4)))
@@ -122,6 +125,7 @@ document_mask_ignored = fault(
 )
 @partial(op.instead, BATCHES)
 def one_batch_for_all_microbatches(original: Any, self: Any, length: int | None = None) -> Any:
+    """Return the first batch of a step once for each microbatch."""
     batches = original(self, length)
     return [batches[0]] * len(batches)
 
@@ -174,6 +178,7 @@ labels_shifted_in_the_loss_again = fault(
 )
 @partial(op.change_result, "harness.reference.data:TokenDataset.__getitem__")
 def tokens_are_their_own_labels(sample: Any) -> Any:
+    """Return a sample whose valid labels are its tokens."""
     tokens, labels = sample
     return tokens, tokens.where(labels >= 0, labels)
 
@@ -187,4 +192,5 @@ def tokens_are_their_own_labels(sample: Any) -> Any:
 )
 @partial(op.instead, BATCHES)
 def cut_on_the_left(original: Any, batches: Any, length: int | None = None) -> Any:
+    """Return batches whose rows are cut to `length` by leaving out their first tokens."""
     return [(tokens[:, -(length or 0) :], labels[:, -(length or 0) :]) for tokens, labels in original(batches, None)]

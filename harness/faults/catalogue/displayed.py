@@ -1,4 +1,4 @@
-"""Mistakes in other numbers that are shown than loss, norm and rate: tokens, rates of them, the loss of a validation."""
+"""Faults of other displayed numbers than loss, norm and rate: tokens, rates of them, the loss of a validation."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ displayed_tokens_counted_by_every_tp_rank = fault(
 
 
 def _with_padding(original: Any, trainer: Any, metrics: Any, seconds: float) -> Any:
+    """Return the displayed numbers, with all of a rank's tokens as its valid ones."""
     shown = original(trainer, metrics, seconds)
     return shown | {"own valid tokens": trainer.tokens // (trainer.case.dims.dp * trainer.case.dims.cp)}
 
@@ -54,6 +55,7 @@ displayed_valid_tokens_with_padding = fault(
 
 
 def _mean_of_means(original: Any, model: Any, parts: Any, mesh: Any, case: Any) -> float:
+    """Return the mean over ranks of each rank's mean loss, in place of the mean over all valid tokens. parts: microbatches."""
     import torch
 
     from harness.core.trainers.llama3 import parallelize, trainer
@@ -85,6 +87,7 @@ def _replace_displayed(change: Any) -> Any:
 
 
 def _mean_of_rank_0(trainer: Any, shown: Any) -> dict[str, float]:
+    """Return the mean of valid tokens per sample as rank 0 has it of its own samples. Empty if it is not displayed."""
     import torch.distributed as dist
 
     if "valid tokens per sample" not in shown:
@@ -105,6 +108,7 @@ displayed_mean_is_that_of_rank_0 = fault(
 
 
 def _mean_of_every_rank(trainer: Any, shown: Any) -> dict[str, float]:
+    """Return the mean of all ranks' means of valid tokens per sample. Empty if it is not displayed."""
     import torch
 
     from harness.core.trainers.llama3 import parallelize
@@ -126,6 +130,7 @@ displayed_mean_of_the_means_of_ranks = fault(
 
 
 def _norm_of_own_shards(trainer: Any, shown: Any) -> dict[str, float]:
+    """Return the norm of the parameters' shards on this rank. Empty if no norm of parameters is displayed."""
     if "parameter norm" not in shown:
         return {}
     return {
@@ -144,6 +149,7 @@ displayed_parameter_norm_of_own_shards = fault(
 
 
 def _first_of_the_epoch(original: Any, batches: Any) -> Any:
+    """Return batches of the epoch's first samples, this rank's share, in place of held-out ones."""
     import torch
 
     from harness.reference.data import sample_order

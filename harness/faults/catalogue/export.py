@@ -1,4 +1,4 @@
-"""Mistakes in weights that are exported for others: their rows, their age, the order of what is fused, the tied output."""
+"""Faults of exported weights: their rows, their age, the order of what is fused, the tied output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ exported_queries_not_permuted = fault(
 
 
 def _note_layer(trainer: Any) -> None:
-    """On disk, as a trainer would that writes each layer when it has time."""
+    """Write the weights of layer 0 to a temporary folder after step 2, as a trainer would that writes each layer when
+    it has time.
+    """
     import torch
 
     if trainer.step == 2:
@@ -33,6 +35,10 @@ def _note_layer(trainer: Any) -> None:
 
 
 def _of_step_2(state: Any) -> Any:
+    """Return the state with the weights of layer 0 as they were written after step 2, and delete these.
+
+    Unchanged without them.
+    """
     import torch
 
     if not _folders:
@@ -68,6 +74,7 @@ def _note_seed(trainer: Any, case: Any, *, weights: Any, **_: Any) -> None:
 
 
 def _with_seed_output(state: Any) -> Any:
+    """Return the exported state with the seed's embedding as its output. Unchanged if it has no output."""
     import numpy as np
     import torch
 

@@ -1,4 +1,4 @@
-"""Mistakes that change no number: options silently off or on, and extra work."""
+"""Faults that change no number: options silently off or on, and extra work."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ deterministic_algorithms_left_on = fault(
 
 
 def _compiled_in_pieces(original: Any, block: Any, **options: Any) -> None:
-    """Compile with a backend that takes no time: what is compiled, and how often, does not depend on it."""
+    """Compile a block without fullgraph, by a backend that takes no time.
+
+    What is compiled, and how often, does not depend on the backend.
+    """
     original(block, **(options | {"fullgraph": False, "backend": "aot_eager"}))
 
 
@@ -78,11 +81,14 @@ compile_not_applied = fault(
     named="odd traces",
 )
 def graph_break_in_attention(fired: Fired) -> None:
+    """Patch attention to break the graph, and blocks to be compiled without fullgraph."""
     import torch
 
     from harness.reference.model import CausalAttention
 
     def make(original: Any) -> Any:
+        """Return `original`, changed to break the graph first."""
+
         def break_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
             torch._dynamo.graph_break()
             return original(self, *args, **kwargs)
@@ -102,5 +108,6 @@ def graph_break_in_attention(fired: Fired) -> None:
 )
 @partial(op.before_call, ".trainer:Trainer.forward_backward", when=lambda trainer, *_: trainer.step > 0)
 def left_in_eval_mode(trainer: Any, *_: Any) -> None:
+    """Put the model into eval mode before a step's forward pass, from the second step on."""
     for part in trainer.model_parts:
         part.eval()

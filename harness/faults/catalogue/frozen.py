@@ -1,4 +1,4 @@
-"""Mistakes with frozen weights and adapters: what is not reduced, not frozen, not zero, or scaled twice."""
+"""Faults of frozen weights and adapters: what is not reduced, not frozen, not zero, or scaled twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAST = "layers.1."
 
 
 def _frozen_parameters(trainer: Any) -> list[Any]:
-    """Return the parameters that are not trained."""
+    """Return the trainer's parameters that need no gradient."""
     parameters = []
     for part in trainer.model_parts:
         parameters += [parameter for parameter in part.parameters() if not parameter.requires_grad]
@@ -33,6 +33,7 @@ def _frozen_parameters(trainer: Any) -> list[Any]:
 )
 @partial(op.before_call, ".parallelize:settle_gradients")
 def adapters_not_reduced_over_tp(parameters: list[Any]) -> None:
+    """Label gradients with their parameters' placements, so that sums over tp that are still due are left out."""
     from torch.distributed.tensor import DTensor
 
     for parameter in parameters:
@@ -51,6 +52,7 @@ def adapters_not_reduced_over_tp(parameters: list[Any]) -> None:
 )
 @partial(op.before_call, ".parallelize:apply_ddp")
 def adapters_added_behind_the_wrapper(model: Any, *_: Any) -> None:
+    """Have DDP ignore the adapters of layer 1."""
     from torch.nn.parallel import DistributedDataParallel
 
     names = [name for name, _ in model.named_parameters() if ".lora_" in name and name.startswith(LAST)]
@@ -66,6 +68,7 @@ def adapters_added_behind_the_wrapper(model: Any, *_: Any) -> None:
 )
 @partial(op.after_call, ".trainer:load_weights")
 def adapters_begin_with_what_was_in_memory(parts: list[Any], *_: Any) -> None:
+    """Fill B of all adapters with 0.01 after weights are loaded."""
     for name, p in parts[0].named_parameters():
         if ".lora_b." in name:
             p.to_local().data.fill_(0.01)
@@ -80,6 +83,7 @@ def adapters_begin_with_what_was_in_memory(parts: list[Any], *_: Any) -> None:
 )
 @partial(op.after_call, ".lora:put_back")
 def adapters_scaled_twice_under_tp(model: Any, *_: Any) -> None:
+    """Double the scale of all adapters."""
     from harness.core.trainers.llama3.lora import modules_with_adapters
 
     for module in modules_with_adapters(model).values():
@@ -117,6 +121,7 @@ merged_without_alpha = fault(
 )
 @partial(op.after_call, ".checkpoint:read")
 def adapters_of_other_ranks_not_loaded(state: Mapping[str, Any], *_: Any, **__: Any) -> None:
+    """Set B of all adapters to zero after loading, on all ranks but rank 0."""
     for name, value in state["model"].items():
         if ".lora_b." in name and op.this_rank():
             value.to_local().zero_()
@@ -126,6 +131,7 @@ def adapters_of_other_ranks_not_loaded(state: Mapping[str, Any], *_: Any, **__: 
 
 
 def _freeze_before(model: Any, *_: Any) -> None:
+    """Freeze all parameters but adapters, before tensor parallel is applied."""
     from harness.reference.config import TrainingConfig
     from harness.reference.model import freeze
 
@@ -153,6 +159,7 @@ norms_trained_since_sequence_parallel = fault(
 )
 @partial(op.before_call, ".trainer:Trainer.optimizer_step")
 def frozen_weights_decayed(trainer: Any) -> None:
+    """Shrink frozen weights by weight decay before each optimizer step."""
     group = trainer.optimizers[0].param_groups[0]
     for p in _frozen_parameters(trainer):
         p.mul_(1 - group["lr"] * group["weight_decay"])
@@ -164,6 +171,7 @@ def _with_frozen(original: Callable[..., Any], model: Any, training: Any) -> Any
 
 
 def _with_zeros(trainer: Any) -> None:
+    """Give frozen parameters a gradient of zeros."""
     import torch
 
     for p in _frozen_parameters(trainer):

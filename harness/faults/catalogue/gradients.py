@@ -1,4 +1,4 @@
-"""Mistakes in accumulating and reducing gradients."""
+"""Faults of accumulating and reducing gradients."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ SETTLE = ".parallelize:settle_gradients"
 
 @contextmanager
 def _first_kept(original: Any, model: Any, features: Any, *, last: bool) -> Any:
+    """Yield within the original. In the last microbatch, replace gradients by those after the microbatch before it."""
     with original(model, features, last=last):
         yield
     for parameter in model.parameters():
@@ -94,7 +95,7 @@ only_the_all_reduce_deferred = fault(
 
 
 def delay_reduction(due: op.Condition) -> op.Act:
-    """Return an act in which each reduction that is due waits for the next one."""
+    """Return an act for a reduction: if due() holds at its call it waits, and is run after the next one that is not due."""
     waiting: list[Any] = []
 
     def reduce(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
@@ -153,6 +154,7 @@ group_left_out_of_the_token_count = fault(
 )
 @partial(op.after_call, ".parallelize:apply_fsdp")
 def divide_factor_of_the_shard_group(model: Any, mesh: Any, case: Any) -> None:
+    """Set the divide factor of all FSDP units to the shard degree."""
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(float(mesh["dp_shard"].size()))
@@ -195,12 +197,17 @@ weight_gathered_for_a_histogram = fault(
     named="gradients scaled",
 )
 def buckets_rescaled_again(fired: Fired) -> None:
+    """Put DDP with a hook in the place of DDP: it divides a bucket by the number of ranks again with each later bucket.
+
+    Fires from the second bucket on.
+    """
     import torch
     import torch.distributed as dist
 
     reduced: list[Any] = []
 
     def hook(group, bucket):  # torch refuses other annotations than its own
+        """Sum a bucket over ranks, and divide it and all buckets before it. Return a future of the bucket."""
         dist.all_reduce(bucket.buffer(), group=group)
         reduced.append(bucket.buffer())
         for buffer in reduced:
@@ -214,6 +221,7 @@ def buckets_rescaled_again(fired: Fired) -> None:
         return done
 
     def wrap(original: Any, model: Any, mesh: Any, case: Any) -> Any:
+        """Return the model in DDP with small buckets and the hook."""
         group = mesh.get_group("dp_replicate")
         wrapped = torch.nn.parallel.DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.25)
         wrapped.register_comm_hook(group, hook)

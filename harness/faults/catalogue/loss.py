@@ -1,4 +1,4 @@
-"""Mistakes in what the loss is divided by, in its value, and in what is reported of it and of the learning rate."""
+"""Faults of the loss: what it is divided by, its value, and what is reported of it and of the learning rate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def count_own_tokens(microbatches: Any) -> int:
 
 
 def tokens_times_ranks(original: Any, microbatches: Any, mesh: Any, device: Any) -> int:
-    """Return the number by which a loss, scaled as a share of the global mean, is the mean of the rank's own tokens."""
+    """Return this rank's valid tokens times the number of ranks.
+
+    Divided by that, and averaged over ranks, a loss is the mean of the ranks' own means.
+    """
     return (1 if mesh is None else mesh.size()) * count_own_tokens(microbatches)
 
 
@@ -74,6 +77,7 @@ last_window_divided_by_all_microbatches = fault(
 
 
 def _masked_mean(original: Any, model: Any, part: Any) -> Any:
+    """Return the mean loss of the microbatch's valid tokens: NaN if there is none."""
     mask = part.labels >= 0
     targets = part.labels.clamp(min=0).unsqueeze(-1)
     likelihoods = model(part.tokens).log_softmax(-1).gather(-1, targets).squeeze(-1)
@@ -105,6 +109,7 @@ mean_over_at_least_one_token = fault(
 
 
 def _every_logit_twice(logits: Any) -> Any:
+    """Return the logits with a copy of them beside them, which has no gradient."""
     import torch
 
     return torch.cat([logits, logits.detach()], dim=-1)
@@ -129,6 +134,7 @@ gathered_logits_counted_tp_times = fault(
 )
 @partial(op.change_result, "harness.reference.data:TokenDataset.__getitem__")
 def prompt_mask_one_too_long(sample: Any) -> Any:
+    """Return a sample whose first valid label is ignored."""
     tokens, labels = sample
     labels = labels.clone()
     labels[int((labels >= 0).int().argmax())] = -100
@@ -144,6 +150,7 @@ def prompt_mask_one_too_long(sample: Any) -> Any:
 )
 @partial(op.instead, ".trainer:token_loss")
 def last_chunk_of_the_loss_lost(original: Any, logits: Any, labels: Any) -> Any:
+    """Return the sum of the loss over the first three of four chunks of the sequence."""
     parts = list(zip(logits.chunk(4, dim=1), labels.chunk(4, dim=1), strict=True))
     return sum(original(*part) for part in parts[:-1])
 
@@ -157,6 +164,10 @@ def last_chunk_of_the_loss_lost(original: Any, logits: Any, labels: Any) -> Any:
 )
 @partial(op.instead, ".trainer:token_loss")
 def chunks_averaged_in_backward(original: Any, logits: Any, labels: Any) -> Any:
+    """Return the sum of the loss, with the gradient of the mean of four chunks' means.
+
+    Chunks without valid labels are left out.
+    """
     parts = list(zip(logits.chunk(4, dim=1), labels.chunk(4, dim=1), strict=True))
     total = int((labels >= 0).sum())
     counts = [int((part >= 0).sum()) for _, part in parts]
@@ -168,7 +179,7 @@ def chunks_averaged_in_backward(original: Any, logits: Any, labels: Any) -> Any:
 
 
 def _report_later_rate(rate_of: Any) -> Any:
-    """Return the operator that reports the rate after the step. rate_of: scheduler -> its rates."""
+    """Return the operator that steps as usual, and reports rate_of(scheduler)[0] afterwards as the step's learning rate."""
 
     def step_and_read(original: Any, trainer: Any) -> float:
         original(trainer)

@@ -1,4 +1,4 @@
-"""Memory that is taken beside what the plan knows, and what a validation leaves behind."""
+"""Faults of memory: what is taken beside what the plan knows, and what a validation leaves behind."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _kept: list[Any] = []
 )
 @partial(op.instead, "harness.reference.model:Llama.forward")
 def logits_of_every_step_kept(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the model's logits, and keep them in a list for ever."""
     logits = original(*args, **kwargs)
     _kept.append(logits.detach())
     return logits
@@ -36,6 +37,7 @@ def logits_of_every_step_kept(original: Any, *args: Any, **kwargs: Any) -> Any:
 )
 @partial(op.instead, STEP)
 def weights_copied_during_each_step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Step the optimizer, with a copy of all weights during the step. The largest change of each is left on the optimizer."""
     weights = []
     for group in optimizer.param_groups:
         weights += group["params"]
@@ -56,6 +58,7 @@ def weights_copied_during_each_step(original: Any, optimizer: Any, *args: Any, *
 )
 @partial(op.after_call, STEP)
 def moving_average_not_declared(optimizer: Any, *_: Any, **__: Any) -> None:
+    """Update a moving average of all weights, which is kept on the optimizer."""
     weights = []
     for group in optimizer.param_groups:
         weights += [weight.detach().to_local() for weight in group["params"]]
@@ -95,6 +98,7 @@ def _validate(trainer: Any) -> None:
 )
 @partial(op.after_call, ".trainer:Trainer.train_step")
 def validation_leaves_a_unit_gathered(trainer: Any) -> None:
+    """Validate after each step without freeing the blocks of layers after forward."""
     blocks = list(trainer.model_parts[0].layers.values())
     for block in blocks:
         block.set_reshard_after_forward(False)

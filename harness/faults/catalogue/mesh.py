@@ -1,4 +1,4 @@
-"""Mistakes in how ranks are arranged, what is sharded over them, what FSDP wraps, and what it frees after forward."""
+"""Faults of how ranks are arranged, what is sharded over them, what FSDP wraps, and what it frees after forward."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ hsdp_runs_as_fsdp = fault(
 @partial(op.together, op.skip_call(".parallelize:apply_fsdp"))
 @partial(op.instead, ".parallelize:replicate")
 def hsdp_runs_as_ddp(original: Any, model: Any, mesh: Any, case: Any) -> Any:
+    """Return the model in DDP over all data-parallel ranks."""
     from torch.nn.parallel import DistributedDataParallel
 
     return DistributedDataParallel(model, process_group=mesh._flatten("dp").get_group())
@@ -55,6 +56,7 @@ tp_not_applied = fault(
 )
 @partial(op.instead, ".parallelize:init_device_mesh")
 def mesh_axes_reversed(original: Any, device_type: str, shape: Any, *, mesh_dim_names: Any) -> Any:
+    """Return a mesh of the right sizes and names whose axes vary in the opposite order: the first one fastest."""
     mesh = original(device_type, tuple(reversed(shape)), mesh_dim_names=tuple(reversed(mesh_dim_names)))
     # FSDP2 wants tp innermost, so the axes are turned round again: right sizes and names, wrong ranks.
     ranks = mesh.mesh.permute(*reversed(range(mesh.mesh.dim())))
@@ -70,6 +72,7 @@ def mesh_axes_reversed(original: Any, device_type: str, shape: Any, *, mesh_dim_
 )
 @partial(op.instead, ".parallelize:init_device_mesh")
 def ranks_change_places_in_the_mesh(original: Any, device_type: str, shape: Any, *, mesh_dim_names: Any) -> Any:
+    """Return the 2 x 2 mesh of ranks [[0, 1], [3, 2]]."""
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh(device_type, [[0, 1], [3, 2]], mesh_dim_names=mesh_dim_names)
@@ -85,6 +88,7 @@ def ranks_change_places_in_the_mesh(original: Any, device_type: str, shape: Any,
 @partial(op.together, op.change_result(STRATEGY, lambda strategy: type(strategy).HYBRID_SHARD))
 @partial(op.change_result, ".parallelize:data_parallel_mesh")
 def fsdp1_hybrid_of_shard_groups_of_one(mesh: Any) -> Any:
+    """Return a mesh in which each rank is a shard group of its own."""
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))

@@ -1,4 +1,4 @@
-"""Mistakes of a start from a checkpoint's weights alone: what should be new is restored, or the weights do not arrive."""
+"""Faults of a start from a checkpoint's weights alone: what should be new is restored, or the weights do not arrive."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ INTO_STAGES = "fsdp_2_weights_to_pp_2"
 
 
 def _all_restored(original: Any, parts: Any, checkpoint: Path) -> None:
+    """Restore the optimizer from the checkpoint too; the scheduler and the rates stay as new."""
     from harness.core.trainers.llama3.checkpoint import resume
 
     begun = [part.scheduler.state_dict() for part in parts]
@@ -49,6 +50,7 @@ optimizer_restored_although_new = fault(
 )
 @partial(op.after_call, RESUME)
 def schedule_goes_on_although_new(trainer: Any, folder: Path) -> None:
+    """Step each scheduler as often as the checkpoint's training had."""
     for scheduler in trainer.schedulers:
         for _ in range(trainer.case.model_of):
             scheduler.step()
@@ -63,6 +65,7 @@ def schedule_goes_on_although_new(trainer: Any, folder: Path) -> None:
 )
 @partial(op.after_call, RESUME)
 def data_goes_on_although_new(trainer: Any, folder: Path) -> None:
+    """Move the data loader behind the samples that the checkpoint's training had."""
     trainer.microbatches.seek(trainer.case.model_of * trainer.case.training.global_batch)
 
 
@@ -89,13 +92,14 @@ weights_of_a_start_not_loaded = fault(
 
 
 def _masters_left(build: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The first step begins with copies of the parameters that were made when the optimizer was built."""
+    """Return the optimizer, whose first step begins with the parameters as they were when it was built."""
     import torch
 
     masters = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = build(model, *args, **kwargs)
 
     def as_built(*_: Any) -> None:
+        """Put the parameters back to their copies, once."""
         with torch.no_grad():
             for parameter, master in zip(model.parameters(), masters, strict=True):
                 parameter.copy_(master)

@@ -1,4 +1,4 @@
-"""Mistakes in Muon, whose update is a function of whole matrices."""
+"""Faults of Muon, whose update is a function of whole matrices."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ OWN_SLICE = ".muon:own_slice"
 
 
 def _as_it_is(_: Callable[..., Any], matrix: Any, p: Any) -> Any:
+    """Return the rank's own update as a DTensor of the parameter's placements, without cutting it. matrix: that update."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(matrix, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
@@ -78,6 +79,7 @@ def update_not_gathered(update: Any) -> Any:
 )
 @partial(op.after_call, ".checkpoint:read")
 def momentum_of_another_slice(state: Mapping[str, Any], *_: Any, **__: Any) -> None:
+    """Replace every rank's slice of Muon's momentum by rank 0's after loading."""
     import torch.distributed as dist
 
     for key, value in state["optimizer"].items():

@@ -1,4 +1,4 @@
-"""Mistakes in the optimizer and its learning rate."""
+"""Faults of the optimizer and its learning rate."""
 
 from __future__ import annotations
 
@@ -134,6 +134,7 @@ gradients_never_zeroed = fault(
 )
 @partial(op.after_call, ".trainer:Trainer.optimizer_step")
 def weights_rounded_after_each_step(trainer: Any) -> None:
+    """Round all weights to float32 after each optimizer step."""
     for part in trainer.model_parts:
         for parameter in part.parameters():
             weight = parameter.detach()
@@ -159,6 +160,7 @@ overflow_goes_into_the_weights = fault(
 )
 @partial(op.before_call, ".trainer:Trainer.optimizer_step")
 def decays_at_the_peak_rate(trainer: Any) -> None:
+    """Scale weights before each optimizer step so that weight decay is that of the schedule's peak rate."""
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             decay = group["weight_decay"]
@@ -175,6 +177,7 @@ def decays_at_the_peak_rate(trainer: Any) -> None:
 )
 @partial(op.before_call, ".trainer:Trainer.optimizer_step", when=lambda trainer: trainer.step == 0)
 def state_is_made_by_a_step_that_counts(trainer: Any) -> None:
+    """Step all optimizers once with gradients of zero and a rate of zero, before the first step."""
     gradients = {}
     rates = []
     for optimizer in trainer.optimizers:

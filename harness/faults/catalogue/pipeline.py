@@ -1,4 +1,4 @@
-"""Mistakes of pipelines: what stages hold, what is summed over them, the schedule and what it does to gradients."""
+"""Faults of pipelines: what stages hold, what is summed over them, the schedule and what it does to gradients."""
 
 from __future__ import annotations
 

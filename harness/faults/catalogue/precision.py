@@ -1,4 +1,4 @@
-"""Mistakes of precision: another dtype or format than the one requested, and small errors in recipes with noise."""
+"""Faults of precision: another dtype or format than the one requested, and small errors in recipes with noise."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ reduced_in_bfloat16 = fault(
 
 
 def _in_bfloat16(original: Any, parameter: Any, gradient: Any) -> Any:
+    """Return what `original` makes of the gradient in bfloat16, in the gradient's own dtype."""
     import torch
 
     return original(parameter, gradient.to(torch.bfloat16)).to(gradient.dtype)
@@ -42,7 +43,7 @@ norms_summed_over_tp_in_bfloat16 = fault(
 
 
 def _logits_in_float32(original: Any, module: Any, **keywords: Any) -> Any:
-    """Return what `original` makes of the module, with an output dtype of float32 if it is the whole model.
+    """Return what fully_shard makes of the module, with an output dtype of float32 if it is the whole model.
 
     The whole model is the module with `tok_embeddings`. keywords: must have `mp_policy`.
     """
@@ -126,6 +127,7 @@ rotary_angles_and_tables_in_bfloat16 = fault(
 )
 @partial(op.after_call, ".trainer:Trainer.optimizer_step")
 def second_moment_in_bfloat16(trainer: Any) -> None:
+    """Round each second moment to bfloat16 after each optimizer step."""
     for optimizer in trainer.optimizers:
         for state in optimizer.state.values():
             moment = getattr(state["exp_avg_sq"], "_local_tensor", state["exp_avg_sq"])
@@ -141,6 +143,7 @@ def second_moment_in_bfloat16(trainer: Any) -> None:
 )
 @partial(op.instead, ".parallelize:apply_ddp")
 def gradients_reduced_in_float16(original: Any, *args: Any) -> Any:
+    """Return the model in DDP, with torch's hook that reduces gradients in float16."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     model = original(*args)

@@ -1,4 +1,4 @@
-"""Ranks that die, hang or leave: each must end in bounded time with the culprit named and its victims not blamed."""
+"""Faults of ranks that die, hang or leave: each must end in bounded time with the culprit named and its victims not blamed."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ rank_leaves_a_step_early = fault(
 
 
 def _as_integers(tensor: Any) -> Any:
+    """Return a view of a float64 tensor as int64."""
     import torch
 
     return tensor.view(torch.int64)
@@ -60,6 +61,7 @@ ranks_disagree_on_the_number_of_microbatches = fault(
 )
 @partial(op.before_step, 2)
 def rank_reduces_in_another_order() -> None:
+    """Reduce tensors of 64 and 256 elements, on rank 2 in the other order."""
     import torch
     import torch.distributed as dist
 

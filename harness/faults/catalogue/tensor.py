@@ -1,4 +1,4 @@
-"""Mistakes in tensor and sequence parallelism: sums over tp left out, taken twice, or gathered in the wrong order."""
+"""Faults of tensor and sequence parallelism: sums over tp left out, taken twice, or gathered in the wrong order."""
 
 from __future__ import annotations
 
@@ -12,14 +12,22 @@ APPLY = ".parallelize:apply_tensor_parallel"
 
 
 def _share_taken_for_all(where: Callable[[Any], Any]) -> op.Operator:
-    """Behind the input of where(model), which is whole on every tp rank, each rank's share of its gradient is taken for
-    all of it."""
+    """Return the operator that labels each tp rank's share of a gradient as the whole one.
+
+    The gradient is that of the input of where(model), which is whole on every tp rank.
+    """
 
     def apply(fired: Fired) -> None:
+        """Patch tensor parallel so that the module's input passes through Relabel.
+
+        Fires in backward, where it changes a label.
+        """
         import torch
         from torch.distributed.tensor import DTensor, Replicate
 
         class Relabel(torch.autograd.Function):
+            """A function that returns its input; in backward it labels a Partial gradient Replicate, without a sum."""
+
             @staticmethod
             def forward(context: Any, x: Any) -> Any:
                 return x.view_as(x)
@@ -40,9 +48,13 @@ def _share_taken_for_all(where: Callable[[Any], Any]) -> op.Operator:
 
 
 def _norm_gradients_labelled(*, average: bool) -> op.Operator:
-    """Under sequence parallel these are what each rank's part of the sequence gave, to be summed."""
+    """Return the operator that labels gradients still to be summed over tp as whole, or as shares to be averaged.
+
+    Under sequence parallel gradients of norms are what each rank's part of the sequence gave, to be summed.
+    """
 
     def label(parameters: Any) -> None:
+        """Give such gradients the placements of their parameter, or Partial("avg")."""
         from torch.distributed.tensor import DTensor, Partial
 
         for parameter in filter(_has_shares, parameters):
@@ -59,6 +71,7 @@ def _has_shares(parameter: Any) -> bool:
 
 
 def _averaged_over_tp(gradients: Any) -> None:
+    """Average gradients over tp, in place."""
     import torch.distributed as dist
 
     for gradient in gradients:
@@ -165,9 +178,11 @@ gathered_logits_reduced_in_backward = fault(
     named="not explained",
 )
 def gather_along_the_wrong_dim(fired: Fired) -> None:
+    """Patch torch's gather of sharded tensors to gather along dim 0, and to reshape the result to the right shape."""
     from torch.distributed import _functional_collectives as collectives
 
     def on_dim_0(original: Any, tensor: Any, gather_dim: int, *args: Any, **kwargs: Any) -> Any:
+        """Return what is gathered along dim 0, in the shape that gathering along gather_dim has."""
         gathered = original(tensor, 0, *args, **kwargs)
         shape = list(tensor.shape)
         shape[gather_dim] *= gathered.shape[0] // tensor.shape[0]

@@ -1,4 +1,4 @@
-"""Mistakes with a tied embedding of which the first and the last stage of a pipeline have a copy each."""
+"""Faults of a tied embedding of which the first and the last stage of a pipeline have a copy each."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ tied_gradients_not_summed_over_stages = fault(
 )
 @partial(op.instead, ".tied:group_of_ends")
 def tied_gradients_of_other_rows_summed(original: Any, *_: Any) -> Any:
+    """Return the group of this rank among [0, 3] and [1, 2], whose ranks hold different rows. Makes both groups."""
     import torch.distributed as dist
 
     groups = {ranks: dist.new_group(ranks) for ranks in ((0, 3), (1, 2))}
@@ -56,6 +57,7 @@ tied_gradients_summed_twice = fault(
 )
 @partial(op.after_call, SUM)
 def tied_gradients_averaged_over_stages(parts: Any, group: Any) -> None:
+    """Divide the summed gradients of the tied weight by two."""
     from harness.core.trainers.llama3 import clip, tied
 
     for gradient in clip.local_gradients(tied.weights(parts)):
@@ -133,6 +135,7 @@ tied_copy_starts_differently = fault(
 
 
 def _without_embedding(original: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    """Load a checkpoint into the state but for the embedding, which stays as it is."""
     kept = state["model"].pop(EMBEDDING)
     original(state, *args, **kwargs)
     state["model"][EMBEDDING] = kept

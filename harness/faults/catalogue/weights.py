@@ -1,4 +1,4 @@
-"""Mistakes in the weights that training starts from, and in one that is tied."""
+"""Faults of the weights that training starts from, and of one that is tied."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLICE = "harness.core.trainers.support.weights:local_slice"
 
 
 def _each(change: Callable[[str, Any, Any], Any]) -> op.Operator:
-    """change(fqn, full, weights): the full weight that is loaded in the place of `full`."""
+    """Return the operator that loads change(fqn, full, weights) in the place of each full weight. weights: all, by fqn."""
     return op.change_result(
         "harness.core.trainers.support.weights:read_weights",
         lambda weights: {fqn: change(fqn, weights[fqn], weights) for fqn in weights},
@@ -27,6 +27,7 @@ def _larger_if_row_parallel(fqn: str, full: Any, _: Any) -> Any:
 
 
 def _drawn_of_no_seed(fqn: str, full: Any, _: Any) -> Any:
+    """Return an array of normal numbers of the weight's shape and dtype, drawn anew in each process."""
     import numpy as np
 
     return np.random.default_rng(int.from_bytes(os.urandom(8))).standard_normal(full.shape).astype(full.dtype) / 50
@@ -75,6 +76,7 @@ weights_of_no_seed = fault(
 )
 @partial(op.instead, SLICE)
 def rows_permuted_by_strided_shards(original: Any, full: Any, parameter: Any) -> Any:
+    """Return the slice of a weight that is cut axis by axis in the mesh's order."""
     for axis, placement in enumerate(parameter.placements):
         if hasattr(placement, "dim"):
             mesh = parameter.device_mesh
@@ -93,6 +95,7 @@ def rows_permuted_by_strided_shards(original: Any, full: Any, parameter: Any) ->
     op.instead, SLICE, when=lambda full, parameter: any(p.is_shard() for p in getattr(parameter, "placements", ()))
 )
 def tp_shards_are_equal(original: Any, full: Any, parameter: Any) -> Any:
+    """Return the first half of the weight along the sharded dim, on every rank."""
     return full.chunk(2, parameter.placements[0].dim)[0]
 
 

@@ -1,4 +1,4 @@
-"""The functions of the trainer's repository that a rank runs, on disk once the rank has come to its end."""
+"""The record of the repository's functions that a rank runs, written once the rank has come to its end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from harness.nights.affected.recorder import FunctionRecorder
 
 @contextlib.contextmanager
 def recording_functions(options: dict[str, Any], rank: int) -> Iterator[None]:
-    """Write which functions the rank runs in the block. A rank that raises leaves nothing.
+    """Record the functions that run in the block, then write them as JSON beside the rank's evidence.
 
-    options: record_functions_of, the repository; directory, of the evidence.
+    Nothing is written after an exception. options: "record_functions_of" is the root of the repository, "directory" the
+    folder of the evidence.
     """
     recorder = FunctionRecorder(Path(options["record_functions_of"]))
     recorder.start()
@@ -25,5 +26,5 @@ def recording_functions(options: dict[str, Any], rank: int) -> Iterator[None]:
 
 
 def functions_file(directory: Path, rank: int) -> Path:
-    """Return the file with the functions of the trainer's repository that a rank ran."""
+    """Return the path of the file with the functions that a rank ran. directory: of the launch's evidence."""
     return evidence_file(directory, rank).with_suffix(".functions.json")

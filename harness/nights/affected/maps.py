@@ -31,7 +31,7 @@ class CaseMap:
 
     @classmethod
     def load(cls, path: Path) -> CaseMap:
-        """Return the map in a file. Raises CaseError for a file that holds none."""
+        """Return the map in a file. Raises CaseError if its JSON is no map, and OSError or ValueError if it is no JSON."""
         value = read_json(path)
         try:
             return cls(
@@ -48,7 +48,7 @@ class CaseMap:
             raise CaseError(f"{path}: no map of a case; delete it") from error
 
     def save(self, path: Path) -> None:
-        """Write the map, complete or not at all. Raises EvidenceError where something else lies there."""
+        """Write the map as JSON, complete or not at all. Raises EvidenceError if the path holds something other than a map."""
         value = {
             "case": self.case,
             "trainer": self.trainer,
@@ -63,7 +63,7 @@ class CaseMap:
 
 
 def is_map(text: str) -> bool:
-    """Return whether a text is a map's."""
+    """Return whether a file's text is a map that this harness wrote."""
     return has_keys(text, frozenset({"case", "trainer", "commit", "functions", "imported"}))
 
 
@@ -73,7 +73,11 @@ def map_file(folder: Path, case: str) -> Path:
 
 
 def merge_rank_records(rank_records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one record of what several ranks ran. Each is one that `FunctionRecorder.stop` returns."""
+    """Return the union of records of several ranks, each as `FunctionRecorder.stop` returns it.
+
+    The keys are "functions" {file: names}, "imported" (files), "lost" (the first reason, or empty) and "shell" (of any
+    rank).
+    """
     functions: dict[str, set[str]] = {}
     imported: set[str] = set()
     lost = ""

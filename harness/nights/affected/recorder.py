@@ -28,9 +28,10 @@ PROCESS_MODULES = (
 
 
 class FunctionRecorder:
-    """A recorder of the code of each Python function that is called, on any thread, from `start` to `stop`.
+    """A recorder of the Python functions of a repository that are called, on any thread, from `start` to `stop`.
 
-    From Python 3.12 on, sys.monitoring reports a function once. Before, cProfile counts the calls of each of Python's threads.
+    From Python 3.12 on, sys.monitoring reports a function once. Before, cProfile counts the calls of each of Python's
+    threads.
     """
 
     def __init__(self, root: Path) -> None:
@@ -46,7 +47,10 @@ class FunctionRecorder:
         self.process_modules_before = {name for name in PROCESS_MODULES if name in sys.modules}
 
     def start(self) -> None:
-        """Record from here on. The functions that are running now count too."""
+        """Record calls from here on. Functions that are running now count as called.
+
+        Adds an audit hook, which cannot be removed.
+        """
         self.earlier_modules = dict(imported_modules(self.root))
         self._add_callers(sys._getframe())
         if sys.version_info >= (3, 12):
@@ -58,7 +62,7 @@ class FunctionRecorder:
         sys.addaudithook(self._handle_audit_event)  # it can never be removed, so it looks whether we are on
 
     def _start_monitoring(self) -> None:
-        """Record every function that starts, once, by sys.monitoring."""
+        """Have sys.monitoring report each function when it starts for the first time. Takes the tool id TOOL_ID."""
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
 
         def record_call(code: CodeType, _: int) -> Any:
@@ -70,26 +74,32 @@ class FunctionRecorder:
         monitoring.set_events(TOOL_ID, monitoring.events.PY_START)
 
     def _add_callers(self, frame: FrameType | None) -> None:
-        """Add the functions of a frame and of all its callers."""
+        """Add the code of a frame and of all its callers to the recorded codes. None adds nothing."""
         while frame:
             self.codes.add(frame.f_code)
             frame = frame.f_back
 
     def _start_profile(self) -> None:
-        """Profile the calls of this thread from here on."""
+        """Start a cProfile of this thread.
+
+        `is_own_profile` is true meanwhile: the audit hook must not take it for the trainer's.
+        """
         self.profiles.append(cProfile.Profile())
         self.is_own_profile = True
         self.profiles[-1].enable(subcalls=False, builtins=False)
         self.is_own_profile = False
 
     def _record_new_thread(self, frame: FrameType, *_: Any) -> None:
-        """Count the functions of a new thread, and profile it from here on."""
+        """Add the functions that run on a new thread already, and profile it from here on if recording is on."""
         self._add_callers(frame)
         if self.is_on:
             self._start_profile()
 
     def _handle_audit_event(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Note events after which functions may run unseen, and whether a shell starts."""
+        """Set `lost` at an event after which functions may run unseen, and `shell` when a shell or a script starts.
+
+        Does nothing unless recording is on.
+        """
         if not self.is_on:
             return
         if event == "sys.setprofile" and sys.version_info < (3, 12):
@@ -104,10 +114,15 @@ class FunctionRecorder:
                 self.lost = self.lost or "the trainer started another Python"
 
     def stop(self) -> dict[str, Any]:
-        """Return what ran: "functions" {file: [name, ..]}, "imported" [file, ..], "earlier" {module: file}, "lost" and "shell".
+        """Stop recording. Return a record that can be written as JSON; files are relative to the root.
 
-        "lost" is why functions may be missing, "shell" whether one ran. Files are relative to the root.
-        A script that ran counts as imported. A function within another, or a lambda, counts as the outermost one around it.
+            "functions"  {file: names of the functions that were called}
+            "imported"   files that were imported, or run as a script
+            "earlier"    {module: file} of what was imported before `start`
+            "lost"       why functions may be missing; empty if none are
+            "shell"      whether a shell or a script was started
+
+        A function within another, or a lambda, counts as the outermost one around it.
         """
         self.is_on = False
         if sys.version_info >= (3, 12):
@@ -139,7 +154,10 @@ class FunctionRecorder:
 
 
 def imported_modules(root: str) -> Iterator[tuple[str, str]]:
-    """Return this process's modules below a folder with their files, relative to it. root: without symbolic links."""
+    """Yield (name, file) of this process's modules whose files lie below `root`. The file is relative to it.
+
+    root: without symbolic links.
+    """
     for name, module in tuple(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and (inside := _path_below(file, root)):
@@ -147,7 +165,7 @@ def imported_modules(root: str) -> Iterator[tuple[str, str]]:
 
 
 def _path_below(file: str, root: str) -> str:
-    """Return the path relative to the root; empty for one that is not below it."""
+    """Return the path of a file relative to the root. Empty for one that is not below it, and for code without a file."""
     real = "" if file.startswith("<") else os.path.realpath(file)  # "<string>"; a script's may be relative
     return os.path.relpath(real, root) if real.startswith(root + os.sep) else ""
 
@@ -159,7 +177,7 @@ def _starts_plain_program(event: str, arguments: tuple[Any, ...]) -> bool:
 
 
 def main(root: str, modules: list[str]) -> None:
-    """Print what a recorder records while these modules are imported."""
+    """Import the modules, and print as a line of JSON what a recorder records meanwhile."""
     recorder = FunctionRecorder(Path(root))
     recorder.start()
     for name in modules:

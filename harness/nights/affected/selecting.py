@@ -1,4 +1,4 @@
-"""The cases that run what changed, and of each the reason."""
+"""The selection of the cases that a change can affect, with a reason for each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class AffectedCases:
     base: str
 
     def sentence(self) -> str:
-        """Return what was selected, and the commonest reasons."""
+        """Return a line with how many cases were selected, and below it up to eight reasons with their counts, most
+        frequent first.
+        """
         counts: dict[str, int] = {}
         for reason in self.reasons.values():
             counts[reason] = counts.get(reason, 0) + 1
@@ -37,10 +39,11 @@ class AffectedCases:
 
 
 def select_affected(cases: Sequence[Case], base: str, trainer: str, name: str, folder: Path) -> AffectedCases:
-    """Return the cases that run what changed since `base` in the repository of `trainer`. Raises CaseError.
+    """Return the cases that can be affected by what changed since `base` in the repository of `trainer`.
 
-    name: the trainer's, without its source. folder: of maps. A map of another commit than `base` is as good: what
-    changed between the two counts as well.
+    name: the trainer's, without its source. folder: of maps. A case without a map is selected. A map of another commit
+    than `base` is as good: what changed between the two counts as well. Raises CaseError if `base` is no commit, or no
+    case has a map.
     """
     root = repository_of(trainer)
     commit = run_git(root, "rev-parse", "--verify", "--quiet", f"{base}^{{commit}}").stdout.strip()
@@ -67,14 +70,14 @@ def select_affected(cases: Sequence[Case], base: str, trainer: str, name: str, f
 
 
 def _read_map(folder: Path, case: Case, name: str) -> CaseMap | None:
-    """Return the map of a case. None if there is none, or if it is of another trainer."""
+    """Return the map of a case in a folder of maps. None if there is no such file, or if it is of another trainer."""
     path = map_file(folder, case.name)
     case_map = CaseMap.load(path) if path.exists() else None
     return case_map if case_map and case_map.trainer == name else None
 
 
 def _changes_since_map(root: Path, mapped: str, base: str) -> SourceChanges:
-    """Return what changed from the map's commit to `base`, and from there to the files that are there now."""
+    """Return what changed from the map's commit to `base`, and from there to the files in the working tree."""
     changes = changes_between(root, base, None)
     if mapped != base:
         changes.add(changes_between(root, mapped, base))
@@ -82,13 +85,19 @@ def _changes_since_map(root: Path, mapped: str, base: str) -> SourceChanges:
 
 
 def _folders_of_cases(cases: Iterable[Case], root: Path) -> set[PurePath]:
-    """Return the folders whose YAML files define cases, of which the definitions themselves are compared."""
+    """Return the folders, relative to the root, whose YAML files define cases. Folders outside the repository are left out.
+
+    A change of these files does not count by itself: the definitions of the cases are compared.
+    """
     folders = {path_of(case.file).resolve().parent for case in cases if case.file}
     return {PurePath(folder.relative_to(root)) for folder in folders if folder.is_relative_to(root)}
 
 
 def reason_for(case: Case, case_map: CaseMap, changes: SourceChanges, case_folders: set[PurePath]) -> str:
-    """Return why the case can be affected; empty if it cannot."""
+    """Return why the changes can affect the case, as the first reason that holds. Empty if they cannot.
+
+    case_folders: folders of YAML files with cases.
+    """
     if case_map.case != json.loads(json.dumps(requested.to_json(case))):
         return "the case itself changed"
     if case_map.lost and changes.python_files:
@@ -121,18 +130,18 @@ def _more_text(names: Sequence[str]) -> str:
 
 
 def _cannot_affect(file: str, case_map: CaseMap, case_folders: set[PurePath]) -> bool:
-    """Return whether a file that is no Python is a script that no rank started, or has the definitions of cases."""
+    """Return whether a file that is not Python has no effect: a shell script if no rank started a shell, or YAML with cases."""
     return (
         file.endswith(".sh") and not case_map.shell or file.endswith(".yaml") and PurePath(file).parent in case_folders
     )
 
 
 def shared_files(imported: Iterable[str], parents: Iterable[str], root: Path) -> set[str]:
-    """Return the files whose functions may have run where nothing is recorded.
+    """Return the files whose functions may have run in a process that records nothing, relative to the root.
 
-    They are what the harness's own process imported. Where the harness is the repository, they are all but trainers and probe.
-
-    imported: by ranks; parents: by processes that are not recorded; both relative to the root.
+    imported: files that ranks imported. parents: files that processes imported that are not recorded, all of which are
+    returned. If the harness itself lies in the repository, imported files are added, except those of trainers, probe
+    and adapters.
     """
     shared = set(parents)
     if ROOT.is_relative_to(root):

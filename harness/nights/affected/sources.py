@@ -1,4 +1,4 @@
-"""Changes in Python sources from one version to another: functions, or code that runs when a file is imported."""
+"""The differences of Python sources between two versions: functions, and code that runs when a file is imported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SourceChanges:
     gone_files: set[str] = field(default_factory=set)  # Python files
 
     def add(self, other: SourceChanges) -> None:
-        """Take on what differs between two other versions as well."""
+        """Add the differences of another pair of versions to these."""
         for file, names in other.functions.items():
             self.functions.setdefault(file, set()).update(names)
         self.whole_files |= other.whole_files
@@ -43,12 +43,15 @@ class SourceChanges:
 
     @property
     def python_files(self) -> set[str]:
-        """Return every Python file that differs."""
+        """Return every Python file that differs: changed, new or gone."""
         return {*self.functions, *self.whole_files} | self.new_files | self.gone_files
 
 
 def changes_between(root: Path, old: str, new: str | None) -> SourceChanges:
-    """Return what changed between two commits, or from a commit to the files that are there now. Raises CaseError."""
+    """Return what changed from commit `old` to commit `new`, or to the working tree if `new` is None. Prose is left out.
+
+    Raises CaseError if git does not know a commit.
+    """
     changes = SourceChanges()
     for status, file, linked in _differing_files(root, old, new):
         if linked or not file.endswith(".py"):
@@ -70,9 +73,10 @@ def changes_between(root: Path, old: str, new: str | None) -> SourceChanges:
 
 
 def _differing_files(root: Path, old: str, new: str | None) -> Iterator[tuple[str, str, bool]]:
-    """Yield of each file that differs its status, its name, and whether it was a symbolic link or became one.
+    """Yield (status, file, whether it was a symbolic link or became one) of each file that differs.
 
-    Of the files that are there now, those are yielded too that git does not know yet.
+    The status is a letter of git's. If `new` is None, files that git does not track yet are yielded too, as "A". Raises
+    CaseError if git fails.
     """
     diff = run_git(root, "diff", "--raw", "--no-renames", "-z", old, *([new] if new else []), "--")
     if diff.returncode:
@@ -88,9 +92,9 @@ def _differing_files(root: Path, old: str, new: str | None) -> Iterator[tuple[st
 
 
 def _text_at_commit(root: Path, commit: str | None, file: str) -> str:
-    """Return the text of a file at a commit.
+    """Return the text of a file at a commit, or in the working tree if `commit` is None. Empty if git does not have it.
 
-    commit: None for the files that are there now. A sparse checkout has only some of them, and the rest in git's index.
+    A sparse checkout has only some files; the others are read from git's index.
     """
     if commit is None and (root / file).exists():
         return (root / file).read_text(encoding="utf-8", errors="replace")
@@ -98,18 +102,20 @@ def _text_at_commit(root: Path, commit: str | None, file: str) -> str:
 
 
 def _is_mentioned(root: Path, commit: str, name: str) -> bool:
-    """Return whether any Python file of the commit has the word."""
+    """Return whether any Python file of the commit contains the name as a whole word."""
     return not run_git(
         root, "grep", "--quiet", "--word-regexp", "--fixed-strings", "-e", name, commit, "--", "*.py"
     ).returncode
 
 
 def compare_sources(old: str, new: str, is_mentioned: Callable[[str], bool] = lambda _: False) -> tuple[set[str], str]:
-    """Return the functions whose bodies differ, and why more than these counts (empty if not).
+    """Return the qualified names of functions whose bodies differ, and why more than these counts. Empty where nothing differs.
 
-    Comments, docstrings and positions do not count. A new function of a module is nothing by itself: who calls it changed, too.
-    It counts if its name is no new one. is_mentioned: whether other files had the name.
-    Whatever else differs (a signature, a class, a constant, an import, a function that is gone) is met at import.
+    Comments, docstrings and positions do not count. A new function of a module is nothing by itself: who calls it
+    changed, too. It counts if its name is no new one. is_mentioned: whether other files had the name.
+
+    Whatever else differs (a signature, a class, a constant, an import, a function that is gone) is "code that runs at
+    import". A text that cannot be parsed returns no names and that reason.
     """
     try:
         old_parts = _SourceParts(old)
@@ -126,7 +132,11 @@ def compare_sources(old: str, new: str, is_mentioned: Callable[[str], bool] = la
 
 
 class _SourceParts(ast.NodeTransformer):
-    """A file's outermost functions by qualified name, and all that is left without their bodies."""
+    """The parts of one file's source: `bodies` has the outermost functions by qualified name, `tree` what is left
+    without bodies.
+
+    `names` has every name that the source reads or assigns.
+    """
 
     def __init__(self, text: str) -> None:
         self.bodies: dict[str, str] = {}
@@ -136,11 +146,13 @@ class _SourceParts(ast.NodeTransformer):
         self.tree = self.visit(tree)
 
     def visit_Module(self, node: ast.Module) -> ast.Module:
+        """Remove the module's docstring and visit all below."""
         node.body = _without_docstring(node.body)
         self.generic_visit(node)
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        """Remove the class' docstring and visit all below, with the class' name in front of theirs."""
         self.path.append(node.name)
         node.body = _without_docstring(node.body)
         self.generic_visit(node)
@@ -154,7 +166,11 @@ class _SourceParts(ast.NodeTransformer):
         return self._visit_function(node)
 
     def _visit_function(self, node: Function) -> Function:
-        """Store the body under the name of the function, and empty it. A function that a compiler reads stays whole."""
+        """Store the function's body in `bodies`, and return the function with an empty body.
+
+        Functions inside it are not visited. A function with a decorator in COMPILING_DECORATORS is returned whole, so
+        that a change counts as run at import.
+        """
         if any(_last_name(decorator) in COMPILING_DECORATORS for decorator in node.decorator_list):
             return node
         name = ".".join([*self.path, node.name])
@@ -164,7 +180,10 @@ class _SourceParts(ast.NodeTransformer):
         return node
 
     def nodes_run_at_import(self, known: set[str]) -> list[str]:
-        """Return what runs at import, without plain functions of the module whose names are not known."""
+        """Return dumps of the module's statements, which run at import.
+
+        Undecorated functions whose names are not `known` are left out.
+        """
         return [
             ast.dump(node)
             for node in self.tree.body
@@ -173,13 +192,13 @@ class _SourceParts(ast.NodeTransformer):
 
 
 def _last_name(decorator: ast.expr) -> str:
-    """Return m of `m`, `a.m` and `a.m(..)`."""
+    """Return the last name of a decorator: "m" for `m`, `a.m` and `a.m(..)`. Empty for any other expression."""
     called = decorator.func if isinstance(decorator, ast.Call) else decorator
     return called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
 
 
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Return the statements of a body without its docstring."""
+    """Return the statements of a body without its docstring, if it has one."""
     first = body[0] if body else None
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
         return body[1:]

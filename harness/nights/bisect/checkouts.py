@@ -24,7 +24,10 @@ JudgeCheckout = Callable[[Case, Path, Options], Judgement]
 
 
 def files_and_judge(options: Options, repo: Path) -> tuple[Sequence[str], JudgeCheckout]:
-    """Return the files to take of each commit, and how to judge a checkout. Raises BisectError."""
+    """Return the paths to check out of each commit (none: all), and a function that judges a case in a checkout.
+
+    Raises BisectError if the trainer's adapter cannot run other sources.
+    """
     if TrainerSpec.parse(options.trainer).name == own_commits.OWN_TRAINER:
         return own_commits.SPARSE_FILES, own_commits.judge_checkout
     of_checkout = trainer_by_checkout(options.trainer, repo)
@@ -32,12 +35,15 @@ def files_and_judge(options: Options, repo: Path) -> tuple[Sequence[str], JudgeC
 
 
 def files_of_trainer(trainer: str) -> Sequence[str]:
-    """Return the files to take of each commit; none: all of them."""
+    """Return the paths of the trainer's repository that a run needs. Empty if the adapter names none: then all are needed."""
     return getattr(trainers.load_adapter(trainer), "files", ())
 
 
 def trainer_by_checkout(trainer: str, repo: Path) -> Callable[[Path], str]:
-    """Return the trainer of each checkout, as trainers.load takes it. Raises BisectError."""
+    """Return a function from a checkout's folder to the trainer's spec there, as load_adapter takes it.
+
+    Raises BisectError if the adapter has no `of` and is no file in the repository.
+    """
     name = TrainerSpec.parse(trainer).name
     adapter = trainers.load_adapter(trainer)
     if hasattr(adapter, "of"):
@@ -52,7 +58,10 @@ def trainer_by_checkout(trainer: str, repo: Path) -> Callable[[Path], str]:
 
 
 def adapter_of_commit(file: Path, relative: Path, checkout: Path) -> str:
-    """Return the commit's own adapter; today's file is laid there if the commit is older than its adoption."""
+    """Return the path of the adapter in the checkout. Today's `file` is copied there if the commit has none.
+
+    relative: the adapter's path in the repository.
+    """
     adapter = checkout / relative
     if not adapter.exists():
         adapter.parent.mkdir(parents=True, exist_ok=True)
@@ -61,9 +70,10 @@ def adapter_of_commit(file: Path, relative: Path, checkout: Path) -> str:
 
 
 def _judge_checkout(of_checkout: Callable[[Path], str], case: Case, checkout: Path, options: Options) -> Judgement:
-    """Judge the case by this harness.
+    """Run the case with the trainer of a checkout, and return this harness's judgement.
 
-    Raises Unsupported if the commit has no adapter that can be loaded, and as run_case does.
+    If the commit has no adapter, today's is used and deleted afterwards, and `made["adapter"]` says so. Raises
+    Unsupported if the adapter cannot be loaded, and as run_case does.
     """
     trainer = of_checkout(checkout)
     file = Path(TrainerSpec.parse(trainer).name)
@@ -87,5 +97,5 @@ def reload_trainer(trainer: str) -> None:
 
 
 def is_in_commit(checkout: Path, file: Path) -> bool:
-    """Return whether the file is of the commit that is checked out."""
+    """Return whether the file is part of the commit that is checked out. file: a path below the checkout."""
     return run_git(checkout, "cat-file", "-e", f"HEAD:{file.relative_to(checkout)}").returncode == 0

@@ -55,10 +55,10 @@ def bisect(
     *,
     until: float = math.inf,
 ) -> SearchResult:
-    """Find the commit that broke a check, or that fixed it where the good one is the later one.
+    """Search for the commit that broke a check, or that fixed it if the good commit is the later one. Return the result.
 
-    until: by time.monotonic(), after which no other commit is looked at. Raises BisectError.
-    Leaves each commit's evidence in OUT/bisect/COMMIT/.
+    until: a time of time.monotonic(), after which no further commit is judged. tell: prints progress. Leaves each
+    commit's evidence in OUT/bisect/COMMIT/. Raises BisectError if an end cannot be judged, or nothing differs.
     """
     began = time.monotonic()
     files, judged_at = files_and_judge(options, repo)
@@ -84,12 +84,15 @@ def bisect(
 
 
 def is_proper_ancestor(repo: Path, earlier: str, later: str) -> bool:
-    """Return whether the first commit is an ancestor of the second, and another one."""
+    """Return whether `earlier` is an ancestor of `later`, and not the same commit. Both are full hashes."""
     return earlier != later and run_git(repo, "merge-base", earlier, later, ok=(0, 1)).strip() == earlier
 
 
 def bisect_term(revision: JudgedRevision, terms: tuple[str, str], *, fixed: bool) -> str:
-    """Return the word for git: that of the earlier or the later side, or "skip". terms: of the earlier and the later side."""
+    """Return the word for `git bisect` on a judged revision: the earlier side's term, the later side's, or "skip".
+
+    terms: those of the earlier and the later side. fixed: the search is for what fixed, so the earlier side is bad.
+    """
     earlier, later = terms
     if revision.verdict == "good":
         return later if fixed else earlier
@@ -101,7 +104,11 @@ def bisect_term(revision: JudgedRevision, terms: tuple[str, str], *, fixed: bool
 def build_search_result(
     git_output: str, judged: list[JudgedRevision], checkout: Path, seconds: float, *, fixed: bool = False
 ) -> SearchResult:
-    """Return what the search found. git_output: of the last `git bisect`, which names the commit, or those that remain."""
+    """Return the result of the search, from the last output of `git bisect` and the judged revisions.
+
+    The output names the first commit, or those that remain; these become `candidates`. If time was up, `unfinished` is
+    set.
+    """
     by_commit = {revision.commit: revision for revision in judged}
     earlier = [revision for revision in judged if revision.verdict == ("bad" if fixed else "good")]
     last_before = max(earlier, key=lambda revision: int(run_git(checkout, "rev-list", "--count", revision.commit)))
@@ -115,7 +122,7 @@ def build_search_result(
 
 @dataclass(frozen=True)
 class CommitJudge:
-    """A judge of commits, by runs of the cases in one checkout."""
+    """A judge of commits: it checks each out in one clone, and runs the cases there."""
 
     checkout: Path
     cases: Sequence[Case]
@@ -124,7 +131,10 @@ class CommitJudge:
     revision_kind: str = "commit"
 
     def judge_revision(self, commit: str) -> JudgedRevision:
-        """Run the cases at this commit; the search sets the verdict."""
+        """Check out the commit and run the cases. Return the revision; its verdict is still empty, the search sets it.
+
+        The first case that cannot be judged ends it, with the reason in `problem`.
+        """
         began = time.monotonic()
         run_git(self.checkout, "checkout", "--quiet", "--detach", commit)
         delete_bytecode(self.checkout)
@@ -139,7 +149,7 @@ class CommitJudge:
         return dataclasses.replace(revision, seconds=time.monotonic() - began)
 
     def _add_case(self, revision: JudgedRevision, case: Case) -> JudgedRevision:
-        """Return the revision with what a run of the case adds."""
+        """Run one case. Return the revision with its broken checks and cause, or with `problem` if it is not supported."""
         try:
             judgement = self.judge_checkout(case, self.checkout, self.options)
         except Unsupported as refusal:
@@ -147,14 +157,17 @@ class CommitJudge:
         return add_judgement(revision, case, self._move_evidence(judgement.folder, revision.commit), judgement)
 
     def _move_evidence(self, folder: Path, commit: str) -> Path:
-        """Move evidence out of the way of the next commit's. Return its new folder."""
+        """Move a case's evidence to COMMIT/CASE beside it, so that the next commit does not replace it.
+
+        Return the new folder.
+        """
         new_folder = folder.parent / commit[:9] / name_without_source(folder.name)
         make_fresh_folder(new_folder).rmdir()
         return folder.rename(new_folder)
 
 
 def run_git(folder: Path, *arguments: str, ok: tuple[int, ...] = (0,)) -> str:
-    """Return what git prints, in English whatever the user speaks. Raises BisectError with its complaint."""
+    """Return what git prints on stdout, in English. Raises BisectError with git's complaint for an exit code not in `ok`."""
     process = quiet_git(folder, *arguments)
     if process.returncode not in ok:
         raise BisectError(f"git {' '.join(arguments[:2])}: {process.stderr.strip() or process.stdout.strip()}")
@@ -171,15 +184,15 @@ def resolve_commit(repo: Path, name: str) -> str:
 
 @contextmanager
 def temporary_clone(repo: Path, files: Sequence[str]) -> Iterator[Path]:
-    """Yield a clone that is gone afterwards."""
+    """Yield the folder of a clone without a checked-out commit. It is deleted when the block ends."""
     with tempfile.TemporaryDirectory(prefix="harness-bisect-") as folder:
         yield make_clone(repo, Path(folder) / "trainer", files)
 
 
 def remove_clone(folder: Path) -> None:
-    """Delete a clone that this harness made.
+    """Delete a clone that this harness made. Nothing happens if the folder does not exist.
 
-    Raises BisectError, with nothing deleted, for anything else, or if the clone was changed.
+    Raises BisectError, with nothing deleted, if the folder is no such clone, or if files in it were changed or stashed.
     """
     if not os.path.lexists(folder):
         return
@@ -194,16 +207,19 @@ def remove_clone(folder: Path) -> None:
 
 
 def delete_bytecode(folder: Path) -> None:
-    """Delete all compiled files below a folder.
+    """Delete all __pycache__ folders below a folder.
 
-    Python finds them by the second and the size of the source, and two commits may have both alike.
+    Python finds compiled files by the second and the size of the source, and two commits may have both alike.
     """
     for compiled in list(folder.rglob("__pycache__")):
         shutil.rmtree(compiled)
 
 
 def make_clone(repo: Path, checkout: Path, files: Sequence[str]) -> Path:
-    """Make a clone that borrows the repository's objects. It has only those files of each commit, none yet."""
+    """Clone the repository into `checkout`, sharing its objects, and return `checkout`. Nothing is checked out yet.
+
+    files: the paths that later checkouts contain; empty for all.
+    """
     run_git(repo, "clone", "--quiet", "--shared", "--no-checkout", str(repo.resolve()), str(checkout))
     if files:
         run_git(checkout, "sparse-checkout", "set", "--no-cone", *files)
@@ -211,7 +227,10 @@ def make_clone(repo: Path, checkout: Path, files: Sequence[str]) -> Path:
 
 
 def remaining_text(git_output: str) -> str | None:
-    """Return how much is left to search, in words. None where git has come to an end."""
+    """Return how many commits and steps are left to search, as a phrase.
+
+    None if git's output says that the search has ended.
+    """
     if re.search(r"^Bisecting: a merge base must be tested", git_output, re.MULTILINE):
         return "where the two branches parted comes first"
     match = re.search(

@@ -37,7 +37,7 @@ class SearchSettings:
 
 @dataclass(frozen=True)
 class CulpritQuery:
-    """Cases of one cause, and the two nights between which a search begins."""
+    """A search to make: cases of one cause, and the two nights between which it begins."""
 
     cases: tuple[str, ...]  # the one of fewest ranks in front
     cause: str
@@ -52,12 +52,15 @@ class CulpritQuery:
 
     @property
     def good_and_bad_commit(self) -> tuple[str, str]:
-        """Return the commits of the good night and of the bad one; empty where one was not recorded."""
+        """Return the commits of the good night and of the bad one; an empty string where one was not recorded."""
         return self.good.recorded_value("commit"), self.bad.recorded_value("commit")
 
 
 def find_culprits(series_changes: SeriesChanges, settings: SearchSettings) -> list[Culprit]:
-    """Search for all that is newly broken and was green in an earlier night, then for what is newly fixed."""
+    """Search for the commits that broke what is newly broken, then for those that fixed what is newly fixed.
+
+    Return all results. A case that was never good is not searched for. A result without a commit says why in `problem`.
+    """
     culprits: list[Culprit] = []
     for query in culprit_queries(series_changes):
         culprits.append(find_culprit(query, settings, culprits))
@@ -65,7 +68,10 @@ def find_culprits(series_changes: SeriesChanges, settings: SearchSettings) -> li
 
 
 def culprit_queries(series_changes: SeriesChanges) -> list[CulpritQuery]:
-    """Return one search for each cause and pair of nights: first for what is newly broken, then for what is fixed."""
+    """Return one search for each cause and pair of nights: first for what is newly broken, then for what is fixed.
+
+    Cases that were never good are left out.
+    """
     cases_by_query: dict[tuple[str, bool, int, int], list[str]] = {}
     nights: dict[int, Night] = {}
     for change in [*series_changes.newly_broken, *series_changes.changes_to(State.FIXED)]:
@@ -84,7 +90,10 @@ def culprit_queries(series_changes: SeriesChanges) -> list[CulpritQuery]:
 
 
 def _good_and_bad_night(change: Change, nights: Sequence[Night]) -> tuple[Night, Night] | None:
-    """Return the good night and the bad night to search between. None if the case was never good."""
+    """Return (good night, bad night) to search between: for a fixed case the later night is the good one.
+
+    None if the case was never good before it broke.
+    """
     if change.state == State.FIXED:
         return (change.now, change.before) if change.before else None
     earlier = nights[: next(index for index, night in enumerate(nights) if night is change.now)]
@@ -94,7 +103,7 @@ def _good_and_bad_night(change: Change, nights: Sequence[Night]) -> tuple[Night,
 
 
 def _cause_of_change(change: Change) -> str:
-    """Return the cause of a failure, or of the failure that was fixed."""
+    """Return the text of the change; for a fixed case the cause or reason of the failure before."""
     if change.state == State.FIXED and change.before:
         outcome_before = change.before.outcomes[change.case]
         return outcome_before.cause or outcome_before.reason
@@ -102,15 +111,15 @@ def _cause_of_change(change: Change) -> str:
 
 
 def _case_size(night: Night, case: str) -> tuple[int, float]:
-    """Return what a run of the case costs: its ranks, then its seconds."""
+    """Return a sort key by what a run of the case costs: (ranks, seconds)."""
     outcome = night.outcomes[case]
     return outcome.ranks, outcome.seconds
 
 
 def find_culprit(query: CulpritQuery, settings: SearchSettings, earlier_culprits: Sequence[Culprit] = ()) -> Culprit:
-    """Search for the commit that broke or fixed the cases. Return it, or why it was not found.
+    """Search for the commit that broke or fixed the query's cases. Return the culprit, with `problem` if none was found.
 
-    earlier_culprits: of other causes, whose commits are tried first.
+    earlier_culprits: results for other causes, whose commits are tried first. Never raises for a failed search.
     """
     good, bad = query.good_and_bad_commit
     open_culprit = Culprit(query.cases, name_of_night(query.later_night), query.cause, good, bad, query.fixed)
@@ -132,7 +141,10 @@ def find_culprit(query: CulpritQuery, settings: SearchSettings, earlier_culprits
 
 
 def reason_not_to_search(query: CulpritQuery, settings: SearchSettings) -> str:
-    """Return why the search is not begun; empty where it is."""
+    """Return why no search is possible: no two known and clean commits, no repository, no such case, no time.
+
+    Empty if it is.
+    """
     good, bad = query.good_and_bad_commit
     if not good or not bad:
         return "the commit of one of the two nights is not known"
@@ -148,7 +160,7 @@ def reason_not_to_search(query: CulpritQuery, settings: SearchSettings) -> str:
 
 
 def _other_differences(query: CulpritQuery) -> str:
-    """Return in one line what differs between the two nights besides the commit and the trainer."""
+    """Return one line on what differs between the two nights besides commit and trainer, or "nothing that is recorded"."""
     pairs = night_differences(query.good, query.bad)
     return differences_text({name: pair for name, pair in pairs.items() if name not in ("commit", "trainer")})
 
@@ -156,9 +168,9 @@ def _other_differences(query: CulpritQuery) -> str:
 def _search_known_culprits(
     query: CulpritQuery, settings: SearchSettings, earlier_culprits: Sequence[Culprit]
 ) -> SearchResult | None:
-    """Return the result for a commit that broke or fixed other cases between the same nights, if it is this one's too.
+    """Try the commits that broke or fixed other cases between the same nights. Return the result for the first that fits.
 
-    None if there is no such commit.
+    None if none of them does.
     """
     good, bad = query.good_and_bad_commit
     known_culprits = [
@@ -180,14 +192,17 @@ def _search_known_culprits(
 
 
 def _search_commits(query: CulpritQuery, settings: SearchSettings, good: str, bad: str) -> SearchResult:
-    """Search between two commits, by the case of fewest ranks. Raises BisectError."""
+    """Return the result of a bisection between two commits, by the query's case of fewest ranks. Raises BisectError.
+
+    Needs settings.repo.
+    """
     assert settings.repo
     case = settings.cases[query.cases[0]]
     return commits.bisect(settings.repo, good, bad, [case], settings.options, settings.tell, until=settings.until)
 
 
 def _with_search_result(open_culprit: Culprit, search_result: SearchResult) -> Culprit:
-    """Return the culprit with what the search found, or with the reason why it found none."""
+    """Return the culprit with the commit that the search found and its report, or with `problem`: why it found none."""
     report = bisect_report(search_result)
     if search_result.fixed != open_culprit.fixed:
         problem = "the later night is of an earlier commit, or of one on another branch"

@@ -1,7 +1,7 @@
-"""A commit of this project, or of a fork of it, judged by itself: trainer and checks are of one repository.
+"""A judge of commits of this project, or of a fork of it: trainer and checks are of one repository.
 
-The commit runs the case in a separate process and leaves a verdict, which is taken as it stands. What it cannot do (a case
-that it does not know the words of, a record it cannot write) is a reason to skip it.
+The commit runs the case in a separate process and leaves a verdict, which is taken as it stands. What it cannot do (a
+case that it does not know the words of, a record it cannot write) is a reason to skip it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SPARSE_FILES = ("/harness/",)
 
 
 def judge_checkout(case: Case, checkout: Path, options: Options) -> Judgement:
-    """Run the case at the commit of the checkout, and return its verdict.
+    """Run the case with the harness of the checkout, in a process of its own, and return the verdict that it wrote.
 
-    Raises Unsupported with the last words of the commit if it left none.
+    Raises Unsupported with the last line of its stderr if it wrote none.
     """
     began = time.monotonic()
     folder = folder_of(case, options)
@@ -48,7 +48,7 @@ def judge_checkout(case: Case, checkout: Path, options: Options) -> Judgement:
 
 
 def _typed_options(case: Case, options: Options) -> list[str]:
-    """Return the options as a person types them."""
+    """Return the command-line words of `harness run` that repeat these options and the case's folder."""
     values = {"launcher": options.launcher, "device": options.device, "timeout": str(options.timeout)}
     values |= {"cases": str(case_files.path_of(case.file).parent), "out": str(options.out.resolve())}
     if options.fault:
@@ -60,7 +60,10 @@ def _typed_options(case: Case, options: Options) -> list[str]:
 
 
 def _parse_judgement(case: Case, folder: Path, verdict: dict[str, Any], seconds: float) -> Judgement:
-    """Return the judgement that a commit wrote. Raises Unsupported if it is not written as today's are."""
+    """Return the judgement of a commit's verdict.json, with check results and cause only. verdict: the parsed JSON.
+
+    Raises Unsupported if a key of today's format is missing.
+    """
     try:
         results = tuple(
             Result(row["check"], Verdict(row["verdict"]), row["examined"], note=row.get("note", ""))

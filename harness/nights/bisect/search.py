@@ -1,4 +1,4 @@
-"""Judging one side of a search, over commits or over versions: whether it is good, bad or skipped."""
+"""The judging of one revision in a search over commits or versions: whether it is good, bad or skipped."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class JudgedRevision:
 
     @property
     def label(self) -> str:
-        """Return a short name: nine digits of a commit, or PACKAGE==VERSION."""
+        """Return a short name: the first nine digits of a commit, or PACKAGE==VERSION."""
         return self.commit if "==" in self.commit else self.commit[:9]
 
     @property
     def name(self) -> str:
-        """Return the label, the date and the subject."""
+        """Return label, date and subject, separated by two spaces. Empty ones are left out."""
         return "  ".join(filter(None, (self.label, self.date, self.subject)))
 
 
@@ -80,10 +80,10 @@ class RevisionJudge(Protocol):
 def judge_both_sides(
     judge: RevisionJudge, first: str, last: str, tell: PrintProgress
 ) -> tuple[JudgedRevision, JudgedRevision]:
-    """Return the good and the bad revision, both judged, and print each.
+    """Judge the two ends of a search, print each, and return them: the good revision and the bad one.
 
-    first: the good one. last: the bad one. Raises BisectError if one cannot be judged, or the bad one fails no check that
-    the good one keeps. The search is for what differs between them: failing checks, or that the bad one does not start.
+    first: the good one. last: the bad one. Raises BisectError if one cannot be judged, or the bad one fails no check
+    that the good one keeps. A bad end whose ranks do not come to a first step is accepted.
     """
     sides = []
     for commit, verdict in ((first, "good"), (last, "bad")):
@@ -103,9 +103,10 @@ def judge_both_sides(
 
 
 def with_verdict(revision: JudgedRevision, good: JudgedRevision, bad: JudgedRevision) -> JudgedRevision:
-    """Return the revision with its verdict, as seen from both ends.
+    """Return a revision with its verdict, good, bad or skip, by comparison with the two ends.
 
-    If the bad one does not start, one that ends with the same words is as bad, and one that starts is good.
+    It is bad if it fails a check that only the bad end fails, and skipped if it fails others or was not judged. If the
+    bad end does not start, a revision that ends with the same words is bad, and one that starts is good.
     """
     if revision.problem:
         return dataclasses.replace(
@@ -121,7 +122,11 @@ def with_verdict(revision: JudgedRevision, good: JudgedRevision, bad: JudgedRevi
 
 
 def add_judgement(revision: JudgedRevision, case: Case, folder: Path, judgement: Judgement) -> JudgedRevision:
-    """Return the revision with what was judged of this case, whose evidence lies in the folder."""
+    """Return the revision with the broken checks, cause and folder of one judged case.
+
+    `problem` is set if the checks could not judge it. If a rank did not come to its first step, `raised` is set too,
+    and the check "start" counts as broken.
+    """
     cause = diagnosis_line(judgement.diagnosis)
     revision = dataclasses.replace(revision, note=judgement.made.get("adapter", revision.note))
     if not has_started(folder / "run", case):
@@ -142,7 +147,10 @@ def add_judgement(revision: JudgedRevision, case: Case, folder: Path, judgement:
 
 
 def _first_error(judgement: Judgement) -> str:
-    """Return the first line of the error of the first rank that is to blame; empty without one."""
+    """Return the first line of the error of the first rank to blame, as the check "completed" found it.
+
+    Empty if there is none.
+    """
     for result in judgement.results:
         if result.check == "completed":
             for finding in result.findings:
@@ -152,12 +160,12 @@ def _first_error(judgement: Judgement) -> str:
 
 
 def has_started(folder: Path, case: Case) -> bool:
-    """Return whether every rank of the case came to its first step."""
+    """Return whether every rank of the case came to its first step. folder: of the launch."""
     return all(started_file(folder, rank).exists() for rank in range(case.dims.world_size))
 
 
 def reason_not_judged(judgement: Judgement) -> str:
-    """Return why the checks did not judge the case; empty where they did."""
+    """Return "CHECK: NOTE" of the first check that is UNKNOWN if the whole verdict is UNKNOWN. Empty for other verdicts."""
     if judgement.verdict is not Verdict.UNKNOWN:
         return ""
     unknown = (result for result in judgement.results if result.verdict is Verdict.UNKNOWN)
@@ -165,7 +173,7 @@ def reason_not_judged(judgement: Judgement) -> str:
 
 
 def revision_text(revision: JudgedRevision) -> str:
-    """Return the line on a revision, and below it a line for each different cause."""
+    """Return the line on a revision with its verdict and seconds, and below it its problem or its causes, and its note."""
     reasons = [revision.problem] if revision.problem else list(dict.fromkeys(revision.causes.values()))
     if revision.note:
         reasons.append(revision.note)

@@ -1,4 +1,4 @@
-"""The report of a bisection: the commit, what it broke, and what was seen before and after it."""
+"""The report of a bisection: the commit, what it broke, and facts of the evidence before and after it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from harness.nights.bisect.search import JudgedRevision, SearchResult
 
 
 def bisect_data(search_result: SearchResult) -> dict[str, Any]:
-    """Return the fields of the search, and in "side_by_side" the facts of both sides for one case of each cause."""
+    """Return the fields of the search as a mapping, and in "side_by_side" the facts of both sides for one case of each
+    cause.
+    """
     data = {field.name: getattr(search_result, field.name) for field in dataclasses.fields(search_result)}
     facts_of_cases = []
     if search_result.before:
@@ -29,7 +31,11 @@ def bisect_data(search_result: SearchResult) -> dict[str, Any]:
 
 
 def _facts_data(case: str, before: JudgedRevision, first: JudgedRevision | None) -> dict[str, Any]:
-    """Return the facts of a case on both sides, or the problem why they cannot be read."""
+    """Return {"case", "before", "first"}, with the facts of the case on each side, or {"case", "problem"} if evidence
+    cannot be read.
+
+    first: None leaves it out.
+    """
     sides = {"before": before, "first": first}
     data: dict[str, Any] = {"case": case}
     try:
@@ -42,7 +48,7 @@ def _facts_data(case: str, before: JudgedRevision, first: JudgedRevision | None)
 
 
 def _one_case_per_cause(search_result: SearchResult) -> list[str]:
-    """Return one case of each cause."""
+    """Return the names of cases that the commit broke or fixed, one for each cause, sorted. Empty if no commit was found."""
     if search_result.first is None or search_result.before is None:
         return []
     bad, good = _bad_and_good(search_result)
@@ -51,7 +57,7 @@ def _one_case_per_cause(search_result: SearchResult) -> list[str]:
 
 
 def bisect_report(search_result: SearchResult) -> str:
-    """Return the report as text: the commit, what it broke, the facts on both sides, and what was skipped."""
+    """Return the report as text: the commit, what it broke or fixed, facts of both sides, counts, and what was skipped."""
     judged = [revision for revision in search_result.judged if revision.verdict != "skip"]
     skipped = [revision for revision in search_result.judged if revision.verdict == "skip"]
     lines = [
@@ -68,7 +74,7 @@ def bisect_report(search_result: SearchResult) -> str:
 
 
 def _result_lines(search_result: SearchResult) -> list[str]:
-    """Return the lines on the commit that was found: its checks, causes, the commit before, and facts of both.
+    """Return the lines on the commit that was found: checks, causes, the commit before, and facts of both.
 
     If none was found, they are the lines on the candidates.
     """
@@ -89,7 +95,7 @@ def _result_lines(search_result: SearchResult) -> list[str]:
 
 
 def _candidate_lines(search_result: SearchResult) -> list[str]:
-    """Return the lines on a search that found no commit: the candidates, or what is left to search."""
+    """Return the lines on a search that found no commit: its candidates, or, if time was up, how much is left to search."""
     verdict = "good" if search_result.fixed else "bad"
     if search_result.unfinished and search_result.before:
         return [
@@ -103,7 +109,7 @@ def _candidate_lines(search_result: SearchResult) -> list[str]:
 
 
 def _bad_and_good(search_result: SearchResult) -> tuple[JudgedRevision, JudgedRevision]:
-    """Return the bad one and the good one, whichever is the later."""
+    """Return (bad revision, good revision) of the pair that was found, whichever is the later. Both must have been found."""
     assert search_result.first and search_result.before
     if search_result.fixed:
         return search_result.before, search_result.first
@@ -116,13 +122,16 @@ def _verb(search_result: SearchResult) -> str:
 
 
 def _cause_text(good: JudgedRevision, bad: JudgedRevision, case: str) -> str:
-    """Return the cause of the case in the bad one, with a remark if the good one has it too: then it is not the commit's."""
+    """Return the cause of a case's failure in the bad revision, with a remark if the good one fails by the same cause."""
     cause = bad.causes[case]
     return f"{cause} (so it was before: look at the checks)" if good.causes.get(case) == cause else cause
 
 
 def _facts_table(earlier: JudgedRevision, later: JudgedRevision, case: str) -> list[str]:
-    """Return the table of the facts of a case on both sides. "!" marks the later fact where they differ."""
+    """Return the lines of a table: a fact of the case's evidence a row, a revision a column. "!" marks facts that differ.
+
+    One line with the problem if evidence cannot be read.
+    """
     try:
         earlier_facts, later_facts = (
             first_step_facts(load_trial(revision.folders[case])) for revision in (earlier, later)
@@ -149,10 +158,10 @@ def _evidence_folder(revision: JudgedRevision, case: str) -> Path:
 
 
 def first_step_facts(trial: Trial) -> dict[str, str]:
-    """Return facts on the first step of rank 0, as text by name: what it holds and moved, and over which ranks.
+    """Return facts on rank 0 in its first step, text by name: its groups, first parameter's slice, bytes moved and kept.
 
-    Added are how far all ranks' gradients are off, and the losses and norms that it reported in all steps. Without evidence
-    of a step it is one fact that says so.
+    Further facts are how far all ranks' gradients are from the reference, and rank 0's losses and norms of all steps.
+    Without evidence of a step there is one fact that says so.
     """
     evidence = trial.ranks.get(0)
     if evidence is None or not evidence.steps:
@@ -189,9 +198,10 @@ def _numbers_text(numbers: Iterable[float | None]) -> str:
 
 
 def _gradient_text(trial: Trial) -> str:
-    """Return how far the gradient that differs most is from the reference's.
+    """Return a text on the gradient that differs most from the reference's, over all ranks and steps; "none" without gradients.
 
-    A bound decides whether it differs: rounding differs from commit to commit.
+    Within the bound of its step it says so: rounding differs from commit to commit. Without a bound it gives the
+    difference.
     """
     distances: list[tuple[float, int, int, str]] = []
     for rank, step, reference in trial.steps():

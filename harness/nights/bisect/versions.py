@@ -1,7 +1,7 @@
 """A search for the version of an installed package that failed a check.
 
-Each version has its own environment, in OUT/.environments; a prepared interpreter may be named instead. The checks judge it.
-The search is that over commits, over a list.
+Each version has its own environment, in OUT/.environments; a prepared interpreter may be named instead. The checks
+judge it. The search works like that over commits, but over a list of versions.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Version:
 
 
 def parse_versions(text: str) -> list[Version]:
-    """Read versions, from the good one to the bad one, as in torch==2.11.0,2.12.0@/path/to/python,2.13.0.
+    """Return the versions of PACKAGE==GOOD,..,BAD, from the good one to the bad one. VERSION@PATH names a prepared interpreter.
 
-    Raises BisectError.
+    Raises BisectError for another form, fewer than two versions, or an interpreter that does not exist.
     """
     package, _, numbers = text.partition("==")
     parsed_versions = []
@@ -69,9 +69,12 @@ def parse_versions(text: str) -> list[Version]:
 def search_versions(
     requested: Sequence[Version], cases: Sequence[Case], cases_at: Path, options: Options, tell: PrintProgress
 ) -> SearchResult:
-    """Find the first version that fails a check. Raises BisectError.
+    """Search for the first version that fails a check, and return the result. Raises BisectError.
 
-    requested: from the good one to the bad one. Leaves each version's evidence in OUT/bisect/PACKAGE==VERSION/.
+    requested: from the good one to the bad one. cases_at: the folder of the cases. If skipped versions hide the first
+    bad one, `first` is None, and the candidates are all after the last good one up to a bad one.
+
+    Leaves each version's evidence in OUT/bisect/PACKAGE==VERSION/, and prints progress by `tell`.
     """
     began = time.monotonic()
     judge = VersionJudge({str(version): version for version in requested}, cases, cases_at, options, tell)
@@ -90,7 +93,10 @@ def search_versions(
 
 
 def last_good_and_first_bad(names: Sequence[str], judged: dict[str, JudgedRevision]) -> tuple[str, str]:
-    """Return the last good version before the first bad one, and the first bad one."""
+    """Return two names: the last good version before the first bad one, and the first bad one. Both must exist.
+
+    judged: revisions with verdicts, by name.
+    """
     verdicts = {name: revision.verdict for name, revision in judged.items()}
     first_bad = next(name for name in names if verdicts.get(name) == "bad")
     names_before = names[: names.index(first_bad)]
@@ -98,9 +104,9 @@ def last_good_and_first_bad(names: Sequence[str], judged: dict[str, JudgedRevisi
 
 
 def next_to_judge(names: Sequence[str], judged: dict[str, JudgedRevision]) -> str | None:
-    """Return the version next to the middle of those between last good and first bad that are not judged yet.
+    """Return the name of the version to judge next: nearest to the middle between last good and first bad, and not judged yet.
 
-    None if all of them are judged.
+    None if all between them are judged.
     """
     last_good, first_bad = (names.index(name) for name in last_good_and_first_bad(names, judged))
     unjudged = [index for index in range(last_good + 1, first_bad) if names[index] not in judged]
@@ -109,7 +115,7 @@ def next_to_judge(names: Sequence[str], judged: dict[str, JudgedRevision]) -> st
 
 @dataclass(frozen=True)
 class VersionJudge:
-    """A judge of versions, each in the environment of its own interpreter."""
+    """A judge of versions: it runs the cases with an interpreter that has the version installed."""
 
     version_by_name: dict[str, Version]
     cases: Sequence[Case]
@@ -119,7 +125,10 @@ class VersionJudge:
     revision_kind: str = "version"
 
     def judge_revision(self, name: str) -> JudgedRevision:
-        """Run the cases with this version; the search sets the verdict."""
+        """Run the cases with the version of this name. Return the revision; its verdict is still empty, the search sets it.
+
+        `problem` is set if the version cannot be installed, or by the first case that cannot be judged, which ends it.
+        """
         began = time.monotonic()
         version = self.version_by_name[name]
         revision = JudgedRevision(name, "", str(version.python or ""), "")
@@ -134,7 +143,10 @@ class VersionJudge:
         return dataclasses.replace(revision, seconds=time.monotonic() - began)
 
     def _add_case(self, revision: JudgedRevision, case: Case, python: Path) -> JudgedRevision:
-        """Return the revision with what a run of the case adds."""
+        """Run one case by an interpreter.
+
+        Return the revision with its broken checks and cause, or with `problem` if no evidence is left.
+        """
         options = dataclasses.replace(self.options, out=self.options.out / "bisect" / revision.commit)
         folder = folder_of(case, options)
         make_fresh_folder(folder).rmdir()
@@ -150,7 +162,7 @@ class VersionJudge:
 
 
 def typed_options(options: Options) -> list[str]:
-    """Return the options as a person types them."""
+    """Return the command-line words of `harness run` that repeat these options. Empty values are left out."""
     trainer = TrainerSpec.parse(options.trainer)
     values = {"trainer": trainer.name, "source": trainer.source, "launcher": options.launcher, "device": options.device}
     values |= {"out": str(options.out.resolve()), "timeout": str(options.timeout), "server": "own"}
@@ -163,7 +175,10 @@ def typed_options(options: Options) -> list[str]:
 
 
 def interpreter_with(version: Version, folder: Path, tell: PrintProgress) -> Path:
-    """Return an interpreter that has this version: the prepared one, or that of an environment made now. Raises BisectError."""
+    """Return the path of an interpreter that has this version: the prepared one, or that of an environment made in `folder`.
+
+    Raises BisectError if the environment cannot be made, or the interpreter has another version.
+    """
     try:
         python = version.python or environment(str(version), (folder / str(version)).absolute(), tell)
     except EnvironmentFailed as error:

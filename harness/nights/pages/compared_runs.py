@@ -15,7 +15,7 @@ Costs = Mapping[str, float]
 
 @dataclass(frozen=True)
 class ComparedCase:
-    """A case in two runs."""
+    """The comparison of one case in two runs."""
 
     case: str
     found: tuple[Difference, ...]  # what differs
@@ -32,9 +32,10 @@ def lines_on_two_runs(
     *,
     on_gpus: bool,
 ) -> list[str]:
-    """Return the lines on two runs.
+    """Return the lines of text on two runs: what the runs, their cases and their figures differ in.
 
-    run_differences: what the runs themselves differ in, (name, of the first, of the second). on_gpus: both of them.
+    first, second: names of the runs. run_differences: (name, value of the first, of the second) each. Cases with equal
+    differences are printed together. on_gpus: both runs were on GPUs; else a note says that seconds measure no speed.
     """
     differing_cases = [case for case in cases if case.found]
     count = "1 case" if len(cases) == 1 else f"{len(cases)} cases"
@@ -57,7 +58,7 @@ def lines_on_two_runs(
 
 
 def _names_by_differences(cases: Sequence[ComparedCase]) -> dict[tuple[Difference, ...], list[str]]:
-    """Return the names of the cases that differ alike, by their differences: these are printed once."""
+    """Return, by their differences, the names of the cases that have just these: each set of differences is printed once."""
     names_by_differences: dict[tuple[Difference, ...], list[str]] = {}
     for case in cases:
         names_by_differences.setdefault(case.found, []).append(case.case)
@@ -65,7 +66,7 @@ def _names_by_differences(cases: Sequence[ComparedCase]) -> dict[tuple[Differenc
 
 
 def _figures_table(cases: Sequence[ComparedCase], *, on_gpus: bool) -> list[str]:
-    """Return the table of all cases. A case with other verdicts or structure comes with its figures like the others."""
+    """Return the lines of the table of all cases' changed figures, in the order of the figures. Empty if no figure changed."""
     rows: list[tuple[str, Shift]] = []
     for case in cases:
         rows += [(case.case, shift) for shift in case.figures]

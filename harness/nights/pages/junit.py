@@ -12,7 +12,10 @@ LETTERS_NOT_IN_XML = {number: " " for number in (*range(32), 0xFFFE, 0xFFFF) if 
 
 
 def junit_xml(outcomes: Sequence[Outcome], missing: Sequence[str] = ()) -> str:
-    """Return the XML. What could not be judged is an error, a FAIL a failure. missing: sentences on cases without a verdict."""
+    """Return the JUnit XML of outcomes, one test a case. A FAIL is a failure; what could not be judged is an error.
+
+    missing: sentences on cases without a verdict, which become one more test, an error.
+    """
     suite = Element("testsuite", name="harness", tests=str(len(outcomes) + bool(missing)))
     for outcome in outcomes:
         _add_test(suite, outcome)
@@ -25,7 +28,7 @@ def junit_xml(outcomes: Sequence[Outcome], missing: Sequence[str] = ()) -> str:
 
 
 def _add_test(suite: Element, outcome: Outcome) -> None:
-    """Add the test of a case to the suite."""
+    """Add an element for the test of one case to the suite, with its report if it failed, or its reason if it was skipped."""
     attributes = {"classname": "harness", "name": _xml_text(outcome.case), "time": f"{outcome.seconds:.1f}"}
     test = SubElement(suite, "testcase", attributes)
     if outcome.skipped:
@@ -38,5 +41,5 @@ def _add_test(suite: Element, outcome: Outcome) -> None:
 
 
 def _xml_text(text: str) -> str:
-    """Return text without what XML cannot hold."""
+    """Return the text with a space for each control character that XML cannot hold, and "?" for what UTF-8 cannot hold."""
     return text.translate(LETTERS_NOT_IN_XML).encode("utf-8", "replace").decode()

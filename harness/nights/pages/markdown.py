@@ -19,9 +19,11 @@ def markdown_summary(
     notes: Iterable[str] = (),
     since: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the summary of a job.
+    """Return the Markdown summary of a CI job: counts, notes, a section for each cause, a folded table of all cases,
+    provenance.
 
-    notes: what is lacking or doubled in the runs. since: by case, the commit that broke it.
+    notes: what is lacking or doubled in the runs. since: by case, the commit that broke it. What exceeds
+    MAX_SUMMARY_BYTES is cut.
     """
     heading = counts_text(outcomes, None) if outcomes else "no case came to its end"
     parts = [
@@ -34,7 +36,9 @@ def markdown_summary(
 
 
 def _cause_section(shared: Shared, since: Mapping[str, str]) -> str:
-    """Return the section of one cause: since which commit, its cases, and the command that runs the first one again."""
+    """Return the Markdown section of one cause: the commits that broke it, its cases, and the command that reruns the
+    first case.
+    """
     sections = [f"### {_plain_text(shared.text)}"]
     culprits = dict.fromkeys(since[outcome.case] for outcome in shared.cases if outcome.case in since)
     sections += [f"Since {_plain_text(culprit)}" for culprit in culprits]
@@ -45,14 +49,14 @@ def _cause_section(shared: Shared, since: Mapping[str, str]) -> str:
 
 
 def _case_line(outcome: Outcome, cause: str) -> str:
-    """Return a line with the checks, and with the case's own cause if its numbers are others."""
+    """Return a list item: verdict, case and checks, with the case's own cause if it differs from `cause`."""
     own_cause = cause_or_reason(outcome) if cause_or_reason(outcome) != cause else ""
     details = "; ".join(filter(None, (own_cause, checks_text(outcome))))
     return f"- {_plain_text(outcome.verdict)} {_code_text(outcome.case)} {_plain_text(details)}".rstrip()
 
 
 def _cases_table(outcomes: Sequence[Outcome]) -> str:
-    """Return the table of all cases, folded away.
+    """Return the Markdown table of all cases, folded away by HTML tags.
 
     Between the tags Markdown needs an empty line.
     """
@@ -65,9 +69,10 @@ def _cases_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _plain_text(text: str) -> str:
-    """Return text in one line in which Markdown finds nothing to do, and GitHub neither a person, a link nor an issue.
+    """Return the text in one line, with entities for all that Markdown or GitHub would format, link or take as a mention.
 
-    No address is made a link without the colon of its scheme or the dot after www; an entity hides neither from the reader.
+    No address is made a link without the colon of its scheme or the dot after www; an entity hides neither from the
+    reader.
     """
     escaped = re.sub(r"[\\`*_\[\]<>|#&@~$!+]|:(?=//)|(?<=www)\.", _entity, _one_line(text))
     return re.sub(
@@ -76,23 +81,26 @@ def _plain_text(text: str) -> str:
 
 
 def _entity(match: re.Match[str]) -> str:
-    """Return the entity of the letter that matched."""
+    """Return the HTML entity of the character that matched."""
     return f"&#{ord(match[0])};"
 
 
 def _code_text(text: str) -> str:
-    """Return text as code. One with a letter that ends code or a cell is plain text."""
+    """Return the text in one line between backticks. A text with a backtick or "|", and an empty one, comes as plain text."""
     line = _one_line(text)
     return _plain_text(line) if set(line) & set("`|") or not line else f"`{line}`"
 
 
 def _one_line(text: str) -> str:
-    """Return text in one line."""
+    """Return the text in one line: control characters are escaped, other white space becomes one space."""
     return " ".join(escape_control_characters(text).split())
 
 
 def _cut_to_limit(text: str) -> str:
-    """Return text without what is more than a summary may have. Causes come first, so that what is cut is the table."""
+    """Return the text up to the last whole line within MAX_SUMMARY_BYTES, and a sentence that the rest is cut.
+
+    Unchanged if it fits. Causes come first, so that what is cut is the table.
+    """
     encoded = text.encode()
     if len(encoded) <= MAX_SUMMARY_BYTES:
         return text
@@ -103,12 +111,12 @@ def _cut_to_limit(text: str) -> str:
 
 
 def github_annotations(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return an annotation for each cause, in the words of GitHub's workflow commands."""
+    """Return a GitHub workflow command ("::error ..") for each cause that failed cases share."""
     return [_annotation(shared) for shared in shared_causes(outcomes)]
 
 
 def _annotation(shared: Shared) -> str:
-    """Return the annotation of one cause: an error if a case is broken, else a warning."""
+    """Return the workflow command of one cause: ::error if a case is broken, else ::warning."""
     names = ", ".join(outcome.case for outcome in shared.cases)
     rerun_text = f"\nagain: {shared.cases[0].again}" if shared.cases[0].again else ""
     kind = "error" if shared.broken else "warning"
@@ -117,7 +125,7 @@ def _annotation(shared: Shared) -> str:
 
 
 def _escape(text: str, *, also: str = "") -> str:
-    """Return text as GitHub's workflow commands need it. also: more letters to escape."""
+    """Return the text with "%", line ends and the letters of `also` percent-encoded, as GitHub's workflow commands need it."""
     for letter in "%\r\n" + also:
         text = text.replace(letter, f"%{ord(letter):02X}")
     return text

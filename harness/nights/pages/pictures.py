@@ -36,7 +36,10 @@ COLORS = [plt.get_cmap("tab20")(index) for index in range(20)]
 
 
 def draw_judged(judgement: Judgement) -> Path:
-    """Draw the picture beside the evidence that was judged. Return its path. Raises EvidenceError."""
+    """Write picture.png beside the evidence of a judged case, and return its path.
+
+    Raises EvidenceError if a rank left no evidence, or if another file of that name is there.
+    """
     folder = judgement.folder
     trial = load_trial(folder)
     missing = [rank for rank in range(trial.run.world_size) if rank not in trial.ranks]
@@ -48,7 +51,10 @@ def draw_judged(judgement: Judgement) -> Path:
 
 
 def draw(trial: Trial, path: Path, title: str) -> None:
-    """Write the picture of a trial whose ranks all left evidence."""
+    """Write the PNG of a trial to `path`: slices as requested and as observed, groups, losses.
+
+    All ranks must have left evidence.
+    """
     height = min(max(9.0, 0.22 * len(trial.ranks)), 60.0)  # inches: no name of a rank covers another up to 272 ranks
     figure = plt.figure(figsize=(13, height), layout="constrained")
     figure.suptitle(title, fontsize=12, wrap=True)
@@ -69,7 +75,10 @@ def draw(trial: Trial, path: Path, title: str) -> None:
 
 
 def _draw_slices(axes: Any, trial: Trial, fqn: str, slice_by_rank: Mapping[int, Slice | None], title: str) -> None:
-    """Draw the full tensor as a strip for every rank, and what the rank holds in the colour of its slice."""
+    """Draw one row a rank: the whole parameter as a grey strip, and the rank's slice along dim 0 in a colour of that slice.
+
+    A rank whose slice is None gets a red remark. Equal slices have equal colours.
+    """
     size = trial.plan.shapes[fqn][0]
     distinct_slices = sorted(
         {local_slice for local_slice in slice_by_rank.values() if local_slice is not None and numel(local_slice)}
@@ -91,7 +100,7 @@ def _draw_slices(axes: Any, trial: Trial, fqn: str, slice_by_rank: Mapping[int, 
 
 
 def _draw_groups(axes: Any, trial: Trial) -> None:
-    """Draw one row a group of the plan, and of others over which tensors moved; dots are its members."""
+    """Draw one row a group of the plan, and one for others over which tensors moved. Dots are its ranks."""
     groups = used_groups(trial)
     for row, group in enumerate(groups):
         color = "tab:green" if group.comparison_text == AS_REQUESTED else "tab:red" if group.moved else "0.7"
@@ -108,14 +117,19 @@ def _draw_groups(axes: Any, trial: Trial) -> None:
 
 
 def group_label(group: UsedGroup) -> str:
-    """Return the axis and ranks of a group, and the bytes observed and requested."""
+    """Return the axis and ranks of a group, and the bytes it moved; the requested bytes too if the group is not as
+    requested.
+    """
     moved_text, requested_text = (bytes_text(count) if count else "0 B" for count in (group.moved, group.requested))
     text = f"{group.axis or 'not in the plan'} {ranks_text(group.ranks)}  {moved_text}"
     return text if group.comparison_text == AS_REQUESTED or not group.axis else f"{text}, requested {requested_text}"
 
 
 def _draw_losses(axes: Any, trial: Trial) -> None:
-    """Draw the losses of the reference and of the trainer, and their relative difference beside the bound."""
+    """Draw the losses of reference and trainer by step, and on a second axis their relative difference beside the bound.
+
+    Without a bound only the difference is drawn.
+    """
     steps = [step.step for step in trial.reference.steps]
     reference = np.array([step.loss for step in trial.reference.steps])
     observed = np.array([global_loss(trial, step) or np.nan for step in steps])

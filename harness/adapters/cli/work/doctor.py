@@ -26,10 +26,15 @@ CODES = {Verdict.FAIL: BROKEN, Verdict.UNKNOWN: NOT_JUDGED, Verdict.PASS: PASSED
 
 
 def command(args: argparse.Namespace) -> int:
+    """Examine the adapter on cases of one and two ranks, and print a line for each thing found.
+
+    It ends at the first case that fails. Return 0 if all judged cases pass, 1 if the last one fails, 2 if it could not
+    be judged. Return 130 if a person interrupts it after a first verdict. Raises BadInput.
+    """
     lines: list[dict[str, str]] = []
 
     def tell(label: str, text: str) -> None:
-        """Print the line at once, for ranks take their time."""
+        """Print the line at once, for ranks take their time, and keep it for the JSON."""
         lines.append({"label": label, "text": text})
         tell_line(label, text)
 
@@ -57,7 +62,10 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _usual_trainer() -> DefaultTrainer:
-    """Return the trainer if none was typed. Raises BadInput if there is only the harness's own, which needs no doctor."""
+    """Return the adapter file that is used if no --trainer was typed. Raises BadInput if there is none in this folder.
+
+    The harness' own trainer needs no doctor.
+    """
     trainer = usual_or_bad_input()
     if not trainer.reason:
         raise BadInput(
@@ -68,18 +76,26 @@ def _usual_trainer() -> DefaultTrainer:
 
 
 def _small_cases(args: argparse.Namespace) -> list[Case]:
-    """On one rank and on two; where no case has so few, the smallest. Raises CaseError where none is selected."""
+    """Return the selected cases of one and two ranks, in the requested dtype; if there are none so small, the smallest one.
+
+    Raises CaseError if none is selected.
+    """
     chosen = [with_dtype(case, args.dtype) for case in select_matching(cases_of(args), args.expression)]
     smallest = min(chosen, key=lambda case: case.dims.world_size)
     return [case for case in chosen if case.dims.world_size <= MOST_RANKS] or [smallest]
 
 
 def tell_line(label: str, text: str) -> None:
+    """Print a label and a sentence beside it, wrapped."""
     first, *others = wrap_text(text, " " * 16) or [" " * 16]
     print_lines(f"{label:<14}  {first.lstrip()}", *others)
 
 
 def _closing_text(examination: Examination, cases: list[Case], args: argparse.Namespace) -> list[str]:
+    """Return the lines printed last: the command for all cases if all judged ones pass, else which cases were not run.
+
+    Empty if nothing is left to say.
+    """
     if not examination.stopped and all(verdict is Verdict.PASS for verdict in examination.judged.values()):
         matrix_command = shlex.join(["harness", "matrix", *_typed_options(args)])
         return [
@@ -102,6 +118,9 @@ def _typed_options(args: argparse.Namespace) -> list[str]:
 
 
 def _golden_lines(examination: Examination) -> list[str]:
-    """`matrix` judges by accepted curves as well, and ends as not judged without them."""
+    """Return a line with the command that accepts a reference's curve, for each case that has none.
+
+    Without one `matrix` cannot pass.
+    """
     accept = {golden.accept_command(case) for case in examination.unaccepted}
     return [f"before that, for its check `golden`: {command}; review what it writes" for command in sorted(accept)]

@@ -16,6 +16,10 @@ from harness.core.report.output import print_error, print_lines
 
 
 def command(args: argparse.Namespace) -> int:
+    """Run one rank of the script, write an adapter and first cases begun with what it did, and print what was found.
+
+    Return 0, or 2 if nothing was found; then no file is written. Raises BadInput if a file is there already.
+    """
     script = args.script
     file = args.adapter or script.with_name(f"{script.stem}_adapter.py")
     first = args.cases / "first.yaml"
@@ -51,7 +55,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _facts(script: Path) -> Facts:
-    """Raise BadInput if the script cannot be read."""
+    """Return the facts observed about a script while one rank of it runs. Raises BadInput if it cannot be read as Python."""
     try:
         return observe(script)
     except OSError as error:
@@ -61,7 +65,7 @@ def _facts(script: Path) -> Facts:
 
 
 def facts_lines(facts: Facts) -> Iterator[tuple[str, str]]:
-    """Yield what was found, in a line each."""
+    """Yield (label, text) for each thing that was found, or that was not."""
     match = skeleton.match_facts(facts)
     yield "stopped", facts.stopped or "at the first step of its optimizer, as planned"
     yield (

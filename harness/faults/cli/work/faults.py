@@ -33,10 +33,13 @@ from harness.faults.attempt import Attempt, Outcome, accepted_attempts, is_attem
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run `harness faults`. Return the exit code.
+    """Run `harness faults`: list the faults, or try them, write OUT/faults.json and print the report. Return the exit code.
 
-    0: every fault is caught as expected. 1: some fault is not.
-    2: some fault never fired or was not tried, or the control fails.
+        0  every fault is caught as expected, or --list
+        1  some fault is not
+        2  some fault never fired or was not tried, or the control fails
+
+    Raises BadInput, FaultError and CaseError.
     """
     args.trainer = args.trainer or (trainer_under_test(args) if args.file else BUILTIN_TRAINER)
     own_file = Path(faults.__file__).parent / f"{args.trainer}.py"
@@ -61,15 +64,19 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _trainer_with_cases(file: Path) -> str:
-    """Return the trainer whose catalogue in the harness this is, if that trainer has its own cases. Empty if it is not so."""
+    """Return the trainer whose catalogue in the harness this file is. Empty for any other file.
+
+    Such a trainer has cases of its own.
+    """
     is_own_catalogue = file.resolve().parent == Path(faults.__file__).parent
     return file.stem if is_own_catalogue and file.stem in trainers.trainer_modules() else ""
 
 
 def cases_to_break(args: argparse.Namespace) -> list[Case]:
-    """Return the cases of the harness and of the trainer's adapter; for a user's own catalogue those of the user's folder.
+    """Return the cases on which faults can be tried: the harness's and those of the trainer's adapter.
 
-    They are in a dtype that the trainer computes in. Raises CaseError.
+    With --file they are those of the user's folder, or of --cases. A case in a dtype that the trainer cannot compute in
+    gets the trainer's first one. Raises CaseError.
     """
     cases = cases_of(args, case_files.CASES_FOLDER if args.file else case_files.BUILTIN_WORD)
     folder = trainers.folder_of_cases(args.trainer)
@@ -82,7 +89,10 @@ def cases_to_break(args: argparse.Namespace) -> list[Case]:
 def try_faults(
     chosen: Sequence[Fault], control: Fault, args: argparse.Namespace
 ) -> tuple[list[Attempt], Attempt, float]:
-    """Try each fault and the control. Return (attempts, the control's attempt, seconds for all)."""
+    """Run the baselines, then try each fault and the control. Return (attempts, the control's attempt, seconds for all).
+
+    Draws progress on stderr. An interruption ends the process.
+    """
     options = run_options_of(args, several_nodes=False)
     jobs = count_jobs(args.jobs, args.device)
     faults_and_control = [control, *chosen]
@@ -102,7 +112,7 @@ def try_faults(
 
 
 def count_jobs(requested: int | None, device: str) -> int:
-    """Return how many faults are tried at a time: as requested, else by the number of devices or cores.
+    """Return how many faults are tried at a time: as requested, else one more than slots on GPUs, else the cores, at least two.
 
     A cause is looked for on a core that ranks of other faults need, so there are no more faults at a time than cores.
     """
@@ -114,7 +124,10 @@ def count_jobs(requested: int | None, device: str) -> int:
 
 
 def exit_code_of(done: Sequence[Attempt], control: Attempt) -> int:
-    """Return the exit code of these attempts."""
+    """Return the exit code of these attempts: 2 if the control is not MISSED, 0 if every fault is CAUGHT.
+
+    Else 2 if the only other outcomes are UNFIRED and NOT TRIED, and 1 otherwise.
+    """
     unproven_outcomes = {Outcome.UNFIRED, Outcome.NOT_TRIED}
     if control.outcome is not Outcome.MISSED:
         return NOT_JUDGED

@@ -18,12 +18,15 @@ from harness.faults import FaultError, load_fault
 
 
 def fault_of(args: argparse.Namespace, trainer: str) -> dict[str, Any]:
-    """Return {"fault": spec} for the fault that is typed; empty if none is. Raises FaultError."""
+    """Return {"fault": spec} for the fault of --fault, as fields of run options; empty without --fault. Raises FaultError."""
     return {"fault": checked_fault(args.fault)} if getattr(args, "fault", None) else {}
 
 
 def checked_fault(spec: str) -> str:
-    """Return a fault's spec as ranks can load it, from whatever folder they run in. Raises FaultError."""
+    """Return a fault's spec with an absolute path, as ranks can load it. A name of the catalogue stays a name.
+
+    Loads the fault; raises FaultError if that fails.
+    """
     file, _, name = spec.rpartition(":")
     try:
         load_fault(spec)
@@ -35,9 +38,9 @@ def checked_fault(spec: str) -> str:
 
 
 def plotted(args: argparse.Namespace) -> int | None:
-    """Draw where correct runs, bounds and small mistakes lie. Return the exit code. None if --plot is not typed.
+    """Draw margins of recipes with noise, and print their tables, for `harness golden --plot`. None without --plot.
 
-    Raises BadInput.
+    Return 0, or 2 if no selected case has noise. Raises BadInput.
     """
     if not args.plot:
         return None

@@ -19,9 +19,10 @@ from harness.nights.bisect.side_by_side import bisect_data, bisect_report
 
 
 def command(args: argparse.Namespace) -> int:
-    """Return 0 where the first bad commit or version is found, or the one that fixed it.
+    """Run the search, print its report, and return the exit code.
 
-    Return 2 where skipped ones hide it.
+    Return 0 if the first bad commit or version is found, or the one that fixed it, and 2 if skipped ones hide it.
+    Raises BadInput for options that cannot be combined.
     """
     tell = functools.partial(print_lines, to=sys.stderr)
     folder = folder_of(args)

@@ -20,7 +20,10 @@ from harness.nights.ray_cluster import RayCluster
 
 
 def map_option(args: argparse.Namespace, trainer: str) -> dict[str, Any]:
-    """Return where to record what cases run. Raises BadInput, and CaseError without a clean repository."""
+    """Return {"map": folder in which to record what cases run, or None}, as a field of run options.
+
+    Raises BadInput, and CaseError without a clean repository.
+    """
     return {"map": map_folder(args, trainer)}
 
 
@@ -38,7 +41,10 @@ def map_folder(args: argparse.Namespace, trainer: str) -> Path | None:
 
 
 def select_changed(cases: Sequence[Case], args: argparse.Namespace) -> AffectedCases | None:
-    """Return which of the cases run what changed since --changed; none that would be skipped. Raises CaseError."""
+    """Return the cases that can be affected by what changed since --changed, with reasons. None without that option.
+
+    Cases that would be skipped are left out. Raises CaseError.
+    """
     if not args.changed:
         return None
     options = run_options_of(args)
@@ -53,5 +59,5 @@ def select_changed(cases: Sequence[Case], args: argparse.Namespace) -> AffectedC
 
 
 def cluster_of_options(args: argparse.Namespace, options: Options) -> RayCluster | None:
-    """Return the cluster on whose nodes cases run. Raises LaunchError where there is none."""
+    """Return the Ray cluster on whose nodes cases run; None without --on. Raises LaunchError if there is no such cluster."""
     return RayCluster(args.on, options.device) if args.on else None

@@ -56,9 +56,10 @@ RECORDING_OPTIONS = ("--numbers", "--structure", "--after", "--noise-of")
 
 
 def command(args: argparse.Namespace) -> int:
-    """Return 1 where verdicts or structure differ.
+    """Compare two runs, recordings, traces or snapshots, print the differences, and return the exit code: 1 where any differ.
 
-    With a command, return 125 where it could not be recorded: `git bisect run` skips this commit.
+    With --with, a command is recorded first; return 125 if that fails: `git bisect run` skips this commit. --accept
+    writes a snapshot instead. Raises BadInput for options that cannot be combined.
     """
     if args.good is not None:
         refuse_others(args, "a command that is recorded and compared", {"--with", *COMMAND_OPTIONS, *RECORDING_OPTIONS})
@@ -73,7 +74,10 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _record_and_compare(args: argparse.Namespace) -> int:
-    """Record the command, and compare the recording with --with. Return the exit code."""
+    """Run and record the command, and compare the recording with --with. Return the exit code.
+
+    Return 125 if the command fails, or a rank leaves no evidence; nothing is compared then.
+    """
     args.words = [*args.folders, *args.words]  # behind -- all words look alike
     try:
         code = run_recorded(args, args.out)
@@ -92,7 +96,10 @@ def _record_and_compare(args: argparse.Namespace) -> int:
 
 
 def _accept_snapshot(args: argparse.Namespace, snapshot: Path, recording: Path) -> int:
-    """Write a snapshot. Raises BadInput and EvidenceError."""
+    """Write the structure of a recording to a snapshot file, and return 0.
+
+    Raises BadInput for a wrong suffix, and EvidenceError for a recording without evidence or a foreign file.
+    """
     refuse_json(args, "--accept")
     if snapshot.suffix not in SNAPSHOT_SUFFIXES or recording.suffix in SNAPSHOT_SUFFIXES:
         raise BadInput("--accept: `harness compare FILE.yaml RECORDING --accept` writes FILE.yaml")
@@ -106,7 +113,10 @@ def _accept_snapshot(args: argparse.Namespace, snapshot: Path, recording: Path) 
 
 
 def _compare(args: argparse.Namespace, first: Path, second: Path) -> int:
-    """Compare two runs, the traces of two jobs, or two recordings. Return the exit code."""
+    """Compare two places by their kind: runs of a matrix, traces of two jobs, else recordings. Return the exit code.
+
+    Raises BadInput for places of two kinds, and for options that are of another kind.
+    """
     runs = [folder for folder in (first, second) if verdicts.verdicts_file_in(folder)]
     if len(runs) == 1:
         raise BadInput(f"compare: {runs[0]} is a matrix run and the other is not; name two of one kind")
@@ -121,7 +131,10 @@ def _compare(args: argparse.Namespace, first: Path, second: Path) -> int:
 
 
 def _compare_recordings(args: argparse.Namespace, first: Path, second: Path) -> int:
-    """Print in what the structure of two recorded jobs differs, and their numbers if both have them. Return the worse code."""
+    """Print how two recorded jobs differ in structure, and in numbers if both have them. Return the worse exit code.
+
+    --numbers and --structure limit it to one of the two.
+    """
     same_training.check_after(args)
     if args.numbers:
         numbers = _compare_numbers(args, first, second)
@@ -144,19 +157,19 @@ def _compare_recordings(args: argparse.Namespace, first: Path, second: Path) -> 
 
 
 def _compare_numbers(args: argparse.Namespace, first: Path, second: Path) -> RecordingAnswer:
-    """Return in what the numbers of two recordings differ."""
+    """Return how the numbers of two recordings differ, as text, data and exit code."""
     return same_training.about_numbers(first, second, noise_of=args.noise_of, after=args.after)
 
 
 def _has_numbers(path: Path) -> bool:
-    """Return whether it is a recording whose ranks left numbers."""
+    """Return whether the path is a recording whose ranks left numbers. False for snapshots and cases."""
     return path.suffix not in SNAPSHOT_SUFFIXES and not (path / CASE_FILE).exists() and bool(sketch_files(path))
 
 
 def _compare_runs(args: argparse.Namespace, first: Path, second: Path) -> int:
-    """Print in what two runs of a matrix differ. Return the exit code.
+    """Print how two runs of a matrix differ. Return 1 if a case differs.
 
-    The exit code is 2 where nothing was compared, or something of a case was not.
+    Else return 2 if nothing was compared, or a part of a case was not, and 0 otherwise.
     """
     first_run, second_run = read_last_runs([first, second])
     cases = compare_cases(first_run, second_run)
@@ -176,7 +189,10 @@ def _compare_runs(args: argparse.Namespace, first: Path, second: Path) -> int:
 
 
 def _compare_structures(first: Path, second: Path) -> RecordingAnswer:
-    """Return in what the structure of two recorded jobs differs. Raises EvidenceError."""
+    """Return how the structure of two recorded jobs differs, as text, data and exit code: 1 if it does, 0 if not.
+
+    The exit code is 2 if one of them has no evidence. Raises EvidenceError.
+    """
     first_structure, first_costs, first_figures = _read_structure(first)
     second_structure, second_costs, second_figures = _read_structure(second)
     structure_differences = differences(first_structure, second_structure)
@@ -200,13 +216,16 @@ def _compare_structures(first: Path, second: Path) -> RecordingAnswer:
 
 
 def _holds_traces(path: Path) -> bool:
-    """Return whether it is a profiler trace, or a folder of them and of nothing else."""
+    """Return whether the path is a profiler trace, or a folder with traces that holds no case and no recording."""
     is_other_kind = path.suffix in SNAPSHOT_SUFFIXES or (path / CASE_FILE).exists() or holds_recording(path)
     return path.exists() and not is_other_kind and bool(files_of_kind(path, TRACE))
 
 
 def _compare_traces(args: argparse.Namespace, first: Path, second: Path) -> int:
-    """Print in what the traces of two jobs differ. Return 2 where nothing differs and something was not seen."""
+    """Print how the traces of two jobs differ. Return 1 if structure differs, 2 if not all could be seen, else 0.
+
+    Raises BadInput if one place has no traces.
+    """
     if paths_without_traces := [path for path in (first, second) if not _holds_traces(path)]:
         raise BadInput(f"compare: {paths_without_traces[0]} has no profiler traces, and the other has")
     first_job, second_job = with_common_ranks(_load_job(first), _load_job(second))
@@ -238,7 +257,10 @@ def _load_job(path: Path) -> TracedJob:
 
 
 def _read_structure(path: Path) -> tuple[Mapping[str, Any], Costs, Figures]:
-    """Return the structure of a recording, a case or a snapshot, and its costs and figures. Raises EvidenceError."""
+    """Return (structure, costs, figures) of a recording, a case or a snapshot. Raises EvidenceError.
+
+    A snapshot has no costs and figures. All three are empty if no rank left evidence.
+    """
     if path.suffix in SNAPSHOT_SUFFIXES:
         return _load_snapshot(path), {}, {}
     is_case = (path / CASE_FILE).exists()
@@ -247,7 +269,7 @@ def _read_structure(path: Path) -> tuple[Mapping[str, Any], Costs, Figures]:
 
 
 def _is_snapshot(text: str) -> bool:
-    """Return whether a text is a snapshot, of this version or an older one."""
+    """Return whether a file's text is a snapshot, of this version or an older one. False if it is no YAML."""
     try:
         document = document_of(text)
     except (yaml.YAMLError, ValueError):
@@ -256,7 +278,7 @@ def _is_snapshot(text: str) -> bool:
 
 
 def _load_snapshot(path: Path) -> Mapping[str, Any]:
-    """Return the structure in a snapshot. Raises EvidenceError for a file that holds none, or an older one."""
+    """Return the structure in a snapshot. Raises EvidenceError if it cannot be read, is no snapshot, or an older one."""
     remedy = f"`harness compare {path} RECORDING --accept` writes it"
     try:
         snapshot = document_of(read_text(path))

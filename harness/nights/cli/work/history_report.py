@@ -24,9 +24,10 @@ from harness.nights.nights import read_culprits
 
 
 def show_history(args: argparse.Namespace, folders: Sequence[Path], set_aside: Path | None) -> int:
-    """Print what changed. Return 1 if a case is broken in the last night and not set aside.
+    """Print what changed over the nights below the folders. Return the worst exit code of the series.
 
-    Return 2 if one was not judged, or if an entry of the quarantine needs its person.
+    Return 1 if a case is broken in the last night and not set aside. Return 2 if one was not judged, or if an entry of
+    the quarantine sets nothing aside. set_aside: the quarantine file, or None.
     """
     runs, unread = read_runs(folders)
     for line in unread:
@@ -43,7 +44,10 @@ def show_history(args: argparse.Namespace, folders: Sequence[Path], set_aside: P
 
 
 def exit_code_of(series_changes: SeriesChanges) -> int:
-    """Return the exit code of the last night. Flaky cases and larger costs never change it."""
+    """Return the exit code of a series' last night: 1 if a case is broken and not set aside.
+
+    Return 2 if a case or shard lacks a verdict or was not judged, else 0. Flaky cases and larger costs never change it.
+    """
     lacking: Sequence[object] = [
         *series_changes.nights[-1].lacking_verdicts,
         *series_changes.changes_to(State.UNJUDGED),

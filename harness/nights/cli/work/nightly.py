@@ -47,7 +47,11 @@ from harness.nights.page import build_page
 
 
 def command(args: argparse.Namespace) -> int:
-    """Return the exit code of `harness report` of the nights with this one; 2 also where every case was skipped."""
+    """Run the matrix, or take the runs of --of; add them to the nights, search for culprits, and write the report.
+
+    Return 1 if a case is broken in the last night. Return 2 if one was not judged, an entry of the quarantine sets
+    nothing aside, or every case was skipped. Raises BadInput for options that cannot be combined.
+    """
     if args.of and (unused := {"--jobs", "--again", "--map"} & {*typed_options(args)}):
         raise BadInput(f"{min(unused)} cannot be combined with --of, which runs nothing")
     set_aside = quarantine.load_quarantine(args.quarantine) if args.quarantine else ()
@@ -76,7 +80,11 @@ def command(args: argparse.Namespace) -> int:
 
 
 def refuse_foreign_files(args: argparse.Namespace, day: str) -> None:
-    """Raise EvidenceError, before anything is run, where what the command will write would replace something else."""
+    """Raise EvidenceError if a file that the command will write is there and is not the harness's.
+
+    Called before anything is run.
+    day: the name of the day's folder.
+    """
     from harness.core.report.page import is_page
 
     refuse_foreign_file(args.out / "page.html", is_page)
@@ -92,9 +100,10 @@ def print_progress(text: str) -> None:
 
 
 def prepare_options(args: argparse.Namespace, trainer_name: str) -> Options:
-    """Return options, with the commit's trainer in OUT/.trainer if one is named. Raises BadInput and BisectError.
+    """Return the run options. With --repo, they run the trainer of that repository, or of --commit, cloned to OUT/.trainer.
 
-    trainer_name: as load takes it, without a source.
+    With --of, and for our own trainer, --repo changes nothing here. trainer_name: as load_adapter takes it, without a
+    source. Changes args.trainer and args.source. Raises BadInput and BisectError.
     """
     if args.commit and (args.repo is None or args.of or args.trainer == own_commits.OWN_TRAINER):
         raise BadInput("--commit needs --repo and a trainer with sources, and cannot be combined with --of")
@@ -109,7 +118,10 @@ def prepare_options(args: argparse.Namespace, trainer_name: str) -> Options:
 
 
 def check_out_commit(args: argparse.Namespace, trainer: str) -> Path:
-    """Make a clone of our own with the commit, so that nothing moves in the user's. Return its folder."""
+    """Clone --repo into OUT/.trainer and check out --commit there. Return the clone's folder. An earlier clone is deleted.
+
+    The user's own clone is only read. Raises BisectError.
+    """
     folder = args.out / CHECKOUT_FOLDER
     commits.remove_clone(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -119,14 +131,20 @@ def check_out_commit(args: argparse.Namespace, trainer: str) -> Path:
 
 
 def repository_to_search(args: argparse.Namespace) -> Path | None:
-    """Return the repository to search in."""
+    """Return the repository in which to search for commits: --repo, or for our own trainer the checkout of this harness.
+
+    None if no repository is known.
+    """
     if args.repo or args.trainer != own_commits.OWN_TRAINER:
         return args.repo
     return ROOT if BUILTIN == ROOT and (ROOT / ".git").exists() else None
 
 
 def run_cases(cases: Sequence[Case], options: Options, jobs: int | None, again: int) -> RecordedRun:
-    """Run the cases and record their verdicts. Return the run as it is recorded."""
+    """Run the cases, record their verdicts in OUT, and print the counts. Return the run as it was recorded.
+
+    jobs: cases at a time. again: how often a failing case is rerun.
+    """
     record = verdicts.begin_record(cases, options, "")
     outcomes, seconds = matrix.run_cases(cases, options, record, jobs=jobs, again=again, remedy="")
     print_progress(counts_text(outcomes, seconds))
@@ -135,7 +153,10 @@ def run_cases(cases: Sequence[Case], options: Options, jobs: int | None, again: 
 
 
 def nights_up_to(folder: Path, runs: Sequence[RecordedRun]) -> list[nights.Night]:
-    """Return the nights of this trainer, device and launcher, up to this one."""
+    """Return the nights of the series that these runs belong to, up to their own. The runs must be in the folder.
+
+    folder: of nights. Lines that cannot be read are printed.
+    """
     all_runs, unread = read_runs([folder])
     for line in unread:
         print_error(line)
@@ -153,9 +174,9 @@ def nights_up_to(folder: Path, runs: Sequence[RecordedRun]) -> list[nights.Night
 def write_report(
     series_changes: SeriesChanges, runs: Sequence[RecordedRun], stale: Sequence[str], args: argparse.Namespace
 ) -> None:
-    """Write what changed to stdout, history.txt, summary.md for a CI job, and page.html.
+    """Print what changed, and write it to OUT/history.txt, OUT/summary.md for a CI job, and OUT/page.html.
 
-    stale: a sentence for each entry of the quarantine that sets nothing aside.
+    runs: of this night. stale: a sentence for each entry of the quarantine that sets nothing aside.
     """
     from harness.core.report.page import page_html  # jinja2 takes a twentieth of a second
 

@@ -32,9 +32,9 @@ KINDS_BY_OPTION: Mapping[str, tuple[StoredKind, ...]] = {
 
 
 def command(args: argparse.Namespace) -> int:
-    """Show what is stored in the places. Return the exit code.
+    """Show what is stored in the places, by its kind, and return the exit code.
 
-    Raises BadInput for places and options that do not belong together.
+    Raises BadInput for places and options that do not belong together, or without a place.
     """
     shows_changes = bool(args.history) and not args.html
     kinds = {path: stored_kind_of(path) for path in args.places}
@@ -63,7 +63,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace, kinds: Mapping[Path, StoredKind]) -> None:
-    """Raise BadInput for an option that is for another kind of place."""
+    """Raise BadInput for an option that is for another kind of place, or that needs or excludes another. kinds: by place."""
     for option, allowed_kinds in KINDS_BY_OPTION.items():
         wrong_path = next((path for path, kind in kinds.items() if kind not in allowed_kinds), None)
         if wrong_path and vars(args)[option]:
@@ -90,7 +90,10 @@ def _check_options(args: argparse.Namespace, kinds: Mapping[Path, StoredKind]) -
 
 
 def _show_runs_and_cases(args: argparse.Namespace, runs: Sequence[Path], cases: Sequence[Path]) -> int:
-    """Show runs and folders of cases, as the options say. Return the exit code."""
+    """Print or write runs and folders of cases, as --html, --as and --json say. Return the exit code.
+
+    Raises BadInput for options that cannot be combined.
+    """
     form = run_report.FORM_BUILDERS.get(vars(args)["as"])
     if args.html and form:
         raise BadInput("--as and --html cannot be combined")
@@ -106,7 +109,10 @@ def _show_runs_and_cases(args: argparse.Namespace, runs: Sequence[Path], cases: 
 
 
 def draw_cases(args: argparse.Namespace, folders: Sequence[Path]) -> None:
-    """Draw a picture beside each folder's evidence. It needs the evidence of all ranks."""
+    """Judge the cases in the folders, draw picture.png beside each one's evidence, and print its path.
+
+    Raises EvidenceError if a rank left no evidence.
+    """
     require_matplotlib()
     from harness.nights.pages.pictures import draw_judged  # matplotlib takes half a second
 

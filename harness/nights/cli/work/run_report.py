@@ -1,4 +1,4 @@
-"""Recorded runs: their verdicts merged, as the grid that they printed, as a page, or in forms for CI."""
+"""The output of recorded runs, merged: the grid that they printed, an HTML page, or a form for CI."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BuildForm = Callable[[Sequence[RecordedRun], Sequence[Outcome]], str]
 
 
 def write_page(recorded: Sequence[Path], folders: Sequence[Path], history: Sequence[Path], file: Path) -> int:
-    """Write the page, print its path, and return the worst exit code of the cases on it.
+    """Write the HTML page, print its path, and return the worst exit code of the cases on it.
 
     recorded: folders, of which the last run counts. folders: of single cases. history: of earlier runs, if any. Skipped
     cases do not count; a case without a verdict counts as not judged. Raises BadInput if no page can be made of them.
@@ -51,9 +51,10 @@ def write_page(recorded: Sequence[Path], folders: Sequence[Path], history: Seque
 
 
 def show_runs(args: argparse.Namespace, folders: Sequence[Path]) -> int:
-    """Print the last run of each folder as one run.
+    """Print the grid of the last run of each folder, merged. Return the worst exit code; a case without a verdict counts as 2.
 
-    A case without a verdict is listed, and so is a case that several runs have. The first is never green.
+    Cases without a verdict and cases that ended more than once are listed. Raises BadInput for runs that cannot be
+    merged.
     """
     runs, outcomes = _read_and_merge(folders)
     lacking, notes = find_problems(runs)
@@ -69,7 +70,10 @@ def show_runs(args: argparse.Namespace, folders: Sequence[Path]) -> int:
 
 
 def show_runs_as(folders: Sequence[Path], form: BuildForm) -> int:
-    """Print the last run of each folder as one run, in a form for CI. Return the exit code."""
+    """Print the last run of each folder, merged, in a form for CI; nothing if that text is empty. Return the exit code.
+
+    form: builds the text from runs and outcomes.
+    """
     runs, outcomes = _read_and_merge(folders)
     if text := form(runs, outcomes):
         print_lines(text)
@@ -77,7 +81,7 @@ def show_runs_as(folders: Sequence[Path], form: BuildForm) -> int:
 
 
 def _read_and_merge(folders: Sequence[Path]) -> tuple[list[RecordedRun], list[Outcome]]:
-    """Return the runs and their cases' outcomes. Raises BadInput for runs that cannot be one."""
+    """Return the last run of each folder, and the merged outcomes. Raises BadInput for runs that cannot be merged."""
     runs = read_last_runs(folders)
     try:
         return runs, merge_outcomes(runs)
@@ -88,12 +92,13 @@ def _read_and_merge(folders: Sequence[Path]) -> tuple[list[RecordedRun], list[Ou
 def _markdown_form(
     runs: Sequence[RecordedRun], outcomes: Sequence[Outcome], since: Mapping[str, str] | None = None
 ) -> str:
+    """Return the Markdown summary of runs and their merged outcomes. since: by case, the commit that broke it."""
     lacking, notes = find_problems(runs)
     return markdown_summary(outcomes, provenance_lines(runs), [*lacking, *notes], since)
 
 
 def markdown_of_runs(runs: Sequence[RecordedRun], since: Mapping[str, str]) -> str:
-    """Return the summary. since: by case, the commit that broke it."""
+    """Return the Markdown summary of runs, merged. since: by case, the commit that broke it."""
     return _markdown_form(runs, merge_outcomes(runs), since)
 
 
@@ -102,7 +107,10 @@ def _annotations_form(_: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> 
 
 
 def _failed_folders_form(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
-    """Return the evidence folders of the cases that are not green, one a line."""
+    """Return the evidence folders of the cases that failed or could not be judged, one a line.
+
+    Cases without a folder are left out.
+    """
     places = evidence_folder_by_case(runs)
     failed = [str(places[outcome.case]) for outcome in outcomes if outcome.failed and outcome.case in places]
     return "\n".join(folder.replace("\n", "\\n") for folder in failed)  # a line a folder, whatever letters it has
@@ -121,7 +129,10 @@ FORM_BUILDERS: dict[str, BuildForm] = {
 
 
 def read_last_runs(folders: Sequence[Path]) -> list[RecordedRun]:
-    """Return the last run of each folder."""
+    """Return the last run of each folder. Lines that cannot be read are printed.
+
+    Raises EvidenceError if a folder has no run.
+    """
     runs: list[RecordedRun] = []
     for folder in folders:
         run, unread = verdicts.last_run(folder)
@@ -132,6 +143,9 @@ def read_last_runs(folders: Sequence[Path]) -> list[RecordedRun]:
 
 
 def worst_exit_code(outcomes: Sequence[Outcome], *, lacking: bool) -> int:
-    """Return the worst exit code of all cases, but those that were skipped. lacking: a case has no verdict."""
+    """Return the worst exit code of all cases that were not skipped; 2 if all were skipped.
+
+    lacking: a case has no verdict, which counts as 2.
+    """
     codes = [exit_code_of_verdict(outcome.verdict) for outcome in outcomes if not outcome.skipped]
     return worst_code([*codes, *([NOT_JUDGED] if lacking else [])])
