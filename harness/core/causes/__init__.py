@@ -1,8 +1,8 @@
-"""Failing checks -> causes that are proven, in the field's words, and the evidence for them in a few lines.
+"""Diagnosis: failing checks -> causes that are proven, in the field's words, and the evidence for them in a few lines.
 
-Each file has one subject. It proposes hypotheses, which the engine tests: under the assumption the stored evidence is judged
-again. A hypothesis is proven if the failing checks pass then, and no passing check fails. A file also states facts, which a
-check saw directly. What neither explains is located: the place is given where numbers are first wrong.
+Each file has one subject. It proposes hypotheses, which the engine tests: under the assumption the stored evidence is
+judged again. A hypothesis is proven if the failing checks pass then, and no passing check fails. A file also states
+facts, which a check saw directly. What neither explains is located: the place is given where numbers are first wrong.
 
 A diagnosis is a service; the checks alone decide the verdict. So what raises is skipped, and the evidence says so.
 """
@@ -103,7 +103,7 @@ FACTS_OF_CORE: tuple[Facts, ...] = (
 
 @functools.cache
 def all_suspects() -> tuple[Suspects, ...]:
-    """Return the core's and those of rings, in the order in which they are asked."""
+    """Return the functions of core and rings that propose hypotheses, in the order in which they are asked."""
     return sort_functions([*SUSPECTS_OF_CORE, *rings.functions_of("suspects")], ORDER)
 
 
@@ -115,12 +115,12 @@ def costly_suspects() -> tuple[Suspects, ...]:
 
 @functools.cache
 def all_facts() -> tuple[Facts, ...]:
-    """Return the core's and those of rings, in the order in which they are asked."""
+    """Return the functions of core and rings that state facts, in the order in which they are asked."""
     return sort_functions([*FACTS_OF_CORE, *rings.functions_of("facts")], ORDER_OF_FACTS)
 
 
 def sort_functions(functions: Sequence[Any], names: Sequence[str]) -> tuple[Any, ...]:
-    """Return the functions as these names order them, and last those that have another name."""
+    """Return the functions in the order of these names. Functions with another name come last, in their order."""
     order = {name: index for index, name in enumerate(names)}
     return tuple(sorted(functions, key=lambda function: order.get(function.__name__, len(names))))
 
@@ -134,8 +134,9 @@ def diagnose(
 ) -> Diagnosis | None:
     """Return the causes of the failing checks and the evidence for them. None if no check fails. Never raises.
 
-    If a case resumes, the first launch that fails a check is diagnosed. A launch that only keeps or moves too much is passed
-    over where more than that fails later, because it does not explain it.
+    If a case resumes, the first launch that fails a check is diagnosed. A launch that only keeps or moves too much is
+    passed over where more than that fails later, because it does not explain it. suspects, facts, costly: by default
+    all of core and rings.
     """
     suspects = all_suspects() if suspects is None else suspects
     facts = all_facts() if facts is None else facts

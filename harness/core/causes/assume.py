@@ -1,4 +1,7 @@
-"""The same evidence under another assumption: another request, another plan, a counterfactual reference."""
+"""The same evidence judged under another assumption: another request, another plan, a counterfactual reference.
+
+Each function returns a new trial; the evidence in it stays as it was.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ if TYPE_CHECKING:
 
 
 def assume_case(trial: Trial, case: Case) -> Trial:
-    """Assume that this had been requested: with its plan, and the same reference."""
+    """Return the trial as if this case had been requested: with its plan, and the same reference.
+
+    The plan has no slices if the job declares only a layout.
+    """
     plan = make_plan(case, trial.traits)
     return replace(trial, case=case, plan=without_slices(plan) if lacks_slices(trial) else plan)
 
@@ -38,21 +44,25 @@ def lacks_slices(trial: Trial) -> bool:
 
 
 def assume_features(trial: Trial, **features: Any) -> Trial:
-    """Assume that these features had been requested."""
+    """Return the trial as if these features, keywords of Features, had been requested, with their plan."""
     return assume_case(trial, replace(trial.case, features=replace(trial.case.features, **features)))
 
 
 def assume_recipe(trial: Trial, training: TrainingConfig) -> Trial:
-    """Assume that this recipe had been requested: the reference is trained by it."""
+    """Return the trial as if this recipe had been requested, with its plan. Trains the reference again by it.
+
+    Imports torch.
+    """
     words = {**reference_order_arguments(trial), **trial.assumption.reference}
     reference = retrain(trial.case.model, training, trial.reference, **words)
     return replace(assume_case(trial, replace(trial.case, training=training)), reference=reference)
 
 
 def assume_reference(trial: Trial, **otherwise: Any) -> Trial:
-    """Assume another training of the reference, in addition to what is assumed of it already.
+    """Return the trial with a reference that is trained again with these changes. Imports torch.
 
-    The keywords are those of reference.counterfactual.
+    Changes that the trial assumes already are kept, and combined with those of the same key. otherwise: fields of
+    reference.counterfactual.Changes.
     """
     already_assumed = trial.assumption.reference
     assumed = {**already_assumed}
@@ -64,9 +74,10 @@ def assume_reference(trial: Trial, **otherwise: Any) -> Trial:
 
 
 def input_mean_squares(trial: Trial) -> Mapping[str, float]:
-    """Return the mean square of what goes into each module in a launch's first step, by fqn in the order of the calls.
+    """Return the mean square of the input of each module in a launch's first step, by fqn in the order of the calls.
 
-    It is computed where the launch goes on from an earlier one; it is empty where other samples are assumed.
+    For a launch that continues an earlier one the reference is trained again to compute it. Empty there if other
+    samples are assumed already.
     """
     step = trial.first_step
     if step == 1 or "batch" in trial.assumption.reference:
@@ -89,9 +100,9 @@ def input_mean_squares(trial: Trial) -> Mapping[str, float]:
 
 
 def _combine_changes(first: Any, key: str, second: Any) -> Any:
-    """Return two changes under one keyword as a single one.
+    """Return two changes of one key of reference.counterfactual.Changes as a single one. first: None if there is none.
 
-    Changes of values are made one after the other. The optimizer is given only what both give it. For any other keyword the
+    Changes of values are made one after the other. The optimizer is given only what both give it. For any other key the
     second change replaces the first.
     """
     if first is None or key not in ("batch", "gradients", "left", "altered", "given"):
@@ -104,22 +115,26 @@ def _combine_changes(first: Any, key: str, second: Any) -> Any:
 
 
 def _restrict_to(given: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values whose parameter is among `those`."""
+    """Return the values of `given` whose fqn is also in `those`."""
     return {fqn: value for fqn, value in given.items() if fqn in those}
 
 
 def assume_optimizer(trial: Trial, assumed: AssumedOptimizer, **otherwise: Any) -> Trial:
-    """Assume that the optimizer of some ranks or parameters did something else, and train the reference so."""
+    """Return the trial with this assumption on the optimizer, and a reference trained again with the changes.
+
+    Imports torch. otherwise: as for assume_reference; the optimizer that judges the ranks and the reference's are
+    assumed separately.
+    """
     return assume_reference(trial, **otherwise).with_assumption(assumed)
 
 
 def assume_separate_copies(
     trial: Trial, copies: Mapping[int, int], otherwise: Sequence[dict[str, Any]], **apart_fields: Any
 ) -> Trial:
-    """Assume that ranks train separate copies of the model. A single copy is a reference like any other.
+    """Return the trial as if ranks trained separate copies of the model, each with a reference of its own.
 
-    copies: by rank, which copy it trains. otherwise, apart_fields: what is assumed of each copy and of all, in the words of
-    reference.counterfactual.
+    Imports torch. A single copy is a reference like any other. copies: by rank, the index of its copy. otherwise: the
+    changes of each copy, as fields of reference.counterfactual.Changes. apart_fields: those of SeparateCopies.
     """
     common = {**reference_order_arguments(trial), **trial.assumption.reference}
     of_copies = [{**common, **changes} for changes in otherwise]
@@ -135,7 +150,11 @@ def retrain_separately(
     otherwise: Sequence[dict[str, Any]],
     **apart_fields: Any,
 ) -> tuple[ReferenceRun, ...]:
-    """Return the reference of each copy of the model, trained again. Imports torch, which judging does not need."""
+    """Return the reference of each copy of the model, trained again with its changes.
+
+    Imports torch, which judging does not need. otherwise: the changes of each copy, as fields of
+    reference.counterfactual.Changes.
+    """
     from harness.reference import counterfactual
 
     changes_of_copies = [counterfactual.Changes(**changes) for changes in otherwise]
@@ -144,7 +163,10 @@ def retrain_separately(
 
 
 def retrain(model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, **otherwise: Any) -> ReferenceRun:
-    """Return the reference, trained again with these changes. Imports torch, which judging does not need."""
+    """Return the reference, trained again with these changes, fields of reference.counterfactual.Changes.
+
+    Imports torch, which judging does not need.
+    """
     from harness.reference import counterfactual
 
     chosen: Changes = counterfactual.Changes(**otherwise)
@@ -155,15 +177,17 @@ def retrain(model: ModelConfig, training: TrainingConfig, reference: ReferenceRu
 
 
 ReduceCopies = Callable[[int, list[Arrays]], list[Arrays]]
+"""(step, whole gradients of each replica by fqn) -> the gradients that each replica then has."""
 
 
 def assume_separate_replicas(
     trial: Trial, axis: str, reduce: ReduceCopies | None = None, otherwise: Sequence[dict[str, Any]] | None = None
 ) -> Trial:
-    """Assume that the replicas along an axis (dp_replicate) are separate copies.
+    """Return the trial as if the replicas along an axis (dp_replicate) were separate copies of the model.
 
-    reduce(step, gradients by replica) -> those that each has then; None: their sum. The last argument is, by replica, what
-    reference.counterfactual changes.
+    Imports torch. Each trains on the samples that its ranks received. reduce: (step, gradients by replica) -> the
+    gradients that each has then; by default their sum. otherwise: by replica, its changes, as fields of
+    reference.counterfactual.Changes.
     """
     copies = {rank: coordinate_of_rank(trial.case.dims, rank)[axis] for rank in trial.ranks}
     members: list[list[int]] = [[] for _ in range(max(copies.values()) + 1)]
@@ -181,7 +205,10 @@ def assume_separate_replicas(
 
 
 def token_counts(trial: Trial, ranks: Sequence[int], step: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return how often each token of a step counts if only these ranks' samples do. float64 [global_batch, seq_len]"""
+    """Return how often each token of a step counts if only these ranks' samples do: 1 or 0, [global_batch, seq_len].
+
+    shape: that of the result, which is float64.
+    """
     received = received_sample_ids(trial, step)
     sample_ids = set[object]()
     for rank in representative_of_shares(trial):
@@ -194,7 +221,7 @@ def token_counts(trial: Trial, ranks: Sequence[int], step: int, shape: tuple[int
 
 
 def sum_over_replicas(gradients: list[Arrays]) -> list[Arrays]:
-    """Return the sum of all, for every replica."""
+    """Return a list with the same mapping for every replica: by fqn, the sum of all replicas' gradients."""
     first, *others = gradients
     total = {}
     for fqn, value in first.items():
@@ -203,9 +230,9 @@ def sum_over_replicas(gradients: list[Arrays]) -> list[Arrays]:
 
 
 def replicas_differ(trial: Trial, value_of: Callable[[int, str], object]) -> bool:
-    """Return whether two replicas along dp_replicate have another value of one and the same slice.
+    """Return whether two replicas along dp_replicate have different values of one and the same slice of a parameter.
 
-    value_of: the value that a rank has of a parameter, by its fqn.
+    value_of: (rank, fqn) -> the value that is compared.
     """
     first_values: dict[object, tuple[int, object]] = {}
     for rank, local_shards in trial.local_slices.items():
@@ -219,7 +246,7 @@ def replicas_differ(trial: Trial, value_of: Callable[[int, str], object]) -> boo
 
 
 def assume_separate_clipping(trial: Trial) -> Trial:
-    """Assume that each rank clips by the norm of the gradients of its copy."""
+    """Return the trial as if each rank clipped its gradients by the norm of its own copy's, as its reference has it."""
     norms = {}
     for rank in trial.ranks:
         for reference_step in trial.reference_of_rank(rank).steps:

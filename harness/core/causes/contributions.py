@@ -1,7 +1,8 @@
-"""Gradients are sums of what the reference has whole: its own gradient, that of the step before, those of tp peers.
+"""Hypotheses that gradients are sums of whole gradients: the reference's own, the step before's, those of tp peers.
 
-How often each counts is fitted in the first step in which gradients are wrong, where parameters are still right. The reference
-is trained again with these weights; the checks judge all steps. What counts of a gradient only in part is in piece_weights.py.
+How often each counts is fitted in the first step in which gradients are wrong, where parameters are still right. The
+reference is trained again with these weights; the checks judge all steps. Parts of gradients that count are in
+piece_weights.py.
 """
 
 from __future__ import annotations
@@ -49,16 +50,18 @@ MOST_SINGLE_FACTORS = 4  # factors that are fitted each by itself, where noise l
 TIED_FQN = "tok_embeddings.weight"  # the output's weight as well, where embeddings are tied
 SCALED_KIND = "gradients scaled"
 GradientChange = Callable[[int, Arrays], Arrays]
+"""(step, whole gradients by fqn) -> the gradients that are assumed."""
 LossReport = Callable[[int, int, float], float]
 """(rank, step, the loss that was seen) -> the loss that the rank reports."""
 AssumeInSteps = Callable[[Sequence[int]], Callable[[Trial], Trial]]
 """(steps in which something is so) -> what is assumed."""
 GradientSource = Callable[[Trial, int, str, int], "np.ndarray | None"]
+"""(trial, rank, fqn, step) -> the rank's slice of a gradient that may be counted. None if there is none."""
 
 
 @dataclass(frozen=True)
 class Interpretation:
-    """Meaning of weights: the cause, and the rule that gives them in every step."""
+    """The meaning of fitted weights: the cause, and the rule that gives the gradients of every step."""
 
     cause: Cause
     """The cause, without the steps and the parameters."""
@@ -78,9 +81,10 @@ class Interpretation:
     """The cause in fewer steps, which says less; None if it is none then."""
 
     def hypotheses(self, trial: Trial, step: int) -> Iterator[Hypothesis]:
-        """Yield the hypotheses that this is so from a step on, and in that step alone.
+        """Yield the hypotheses that this is so from a step on, in that step alone, and in `shown_steps` if known.
 
-        Where the loss that ranks report follows from it, the hypothesis assumes that as well.
+        A choice with too few steps has the cause in fewer steps, or is left out if there is none. If every reported
+        loss is the one that follows, the hypothesis assumes that as well.
         """
         where = ""
         parameters: tuple[tuple[str, object], ...] = ()
@@ -108,7 +112,11 @@ class Interpretation:
 
 
 def sums_of_whole_gradients(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Yield that gradients are sums of whole gradients of the reference, each counted a number of times."""
+    """Yield the hypotheses that gradients are sums of whole gradients of the reference, each counted a number of times.
+
+    Nothing if gradients are right, and so is the norm. With noise a wrong norm alone is enough: noise may hide a small
+    factor.
+    """
     step = first_wrong_step(trial) if "gradients" in broken else None
     if "grad_norm" in broken and not (step or "gradients" in broken or trial.case.exact):
         step = trial.first_step  # noise hides it of each
@@ -129,7 +137,7 @@ def sums_of_whole_gradients(trial: Trial, broken: Broken) -> Iterator[Hypothesis
 
 
 def change_in_steps(change: GradientChange) -> AssumeInSteps:
-    """Assume that gradients are changed so."""
+    """Return a function of steps that returns an assumption: the reference's gradients are changed in these steps."""
     return lambda steps: partial(
         assume_reference, gradients=lambda step, gradients: change(step, gradients) if step in steps else gradients
     )
@@ -139,12 +147,18 @@ def change_in_steps(change: GradientChange) -> AssumeInSteps:
 
 
 def _previous_gradient(trial: Trial, rank: int, fqn: str, step: int) -> np.ndarray | None:
-    """Return the rank's slice of the reference's gradient of the step before."""
+    """Return the rank's slice of the reference's gradient of the step before. None if there is none.
+
+    Precondition: step > 1.
+    """
     return expected_gradient(trial, rank, fqn, step - 1)
 
 
 def _sum_over_tp(trial: Trial, rank: int, fqn: str, step: int) -> np.ndarray | None:
-    """Return the sum of what its tp group should have; None where these are no different slices of one shape."""
+    """Return the sum of the gradients that the ranks of a rank's tp group should have.
+
+    None if all have the same slice, if their shapes differ, or if one has none.
+    """
     peers = trial.plan.peers(rank, "tp")
     gradients = []
     for peer in peers:
@@ -159,8 +173,11 @@ def _sum_over_tp(trial: Trial, rank: int, fqn: str, step: int) -> np.ndarray | N
 def _fit_weights(
     trial: Trial, step: int, source: GradientSource, counted_once: GradientSource | None = None
 ) -> dict[Pair, float]:
-    """Return how often a source counts in each wrong gradient of a step, beside one that counts once. Empty if a gradient is
-    no such sum."""
+    """Return, by (rank, fqn) of each wrong gradient of a step, the factor by which a source counts in it.
+
+    counted_once: a source that counts once in addition. Empty if some wrong gradient is no such sum, or if no gradient
+    is wrong.
+    """
     weights = {}
     tolerated = EXACT_RESIDUAL if trial.case.exact else NOISY_RESIDUAL
     for rank, fqn in pairs_with_wrong_gradient(trial, step):
@@ -180,12 +197,15 @@ def _fit_weights(
 
 
 def gradients_are_scaled(trial: Trial, step: int) -> bool:
-    """Return whether every wrong gradient is a multiple of what it should be."""
+    """Return whether every wrong gradient of a step is a multiple of the expected one. False in recipes with noise."""
     return trial.case.exact and bool(_fit_weights(trial, step, expected_gradient))
 
 
 def common_factor(trial: Trial, step: int) -> float | None:
-    """Return how often all wrong gradients of a step are what they should be; None where that is no one number."""
+    """Return the factor by which all wrong gradients of a step are multiples of the expected ones.
+
+    None if they have no common factor, and in recipes with noise.
+    """
     return _single_factor(_fit_weights(trial, step, expected_gradient)) if trial.case.exact else None
 
 
@@ -193,10 +213,10 @@ def common_factor(trial: Trial, step: int) -> float | None:
 
 
 def _fit_factors(trial: Trial, step: int) -> Iterator[dict[str, float]]:
-    """Yield factors by parameter.
+    """Yield fitted factors of gradients in a step, by fqn.
 
-    In float64 those that fit, if all holders have the same. In recipes with noise one of all parameters, one of those that
-    are wrong, and one of each of these where they are few.
+    In float64 those of the wrong gradients, if all holders of a parameter have the same. In recipes with noise: one for
+    all parameters, one for the wrong ones, and one for each of these where they are few. Nothing if none fits.
     """
     if trial.case.exact:
         weights = _fit_weights(trial, step, expected_gradient)
@@ -229,14 +249,17 @@ def _fit_factors(trial: Trial, step: int) -> Iterator[dict[str, float]]:
 
 
 def _single_factor(factors: Mapping[Any, float]) -> float | None:
-    """Return the factor that all of them are, within rounding. None if they differ, or if there is none."""
+    """Return the factor that all of them are, within rounding. None if they differ, or if there are none."""
     numbers = [*factors.values()]
     same = numbers and np.allclose(numbers, numbers[0], rtol=1e-7, atol=1e-12)
     return float(np.median(numbers)) if same else None
 
 
 def _interpret_as_scaled(trial: Trial, factors: Mapping[str, float], step: int) -> Iterator[Interpretation]:
-    """Yield one factor, which may be another in each step, as numbers of tokens are; or one of each parameter."""
+    """Yield the interpretations of fitted factors: first as numbers of tokens that change by step, then as constant.
+
+    factors: by fqn, as fitted in `step`. Where they differ, each parameter has its own.
+    """
     factor = _single_factor(factors)
     everywhere = len(factors) == len(trial.plan.shapes)
     tokens = token_factors(trial, step, factor) if factor and everywhere and trial.case.exact else ()
@@ -269,7 +292,10 @@ def _interpret_as_scaled(trial: Trial, factors: Mapping[str, float], step: int) 
 
 
 def _steps_with_zero_gradients(trial: Trial, fqns: Collection[str]) -> tuple[int, ...]:
-    """Return the steps in which these gradients are zero on all ranks, where these are several."""
+    """Return the steps in which the gradients of these parameters are zero on all ranks.
+
+    Empty unless there are several.
+    """
     steps = []
     for step in trial.case.steps:
         if not any(np.any(gradient) for gradient in _gradients_in_step(trial, fqns, step)):
@@ -286,12 +312,12 @@ def _gradients_in_step(trial: Trial, fqns: Collection[str], step: int) -> Iterat
 
 
 def _relative_factor(by_step: FactorByStep, factor: float, step: int) -> float:
-    """Return the factor of a step, relative to the one that was fitted."""
+    """Return the factor of a step divided by `factor`, the one that was fitted."""
     return by_step(step) / factor
 
 
 def _scale_gradients(factors: Mapping[str, float], by_step: FactorByStep, step: int, gradients: Arrays) -> Arrays:
-    """Return the gradients, each times its factor and the one of the step."""
+    """Return the gradients by fqn, each times its own factor (1 if it has none) and the step's, in the same dtype."""
     scaled = {}
     for fqn, gradient in gradients.items():
         scaled[fqn] = (gradient * (factors.get(fqn, 1.0) * by_step(step))).astype(gradient.dtype)
@@ -299,14 +325,17 @@ def _scale_gradients(factors: Mapping[str, float], by_step: FactorByStep, step: 
 
 
 def _scaled_text(factor: float | None) -> str:
-    """Return how many times as large as expected gradients are, in words. None: by several factors."""
+    """Return a text of how many times as large as expected gradients are. None stands for several factors."""
     if factor is None:
         return "gradients are scaled by different factors"
     return f"gradients are {times_text(factor)} what they should be" if abs(factor) > 1e-12 else "gradients are zero"
 
 
 def _factor_name(trial: Trial, factors: Mapping[str, float]) -> str:
-    """Return which number of the case a factor is, which noise does not show; and of several, which parameters have each."""
+    """Return a text of the numbers of the case that a factor may be; of several, of the parameters that have each.
+
+    Empty if no number fits, and for a single factor in recipes with noise, which cannot show it.
+    """
     factor = _single_factor(factors)
     if factor is None:
         numbers = {fqn: number_text(own_factor, 4) for fqn, own_factor in factors.items()}
@@ -322,7 +351,11 @@ def _factor_name(trial: Trial, factors: Mapping[str, float]) -> str:
 
 
 def _scaled_loss_hypothesis(trial: Trial, since: int, factor: float) -> Hypothesis:
-    """Return that a factor is within backward, whose rounding is not that of a factor after it: the roundest number."""
+    """Return the hypothesis that the loss is scaled before backward from a step on.
+
+    The factor is rounded to three digits. With noise it differs from a factor after backward, because the roundings
+    within backward are others.
+    """
     factor = float(f"{factor:.3g}")
 
     def batch(step: int, usual: Batch) -> Batch:
@@ -336,12 +369,16 @@ def _scaled_loss_hypothesis(trial: Trial, since: int, factor: float) -> Hypothes
 
 
 def _late_unscaling_hypothesis(trial: Trial, factor: float) -> Hypothesis:
-    """Return that a loss scale is taken out of gradients after clipping has seen them."""
+    """Return the hypothesis that gradients are clipped while too large by a loss scale, and divided by it afterwards.
+
+    A factor that is nearly an integer is rounded to it.
+    """
     factor = float(round(factor)) if abs(factor - round(factor)) < 1e-4 * factor else factor
     limit = trial.case.training.max_norm
     norms = {step: norm_of(trial, step) for step in trial.case.steps}
 
     def unscaled_gradients(step: int, gradients: Arrays, norm: float, parameters: object) -> Arrays:
+        """Return the reference's gradients, clipped by the scaled norm and divided by the factor."""
         scaled = {}
         for fqn, gradient in gradients.items():
             scaled[fqn] = (clip_coefficient(norm, limit) / factor * gradient).astype(gradient.dtype)
@@ -362,7 +399,11 @@ def _late_unscaling_hypothesis(trial: Trial, factor: float) -> Hypothesis:
 
 
 def _interpret_as_not_zeroed(trial: Trial, step: int) -> Iterator[Interpretation]:
-    """Yield that gradients hold those of the step before as well, of all parameters or of the wrong ones alone."""
+    """Yield the interpretations that gradients also hold those of the step before, of all or of the wrong parameters.
+
+    Each is tried with what clipping left of them, and with what there was before. Nothing for step 1, or if they are no
+    such sum.
+    """
     weights = _fit_weights(trial, step, _previous_gradient, counted_once=expected_gradient) if step > 1 else {}
     if not weights or (trial.case.exact and not _single_factor(weights)):
         return
@@ -378,13 +419,15 @@ def _interpret_as_not_zeroed(trial: Trial, step: int) -> Iterator[Interpretation
 
 
 def accumulating_change(steps: Sequence[int], fqns: Sequence[str], limit: float | None) -> GradientChange:
-    """Return a change that adds what there was before, in these steps and parameters.
+    """Return a change that adds, in these steps, the gradients of the step before to those of these parameters.
 
-    limit: the norm to which that was clipped in place.
+    It has a state: it is called once for each step, in order. limit: the norm to which earlier gradients were clipped
+    in place; None if they were not.
     """
     earlier: Arrays = {}
 
     def gradients(step: int, own: Arrays) -> Arrays:
+        """Return the step's gradients, with earlier ones added in `steps`, and keep them for the next step."""
         total = own
         if step in steps:
             total = {**own, **{fqn: own[fqn] + earlier[fqn] for fqn in fqns if fqn in own}}
@@ -396,7 +439,7 @@ def accumulating_change(steps: Sequence[int], fqns: Sequence[str], limit: float 
 
 
 def norm_of_gradients(gradients: Arrays) -> float:
-    """Return the norm of all gradients together, in float64."""
+    """Return the 2-norm of all gradients together, computed in float64."""
     squares = (float(np.sum(np.square(gradient, dtype=np.float64))) for gradient in gradients.values())
     return math.sqrt(math.fsum(squares))
 
@@ -405,7 +448,10 @@ def norm_of_gradients(gradients: Arrays) -> float:
 
 
 def _interpret_as_mixed_over_tp(trial: Trial, step: int) -> Iterator[Interpretation]:
-    """Yield one multiple of the sum of what tp peers should have, each of another slice."""
+    """Yield the interpretation that each tp rank has a multiple of the sum of its group's gradients, of other slices.
+
+    Nothing if the wrong gradients are no such sum, or in recipes with noise.
+    """
     weights = _fit_weights(trial, step, _sum_over_tp) if trial.case.exact else {}
     fqns = sort_fqns(trial, (fqn for _, fqn in weights))
     factor = _single_factor(weights)
@@ -422,9 +468,10 @@ def _interpret_as_mixed_over_tp(trial: Trial, step: int) -> Iterator[Interpretat
 
 
 def _mix_slices(trial: Trial, fqns: Sequence[str], factor: float, step: int, gradients: Arrays) -> Arrays:
-    """Return the gradients, each rank's slice replaced by the sum over its tp group times the factor."""
+    """Return the gradients by fqn, with a rank's slice of `fqns` replaced by `factor` times the sum over its tp group."""
 
     def mixed_slice(rank: int, fqn: str) -> np.ndarray:
+        """Return the sum of the slices of a rank's tp group, times the factor."""
         slices = [trial.gradient_slice_of(peer, fqn) for peer in trial.plan.peers(rank, "tp")]
         return np.asarray(
             factor * np.sum([view_of_slice(gradients[fqn], part) for part in slices if part is not None], axis=0)
@@ -434,7 +481,7 @@ def _mix_slices(trial: Trial, fqns: Sequence[str], factor: float, step: int, gra
 
 
 def _with_gradients_moved_again(trial: Trial) -> Trial:
-    """Assume that all gradients move once more, when backward is over."""
+    """Return the trial with a plan that lets each rank move the bytes of its gradients once more outside of passes."""
     outside_bytes = {}
     for rank, evidence in trial.ranks.items():
         gradients = evidence.steps[0].gradients.values() if evidence.steps else []
@@ -447,7 +494,10 @@ def _with_gradients_moved_again(trial: Trial) -> Trial:
 
 
 def lacks_the_outputs_part(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Yield that the gradient of a tied weight has the embedding's part alone."""
+    """Yield the hypothesis that the gradient of a tied weight has the embedding's part alone, without the output's.
+
+    Nothing unless that weight's gradient is the only wrong one.
+    """
     step = first_wrong_step(trial) if "gradients" in broken and trial.case.model.tied_embeddings else None
     if step is not None and {fqn for _, fqn in pairs_with_wrong_gradient(trial, step)} == {TIED_FQN}:
         from harness.reference.spellings import detach_output_weight

@@ -1,7 +1,7 @@
-"""What of a failure a trainer may do by choice, as the line that declares it.
+"""Lines of YAML that declare, for a failure that a trainer may cause by choice, an allowance or a trait.
 
-For traffic inside of forward and backward a line is printed only where more than planned is moved, over axes of the plan, and
-nothing else fails: HSDP that runs as FSDP moves other bytes there, too.
+For traffic inside of forward and backward, a line needs more bytes than planned over axes of the plan, and no other
+failing check. HSDP that runs as FSDP moves other bytes there, too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ Declared = Allowance | tuple[str, Any]
 
 
 def declaration_and_next_finding(trial: Trial, check: str, declared: Iterable[Declared]) -> Lines:
-    """Return the YAML to declare, with what the case declares already, and the check's first finding that is left with it."""
+    """Return the lines with the YAML that declares these, and the check's first finding that is left with them, if any.
+
+    The YAML repeats what the case declares already. Empty if nothing is to be declared.
+    """
     declarations = tuple(declared)
     if not declarations:
         return ()
@@ -51,7 +54,7 @@ def declaration_and_next_finding(trial: Trial, check: str, declared: Iterable[De
 
 
 def declaration_lines(case: Case, declared: Iterable[Declared]) -> Lines:
-    """Return the YAML that declares these, with what the case declares already, and where it stands."""
+    """Return the lines with the YAML that declares these besides what the case declares, and where it stands."""
     declaring = with_declarations(case, declared)
     texts = [allowance.declaration(declaring.allow)] if declaring.allow != case.allow else []
     texts += [declared_traits.declaration(declaring.traits)] if declaring.traits != case.traits else []
@@ -59,7 +62,10 @@ def declaration_lines(case: Case, declared: Iterable[Declared]) -> Lines:
 
 
 def merge_declarations(case: Case, evidence: Lines) -> Lines:
-    """Return the lines with one `allow` and one `traits`: a key cannot be pasted twice."""
+    """Return the lines with one `allow` and one `traits` in place of several: a YAML key cannot be pasted twice.
+
+    The lines are returned unchanged if no key is there twice.
+    """
     rows = [row for row in evidence if row[0] == IF_INTENDED and str(row[1]).startswith(YAML_KEYS)]
     if len({str(text).split(":")[0] for _, text in rows}) == len(rows):
         return evidence
@@ -80,7 +86,7 @@ def merge_declarations(case: Case, evidence: Lines) -> Lines:
 
 
 def with_declarations(case: Case, declared: Iterable[Declared]) -> Case:
-    """Return the case that declares these in addition. Raise ValueError for traits that exclude each other."""
+    """Return the case that declares these in addition. Raises ValueError for traits that exclude each other."""
     allow = list(case.allow)
     traits = dict(case.traits)
     for declaration in declared:
@@ -92,7 +98,10 @@ def with_declarations(case: Case, declared: Iterable[Declared]) -> Case:
 
 
 def trial_of_case(trial: Trial, case: Case) -> Trial:
-    """Return the trial of this case, which declares other allowances and traits."""
+    """Return the trial with a case that differs in allowances and traits alone.
+
+    If traits differ, its plan is made anew.
+    """
     if case.traits == trial.case.traits:
         return replace(trial, case=case)
     traits = declared_traits.with_declared(case, trial.traits)
@@ -100,7 +109,7 @@ def trial_of_case(trial: Trial, case: Case) -> Trial:
 
 
 def feature_declaration_lines(case: Case) -> Lines:
-    """Return the YAML of all features that the case requests, and where it stands."""
+    """Return the lines with the YAML of all features that the case requests, and where it stands."""
     defaults = vars(Features())
     requested = []
     for name, value in vars(case.features).items():
@@ -110,26 +119,30 @@ def feature_declaration_lines(case: Case) -> Lines:
 
 
 def allow_graphs(trial: Trial) -> Iterator[Allowance]:
-    """Yield the most graphs that a rank compiled, where the case does not request compiled blocks."""
+    """Yield an allowance for the most graphs that a rank compiled. Nothing if the case requests compiled blocks."""
     if not trial.case.features.compile:
         most_graphs = max(evidence.compiler.get("graphs", 0) for evidence in trial.ranks.values())
         yield Allowance("compiled", graphs=most_graphs, reason=REASON_TO_WRITE)
 
 
 def allow_any_attention(trial: Trial) -> Iterator[Declared]:
-    """Yield that attention may be anything, where the adapter says that it is one kernel and no rank called that."""
+    """Yield the trait that attention may be of any kind, if the adapter declares one and no rank called its kernel."""
     called = any(step.activity.attention.get(features.FUSED) for _, step in trial.own_steps())
     if trial.traits.attention and not called:
         yield "attention", None
 
 
 MATMULS_OF_A_BLOCK = (7, 6, 5, 4)
-"""Of a block whose matrices are all apart, with w1 and w3 in one, with wq, wk and wv in one, and with both."""
+"""Matmuls of a block in forward: all matrices separate, w1 and w3 in one, wq, wk and wv in one, and both."""
 MOST_CHUNKS = 64
 
 
 def chunk_traits_of_matmuls(trial: Trial) -> Iterator[Declared]:
-    """Yield in how many chunks forward multiplies by the output's weight, where all but that are the matmuls of blocks."""
+    """Yield the traits of a loss that multiplies by the output's weight in several chunks in forward.
+
+    Their number is what the last stage's matmuls leave beyond those of its blocks. Nothing if that is no number of
+    chunks, or for a model with LoRA.
+    """
     rank = next((rank for rank in last_stage_ranks(trial)), None)
     if rank is None or trial.case.model.lora is not None:
         return
@@ -144,7 +157,10 @@ def chunk_traits_of_matmuls(trial: Trial) -> Iterator[Declared]:
 
 
 def chunk_traits_of_calls(trial: Trial) -> Iterator[Declared]:
-    """Yield the traits of an output layer that forward calls for each chunk of a loss, or that backward calls again."""
+    """Yield the traits of an output layer that forward calls for each chunk of a loss, or that backward calls again.
+
+    Nothing for what the trainer declares already.
+    """
     rank = next((rank for rank in last_stage_ranks(trial)), None)
     if rank is None:
         return
@@ -159,7 +175,7 @@ def chunk_traits_of_calls(trial: Trial) -> Iterator[Declared]:
 
 
 def allow_hooks(trial: Trial) -> Iterator[Allowance]:
-    """Yield the hooks on saved tensors that neither the case nor the trainer allows, each once, by name."""
+    """Yield an allowance for each owner of hooks on saved tensors that is not allowed yet, sorted by name."""
     names = set[str]()
     for _, step in trial.own_steps():
         names.update(saved_hooks.foreign_hook_owners(trial, step))
@@ -167,13 +183,16 @@ def allow_hooks(trial: Trial) -> Iterator[Allowance]:
 
 
 def allow_matmuls(trial: Trial) -> Iterator[Allowance]:
-    """Yield the most that a rank computed in a step outside of training passes."""
+    """Yield an allowance for the most matmuls that a rank computed in a step outside of training passes."""
     most_matmuls = max(features.all_outside_matmuls(step) for _, step in trial.own_steps())
     yield Allowance("computed", matmuls=most_matmuls, reason=REASON_TO_WRITE)
 
 
 def allow_gathered(trial: Trial) -> Iterator[Allowance]:
-    """Yield the most that a rank has of parameters beside its slices as the optimizer steps."""
+    """Yield an allowance for the most bytes of parameters that a rank has beyond its slices as the optimizer steps.
+
+    Nothing if no rank has more than planned.
+    """
     surplus = (
         step.memory.get("parameters", 0) - memory.planned_bytes_by_kind(trial, rank)["parameters"][1]
         for rank, step in trial.own_steps()
@@ -184,7 +203,10 @@ def allow_gathered(trial: Trial) -> Iterator[Allowance]:
 
 
 def allow_kept_or_copied(trial: Trial, kind: str, ranks: Collection[int]) -> Iterator[Allowance]:
-    """Yield the most that one of these ranks keeps ("retained") or copies ("copied") in addition to the plan."""
+    """Yield an allowance for the most bytes that one of these ranks keeps or copies beyond the plan.
+
+    kind: "retained" or "copied"; nothing is yielded for another one.
+    """
     if kind == "retained":
         retained = []
         for rank in ranks:
@@ -200,8 +222,11 @@ def allow_kept_or_copied(trial: Trial, kind: str, ranks: Collection[int]) -> Ite
 
 
 def allow_moved(trial: Trial, finding: Finding) -> Iterator[Allowance]:
-    """Yield each collective outside of passes, and the most that a rank moves by it. The all_reduce of losses and norms
-    is left out where there is any other."""
+    """Yield an allowance for the most bytes of each collective outside of passes, by operator and axis.
+
+    Nothing for a finding that is not of such bytes. The all_reduce of losses and norms is left out where there is any
+    other. Collectives over no axis of the plan are left out, but those of all ranks.
+    """
     if finding.quantity != traffic.BYTES_MOVED or not isinstance(finding.expected, Limit):
         return
     most_bytes = dict[tuple[str, str], int]()
@@ -220,7 +245,10 @@ def allow_moved(trial: Trial, finding: Finding) -> Iterator[Allowance]:
 
 
 def allow_moved_inside_lines(trial: Trial, broken: Broken) -> Lines:
-    """Return the line for collectives of passes that move more than planned; nothing if anything else fails."""
+    """Return the lines that declare collectives of forward and backward which move more than planned.
+
+    Empty if any other check fails, or if a finding is not of more bytes over an axis of the plan.
+    """
     if {*broken} != {"traffic"}:
         return ()
     findings = broken["traffic"].findings
@@ -238,7 +266,7 @@ def allow_moved_inside_lines(trial: Trial, broken: Broken) -> Lines:
 
 
 def _surplus_bytes(finding: Finding) -> int:
-    """Return the bytes that were moved more than planned; 0 for any other finding."""
+    """Return the bytes that were moved more than planned, negative if fewer. 0 for a finding that is not of bytes."""
     is_number_of_bytes = (
         isinstance(finding.expected, int) and isinstance(finding.observed, int) and finding.unit == "bytes"
     )
@@ -256,14 +284,21 @@ REDUCE_IN_BACKWARD = (
 
 
 def adapter_lines(trial: Trial, broken: Broken) -> Lines:
-    """Return what to add to an adapter or script that reduces gradients itself. Empty if a wrapper reduces them."""
+    """Return the lines on what to add to an adapter or script that reduces gradients itself.
+
+    Empty if a wrapper reduces them in backward, or unless `features` or `traffic` fails.
+    """
     if not {"features", "traffic"} & {*broken}:
         return ()
     return tuple(("adapter", text) for text in _remedies(trial))
 
 
 def _remedies(trial: Trial) -> Iterator[str]:
-    """Yield sentences on what to add to the adapter or the script, where gradients are reduced without a wrapper."""
+    """Yield sentences on what to add to the adapter or the script.
+
+    There is one if all ranks reduce gradients, but outside of backward. There is one as well if they have no wrapper,
+    though the case requests DDP or replicate.
+    """
     behind = all(_are_reduced(trial, rank, outside=True) for rank in trial.ranks)
     inside = all(_are_reduced(trial, rank, outside=False) for rank in trial.ranks)
     if behind and not inside:
@@ -277,7 +312,10 @@ def _remedies(trial: Trial) -> Iterator[str]:
 
 
 def _are_reduced(trial: Trial, rank: int, *, outside: bool) -> bool:
-    """Return whether gradients are reduced in the first step, over the groups and by the collectives of the plan."""
+    """Return whether a rank reduces gradients in the first step over the planned groups, by the planned collectives.
+
+    outside: look outside of passes, otherwise inside. False if the plan reduces none.
+    """
     evidence = trial.ranks[rank]
     step = trial.first_step
     observed_bytes = observed_bytes_outside(evidence, step) if outside else observed(trial, evidence, step)
@@ -290,5 +328,5 @@ def _are_reduced(trial: Trial, rank: int, *, outside: bool) -> bool:
 
 
 def _traffic_key(trial: Trial, rank: int, flow: Flow, outside: bool) -> tuple[tuple[int, ...], str, str]:
-    """Return the key of a flow among observed bytes: ranks of its group, collective, phase."""
+    """Return the key of a flow among observed bytes: (ranks of its group, collective, phase)."""
     return trial.plan.group_of(rank, flow.axis), flow.op, OUTSIDE if outside else flow.phase

@@ -1,4 +1,4 @@
-"""Which gradients and which loss are not the reference's, and by what factor: what the rules about numbers share."""
+"""Gradients and losses that are not the reference's, and the checks that fail with them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,20 @@ def observed_gradients(trial: Trial, rank: int, step: int) -> dict[str, np.ndarr
 
 
 def expected_gradient(trial: Trial, rank: int, fqn: str, step: int) -> np.ndarray | None:
-    """Return the rank's slice of the reference's gradient. None if the rank has no slice, or the reference no gradient."""
+    """Return the rank's slice of the reference's gradient in a step, a view.
+
+    None if the rank has no slice or the reference no gradient.
+    """
     part = trial.gradient_slice_of(rank, fqn)
     full = trial.reference.steps[step - 1].gradients.get(fqn)
     return None if part is None or full is None else view_of_slice(full, part)
 
 
 def pairs_with_wrong_gradient(trial: Trial, step: int) -> list[Pair]:
-    """Return the (rank, fqn) whose gradient in a step is off by more than the check allows, in the model's order."""
+    """Return each (rank, fqn) whose gradient in a step is off by more than the check allows, in the model's order.
+
+    Gradients that have no expected one are left out. Raises NoBound.
+    """
     wrong = []
     for rank in sorted(trial.ranks):
         for fqn in observed_gradients(trial, rank, step):
@@ -42,13 +48,19 @@ def pairs_with_wrong_gradient(trial: Trial, step: int) -> list[Pair]:
 
 
 def distance_to_reference(trial: Trial, rank: int, fqn: str, step: int) -> float:
-    """Return how far a gradient that has an expected one is from it, relative to the largest entry of the whole parameter's."""
+    """Return the largest difference of a rank's gradient from the expected one.
+
+    It is relative to the largest entry of the whole expected gradient. Precondition: both exist.
+    """
     full = trial.reference.steps[step - 1].gradients[fqn]
     return gradient_distance(trial, rank, fqn, observed_gradients(trial, rank, step)[fqn], full)
 
 
 def loss_difference(trial: Trial, step: int) -> float | None:
-    """Return how far the loss of a step is off, relative to the expected one. None if it is right or was not seen."""
+    """Return the difference of a step's loss from the reference's, relative to that.
+
+    None if it is right or was not observed.
+    """
     observed = global_loss(trial, step)
     expected = trial.reference.steps[step - 1].loss
     if observed is None:
@@ -58,8 +70,10 @@ def loss_difference(trial: Trial, step: int) -> float | None:
 
 
 def first_wrong_step(trial: Trial) -> int | None:
-    """Return the first step in which a gradient is wrong, entry by entry or, in recipes with noise, as a whole. None if it is
-    right in all."""
+    """Return the first step in which a gradient is wrong, entry by entry or, in recipes with noise, as a whole.
+
+    None if all are right, or if a whole gradient cannot be judged for lack of measured noise.
+    """
     for step in trial.case.steps:
         if pairs_with_wrong_gradient(trial, step):
             return step
@@ -72,7 +86,10 @@ def first_wrong_step(trial: Trial) -> int | None:
 
 
 def step_choices(trial: Trial, step: int) -> Iterator[tuple[str, list[int], int]]:
-    """Yield the steps from the first wrong one on, and that one alone: words, steps, how many more choices that is."""
+    """Yield (words, steps, further choices) of all steps from `step` on, then of that step alone if it is not the last.
+
+    further choices: how many more numbers that choice fits, 0 or 1.
+    """
     later = [other for other in trial.case.steps if other >= step]
     yield f" {from_step_text(trial, step)}" if step > trial.first_step else "", later, 0
     if len(later) > 1:
@@ -80,7 +97,7 @@ def step_choices(trial: Trial, step: int) -> Iterator[tuple[str, list[int], int]
 
 
 def ranks_holding(trial: Trial, fqn: str) -> list[int]:
-    """Return the ranks that hold some of a parameter, ascending."""
+    """Return the ranks that have the parameter on record, ascending."""
     return [rank for rank, local_shards in sorted(trial.local_slices.items()) if fqn in local_shards]
 
 
@@ -93,10 +110,10 @@ GRADIENT_CHECKS = frozenset(name for name, module in all_checks().items() if get
 
 
 def checks_failing_with_gradients(trial: Trial, step: int) -> tuple[str, ...]:
-    """Return the checks that fail because gradients are wrong from a step on.
+    """Return the checks that may fail because gradients are wrong from a step on, whether they fail here or not.
 
-    The loss of that step is computed before them. Reports are of what was computed. Updates are judged by the gradients that
-    were seen, if these have one norm.
+    The loss of that step is computed before them. Reports are of what was computed. Updates are judged by the gradients
+    that were seen, if these have one norm.
     """
     losses = not any(loss_difference(trial, earlier) for earlier in trial.case.steps if earlier <= step)
     follows_by_check = {
@@ -111,7 +128,10 @@ def checks_failing_with_gradients(trial: Trial, step: int) -> tuple[str, ...]:
 
 
 def replicas_agree(trial: Trial, step: int) -> bool:
-    """Return whether those who hold the same slice have the same gradient of a step: else there is no global norm."""
+    """Return whether ranks that hold the same slice have nearly the same gradient of it in a step.
+
+    Otherwise there is no global norm. Gradients that are missing or of another shape are not compared.
+    """
     gradients = {rank: observed_gradients(trial, rank, step) for rank in trial.ranks}
     for (fqn, _), ranks in replica_families(trial).items():
         for rank in ranks[1:]:
@@ -138,6 +158,6 @@ def _gradients_have_one_norm(trial: Trial, step: int) -> bool:
 
 
 def _updates_are_right_before(trial: Trial, step: int) -> bool:
-    """Return whether the updates of all steps before are right."""
+    """Return whether the check `update` finds nothing in the steps before this one."""
     mistakes = update.update_findings(trial, update.norms_for_clipping(trial))
     return not any(mistake.step and mistake.step < step for mistake in mistakes)

@@ -1,4 +1,4 @@
-"""Suspects -> what the evidence confirms: the simplest that explains all, else the part that each of two explains."""
+"""The search that turns suspects into proofs: the simplest one that explains all, or two that do together."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ PASSES_ENDED_TEXT = f"the reference was computed for {MOST_PASSES} forward passe
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a search found."""
+    """The result of a search: proofs, facts, and the checks that neither explains."""
 
     proofs: tuple[Proof, ...] = ()
-    """Those that explain most, equally simple ones side by side."""
+    """Those that explain most, equally simple ones side by side; empty if no hypothesis holds."""
     facts: tuple[Fact, ...] = ()
     """Of checks that no proof explains."""
     unexplained: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Explanation:
     errors: tuple[str, ...] = ()
     """Errors meanwhile."""
     end_reason: str = ""
-    """Where the search met a bound."""
+    """Text of the bound that ended the search; empty if none did."""
 
 
 def explain(
@@ -51,16 +51,20 @@ def explain(
     facts: Sequence[FactsOf[Evidence]],
     costly: Sequence[SuspectsOf[Evidence]] = (),
 ) -> Explanation:
-    """Return what proofs and facts explain. Never raises: what a suspect raises is on record.
+    """Return the proofs of hypotheses, and the facts on checks that no proof explains. Never raises.
 
-    The forward passes that are computed and the hypotheses that are judged are bounded.
+    An error that a suspect raises is put into `errors`. The forward passes that are computed and the hypotheses that
+    are judged are bounded. costly: suspects that are asked only if the others leave a check unexplained.
     """
     with _bounded_passes(evidence):
         return _explain(Search(tuple(suspects), tuple(costly)), evidence, results, facts)
 
 
 def _bounded_passes(evidence: object) -> contextlib.AbstractContextManager[None]:
-    """Return a bound of what is computed with the reference of a trial. Other evidence has no reference to train again."""
+    """Return a context in which the reference is computed for at most MOST_PASSES forward passes of a step.
+
+    It bounds nothing for evidence that is no trial, because that has no reference.
+    """
     if not isinstance(evidence, Trial):
         return contextlib.nullcontext()
     training = evidence.case.training
@@ -68,6 +72,7 @@ def _bounded_passes(evidence: object) -> contextlib.AbstractContextManager[None]
 
 
 def _explain(search: Search, trial: Any, results: Sequence[Result], facts: Sequence[FactsOf[Any]]) -> Explanation:
+    """Return the explanation that a search finds. Proofs that a rule undercuts are left out."""
     proofs = [proof for proof in search.find_proofs(trial, results) if search.stands(proof, results)]
     unexplained = proofs[0].unexplained if proofs else _failing_names(results)
     broken = {result.check: result for result in results if result.check in unexplained and result.findings}
@@ -78,9 +83,10 @@ def _explain(search: Search, trial: Any, results: Sequence[Result], facts: Seque
 
 
 def choose_facts(facts: Sequence[Fact], unexplained: Sequence[str]) -> tuple[tuple[Fact, ...], tuple[str, ...]]:
-    """Return the facts that cover unexplained checks, and the checks that none of them covers.
+    """Return (facts that cover unexplained checks, the checks that none of them covers).
 
-    The fact that covers most of what is left goes first; of those that cover as much, a mistake before a symptom.
+    The fact that covers most of the remaining checks goes first; of those that cover as many, a mistake before a
+    symptom. A fact that covers nothing more is left out.
     """
 
     def coverage(fact: Fact) -> tuple[int, bool]:
@@ -100,7 +106,7 @@ def choose_facts(facts: Sequence[Fact], unexplained: Sequence[str]) -> tuple[tup
 
 @dataclasses.dataclass
 class Search:
-    """A search for the proofs of one trial."""
+    """A search for the proofs of one trial, with the counts and errors that it leaves."""
 
     suspects: tuple[SuspectsOf[Any], ...]
     """Functions that propose hypotheses."""
@@ -116,7 +122,11 @@ class Search:
     """The trial as it is recorded, while others are assumed."""
 
     def find_proofs(self, trial: Any, results: Sequence[Result]) -> list[Proof]:
-        """Return all of the simplest that explain everything; else two together; else the one that explains most."""
+        """Return the simplest proofs that explain everything, equally simple ones side by side.
+
+        Empty if nothing is explained. If no single hypothesis does, two together are returned that do; else the proofs
+        that explain most.
+        """
         self.asked_trial = trial
         complete, partial = self._single_proofs(trial, results)
         if complete:
@@ -139,7 +149,11 @@ class Search:
             return False
 
     def _single_proofs(self, trial: Any, results: Sequence[Result]) -> tuple[list[Proof], list[Proof]]:
-        """Return the equally simple proofs that explain everything, or else the others, those that explain most first."""
+        """Return (the simplest proofs that explain everything, []), or ([], all proofs of one hypothesis, best first).
+
+        Costly suspects are asked only if the others explain not everything. The best explain most checks, then fit
+        fewest numbers.
+        """
         partial: list[Proof] = []
         for suspects in (self.suspects, self.costly):
             proposals = self.ask(suspects, trial, failing_checks(results))
@@ -156,7 +170,10 @@ class Search:
         return [], partial
 
     def _pairs(self, trial: Any, results: Sequence[Result], first: Proof) -> list[Proof]:
-        """Return this proof together with each second one that explains all the rest, else with the best of the others."""
+        """Return this proof with each second one that explains all the rest, or with the best that explains a part.
+
+        Empty if nothing explains more. A second hypothesis may not be of the same kind if that is one of KINDS_ONCE.
+        """
         complete, partial = self._single_proofs(first.assumed, results_under(first, results))
         taken = KINDS_ONCE & {hypothesis.cause.kind for hypothesis in first.hypotheses}
         seconds = [proof for proof in complete if proof.hypotheses[0].cause.kind not in taken]
@@ -165,7 +182,7 @@ class Search:
         return [self._combine(trial, results, first, second) for second in seconds if second.explained]
 
     def _combine(self, trial: Any, results: Sequence[Result], first: Proof, second: Proof) -> Proof:
-        """Return both as one proof, or the second alone where that explains as much: what adds nothing is no mistake."""
+        """Return both as one proof, or the second alone if it explains as much: what adds nothing is no mistake."""
         both = _join(first, second, results)
         alone = self._test(trial, results, second.hypotheses[0])
         if alone and {*both.explained} <= {*alone.explained}:
@@ -173,7 +190,10 @@ class Search:
         return both
 
     def _test_all(self, trial: Any, results: Sequence[Result], hypotheses: Sequence[Hypothesis]) -> list[Proof]:
-        """Return the proofs of those hypotheses that hold, of as many as may still be judged."""
+        """Return the proofs of the hypotheses that hold.
+
+        Once MOST_JUDGED were judged, the others are left out and `end_reason` says so.
+        """
         allowed = hypotheses[: MOST_JUDGED - self.tried_count]
         if len(allowed) < len(hypotheses):
             self.end_reason = f"{MOST_JUDGED} hypotheses were judged"
@@ -182,7 +202,11 @@ class Search:
         return [proof for proof in proofs if proof]
 
     def _test(self, trial: Any, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
-        """Return what a hypothesis explains. None if it does not hold, raises, or would cost too much."""
+        """Return the proof of a hypothesis.
+
+        None if a passing check fails under it, if it raises, or if it would cost too much. An error is put on record,
+        but for NoBound: no noise was measured for such an assumption.
+        """
         try:
             return prove(trial, results, hypothesis)
         except budget.BudgetExceeded:
@@ -194,7 +218,11 @@ class Search:
         return None
 
     def ask(self, makers: Iterable[Callable[[Any, Broken], Iterator[T]]], trial: Any, broken: Broken) -> Iterator[T]:
-        """Yield what these functions propose, of each up to where it raises."""
+        """Yield what these functions propose, one function after the other.
+
+        A function that raises is left at that place. Its error is put on record, but for NoBound while something is
+        assumed. broken: results of the failing checks, by name.
+        """
         for make in makers:
             try:
                 yield from make(trial, broken)
@@ -205,9 +233,10 @@ class Search:
                     self._record_error(make.__name__, error)
 
     def _record_error(self, who: str, error: Exception) -> None:
-        """Put an error on record, once, though most functions are asked again under each assumption.
+        """Add the text of an error to `errors`, once, though most functions are asked again under each assumption.
 
-        An error about a bound that was never measured is a sentence already.
+        who: the function or kind of cause that raised. An error about a bound that was never measured is a sentence
+        already.
         """
         text = str(error)
         if not isinstance(error, NoBound):
@@ -219,12 +248,12 @@ class Search:
 
 
 def failing_checks(results: Sequence[Result]) -> dict[str, Result]:
-    """Return the failing results that say where, by check."""
+    """Return the failing results that have findings, by check."""
     return {result.check: result for result in results if result.verdict is Verdict.FAIL and result.findings}
 
 
 def results_under(proof: Proof, results: Sequence[Result]) -> list[Result]:
-    """Return the results under what a proof assumes. Findings of a check that still fails are those of before."""
+    """Return the results with a PASS for each check that the proof explains. All others stay as they are."""
     after: list[Result] = []
     for result in results:
         passes = result.check in proof.explained
@@ -233,16 +262,20 @@ def results_under(proof: Proof, results: Sequence[Result]) -> list[Result]:
 
 
 def _failing_names(results: Sequence[Result]) -> tuple[str, ...]:
+    """Return the names of the failing checks, with findings or without."""
     return tuple(result.check for result in results if result.verdict is Verdict.FAIL)
 
 
 def _complexity(hypothesis: Hypothesis) -> int:
+    """Return how many numbers a hypothesis fits: simpler ones are tried first."""
     return hypothesis.fitted_count
 
 
 def _best(candidates: Sequence[Proof]) -> list[Proof]:
-    """Return those that explain most, then of these the simplest, then those that failing checks have seen. Equal ones go side
-    by side, of the same causes the first."""
+    """Return the proofs that explain most, of these the simplest, of these those that failing checks have seen.
+
+    Equal ones are returned side by side, of the same causes the first. Empty without candidates.
+    """
     ordered = sorted(candidates, key=lambda proof: (-len(proof.explained), proof.fitted_count, -proof.seen_count))
     best: dict[frozenset[Cause], Proof] = {}
     for proof in ordered:
@@ -253,11 +286,12 @@ def _best(candidates: Sequence[Proof]) -> list[Proof]:
 
 
 def _merit(proof: Proof) -> tuple[tuple[str, ...], int, int]:
+    """Return what equally good proofs have in common: explained checks, fitted numbers, and how many checks saw it."""
     return proof.explained, proof.fitted_count, proof.seen_count
 
 
 def _join(first: Proof, second: Proof, results: Sequence[Result]) -> Proof:
-    """Return both as one proof. The second was found where the first is assumed."""
+    """Return both proofs as one. Precondition: the second was found in the evidence that the first assumes."""
     hypotheses = (*first.hypotheses, *second.hypotheses)
     either = {*first.explained, *second.explained}
     explained = tuple(check for check in _failing_names(results) if check in either)

@@ -1,6 +1,6 @@
-"""A factor, and which number of the case it is: a degree, the accumulation, the number of valid tokens, or products.
+"""Factors of gradients, and the numbers of the case that a factor may be: degrees, accumulation, numbers of tokens.
 
-The distance between two steps is another such number.
+Products of these are tried, too. The distance between two steps is another such number.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from harness.core.plan.grid import coordinate_of_rank
 
 MOST_NAMES = 3
 FactorByStep = Callable[[int], float]
+"""Step -> the factor in it."""
 
 
 def times_text(factor: float) -> str:
-    """Return "0.25 times"."""
+    """Return a factor as a text: "0.25 times"."""
     return f"{number_text(factor)} times"
 
 
 def factor_text(trial: Trial, factor: float, everywhere: bool = True) -> str:
-    """Return all numbers of the case that the factor may be, the same in every step. Equal numbers are no proof.
+    """Return a text of all constant numbers of the case that the factor may be: ": as if not divided by tp (2)".
 
-    everywhere: whether it is the factor of every parameter.
+    Empty if none fits. Equal numbers are no proof, so several may be named. everywhere: whether it is the factor of
+    every parameter; only then numbers of samples and tokens are tried.
     """
     if math.isclose(factor, -1.0):
         return ": the sign is wrong"
@@ -48,7 +50,10 @@ def factor_text(trial: Trial, factor: float, everywhere: bool = True) -> str:
 
 
 def _names_of_number(trial: Trial, value: float, everywhere: bool) -> list[str]:
-    """Return degrees, or else products of as few as possible, that are `value`."""
+    """Return the names of degrees that are `value`, or else products of as few as possible: "tp x accumulation".
+
+    Empty if none fits. everywhere: whether to try the number of samples, too.
+    """
     numbers = {axis: getattr(trial.case.dims, axis) for axis in AXES}
     numbers["accumulation"] = trial.case.features.accumulation
     numbers["the number of a pipeline's microbatches"] = trial.case.microbatches
@@ -67,9 +72,10 @@ def _names_of_number(trial: Trial, value: float, everywhere: bool) -> list[str]:
 
 
 def token_factors(trial: Trial, step: int, factor: float) -> Iterator[tuple[str, FactorByStep]]:
-    """Yield numbers of tokens that the factor may be in this step, the first that is wrong, and that differ from step to step.
+    """Yield (text, factor by step) of each number of tokens that gives `factor` in `step` and is another in others.
 
-    One step is no proof: what would be wrong before, and what shows in no other step, is a coincidence.
+    step: the first that is wrong. A number that would be wrong earlier, or shows in no later step, is a coincidence and
+    left out.
     """
     for text, by_step in _token_factors_in_step(trial, step, factor):
         before = [number for number in trial.case.steps if number < step]
@@ -80,7 +86,10 @@ def token_factors(trial: Trial, step: int, factor: float) -> Iterator[tuple[str,
 
 
 def _token_factors_in_step(trial: Trial, step: int, factor: float) -> Iterator[tuple[str, FactorByStep]]:
-    """Yield what gradients are divided by in place of the number of valid tokens, where that gives the factor in a step."""
+    """Yield (text, factor by step) of each number that gradients may be divided by in place of the valid tokens.
+
+    Only numbers that give `factor` in `step` are yielded.
+    """
     valid = {reference_step.step: reference_step.valid_tokens for reference_step in trial.reference.steps}
     valid_text = "the number of valid tokens"
     sizes = {number: trial.case.training.global_batch * trial.case.seq_len(number) for number in valid}
@@ -104,7 +113,10 @@ def _token_factors_in_step(trial: Trial, step: int, factor: float) -> Iterator[t
 
 
 def _tokens_of_microbatches(trial: Trial) -> dict[int, dict[int, int]]:
-    """Return valid tokens of all ranks, by number of microbatch, from 1, and step; empty if there is only one."""
+    """Return the valid tokens of all ranks together, by number of the microbatch from 1 and by step.
+
+    Empty if there is only one microbatch, or if the losses of some were not observed.
+    """
     passes = trial.case.passes
     ranks = [rank for rank in trial.ranks if coordinate_of_rank(trial.case.dims, rank)["tp"] == 0]
     losses_of_ranks: dict[int, list[list[tuple[float, int]]]] = {}
@@ -124,7 +136,7 @@ def _tokens_of_microbatches(trial: Trial) -> dict[int, dict[int, int]]:
 
 
 def _is_constant(trial: Trial, by_step: FactorByStep) -> bool:
-    """Return whether the factor is the same in every step."""
+    """Return whether the factor is the same in every step of the reference, but for rounding."""
     numbers = [by_step(step.step) for step in trial.reference.steps]
     return all(_is_near(number, numbers[0]) for number in numbers)
 
@@ -135,7 +147,11 @@ def _is_near(first: float, second: float) -> bool:
 
 
 def step_distance_text(trial: Trial, step: int, source_step: int) -> str:
-    """Return, in words, the distance between a step and the one whose samples it receives; empty if it is no known one."""
+    """Return a text of why a step may have received the samples of `source_step`: "as if the data began anew".
+
+    Known are all of a checkpoint, the order of an epoch, a new start, and a step passed over. Empty for any other
+    distance.
+    """
     training = trial.case.training
     saved = trial.case.steps.start - 1
     epoch = -(-training.made_samples // training.global_batch) if training.data is None else 0

@@ -1,7 +1,7 @@
-"""What a check saw itself: nothing is assumed, and nothing is proven beyond it.
+"""Facts: causes that a check saw itself. Nothing is assumed, and nothing is proven beyond it.
 
-A row of the table says which findings of a check are what kind of cause, and what other checks fail because of it. The cause
-is the finding: the report makes the sentence of it. A few facts are put together from more than one finding.
+A row of the table says which findings of a check are what kind of cause, and what other checks fail because of it. The
+cause is the finding: the report makes the sentence of it. A few facts are put together from more than one finding.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ from harness.reference.config import is_trainable
 from harness.reference.distance import best_fit
 
 FindingTest = Callable[[Trial, Finding], bool]
+"""(trial, finding) -> whether the finding is meant."""
 MoreLines = Callable[[Trial, Finding], Lines]
+"""(trial, finding) -> lines of evidence beside the finding."""
 STEP_CHECKS = ("completed", "initial_weights", "checkpoint", "features", "memory", "traffic", "schedule", "resume")
 """Checks of what a parameter or a step leaves, which breaks where there is none of it."""
 COUNTED_STEP_CHECKS = (
@@ -72,7 +74,7 @@ def _no_lines(trial: Trial, finding: Finding) -> Lines:
 
 @dataclass(frozen=True)
 class FindingRow:
-    """Findings of a check that are a cause."""
+    """A row of the table: findings of a check that are a cause by themselves."""
 
     check: str
     kind: str
@@ -94,9 +96,13 @@ class FindingRow:
 
 
 def _declare_memory(kind: str) -> MoreLines:
-    """Return a function that returns the line that declares bytes which ranks keep or copy beyond the plan."""
+    """Return a function that returns the lines which declare bytes that ranks keep or copy beyond the plan.
+
+    The function's lines are empty if no rank does. kind: "retained" or "copied".
+    """
 
     def lines(trial: Trial, finding: Finding) -> Lines:
+        """Return the declaring lines of the ranks that keep or copy too much; empty if none do."""
         too_much = {"retained": memory.has_unaccounted_tensors, "copied": memory.excessive_copies}[kind]
         ranks = [rank for rank in trial.ranks if too_much(trial, rank)]
         return (
@@ -111,7 +117,7 @@ def _declare_memory(kind: str) -> MoreLines:
 
 
 def _moved_lines(trial: Trial, finding: Finding) -> Lines:
-    """Return the flows that did not happen as planned, and the line that declares bytes moved outside of passes."""
+    """Return the lines of flows that were not as planned, and of the allowance for bytes moved outside of passes."""
     return (
         *traffic_lines(trial),
         *declarable.declaration_and_next_finding(trial, "traffic", declarable.allow_moved(trial, finding)),
@@ -119,7 +125,10 @@ def _moved_lines(trial: Trial, finding: Finding) -> Lines:
 
 
 def _setting_lines(trial: Trial, finding: Finding) -> Lines:
-    """Return the line of an adapter that declares a switch, if it has the same value in all steps of all ranks."""
+    """Return the line of an adapter that declares a switch's value.
+
+    Empty unless all ranks have one and the same in all steps.
+    """
     observed_values = {step.settings.get(finding.name) for _, step in trial.own_steps()}
     values = observed_values.pop() if len(observed_values) == 1 else None
     if values is None or len(values) != 1:
@@ -131,12 +140,16 @@ def _setting_lines(trial: Trial, finding: Finding) -> Lines:
 
 
 def _changes_numbers(trial: Trial, finding: Finding) -> bool:
-    """Return whether it is a switch that changes numbers. Such a switch is reported first."""
+    """Return whether the finding is of a switch that changes numbers. Such a switch is reported first."""
     return finding.name in (*settings.FLOAT32, "default dtype")
 
 
 def _has_more_steps(trial: Trial, finding: Finding) -> bool:
-    """Return whether there were more steps than requested. A launch that read an older checkpoint has more, too: it says so."""
+    """Return whether a rank made more steps than requested.
+
+    False for a launch that resumes, because one that read an older checkpoint makes more, too, and `resume` reports
+    that.
+    """
     is_longer = isinstance(finding.observed, tuple) and len(finding.observed) > len(trial.case.steps)
     return is_longer and not trial.case.resume
 
@@ -175,7 +188,11 @@ FINDING_ROWS = (
 
 
 def facts_of_table(trial: Trial, broken: Broken, rows: tuple[FindingRow, ...] = FINDING_ROWS) -> Iterator[Fact]:
-    """Yield the facts of the table, in its order. A golden that fails alone says that the reference moved."""
+    """Yield one fact for each row of the table that has a finding, in the table's order.
+
+    Rows that need right numbers are left out if a check of numbers fails. A golden that fails alone gives the fact that
+    the reference moved.
+    """
     for row in rows:
         findings = broken[row.check].findings if row.check in broken else ()
         matching = []
@@ -211,7 +228,11 @@ END_WORDS = {"raised": "raised", "killed": "hung", "lost": "was lost"}
 
 
 def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """State which ranks died, hung, raised or left early, and which only waited."""
+    """Yield one fact on the ranks that died, hung, raised or left early, with those that only waited in its lines.
+
+    Nothing if all ranks ended well. If no rank is to blame, the fact says that the job was too slow, or that nothing
+    shows a cause.
+    """
     blamed = [exit for exit in trial.run.exits if exit.blamed]
     others = [exit for exit in trial.run.exits if exit.how != "ok" and not exit.blamed]
     if not blamed:
@@ -244,9 +265,10 @@ def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 
 def _waiting_lines(trial: Trial, blamed: list[Exit], others: list[Exit]) -> Lines:
-    """Return the lines on ranks that only waited.
+    """Return the lines on ranks that only waited for the blamed ones.
 
-    Where the blamed ranks ended after their last step, no record shows whether a collective was left out or is one too many.
+    Where the blamed ranks ended after their last step, no record shows whether a collective was left out or is one too
+    many.
     """
     waited = rank_text([exit.rank for exit in others])
     gone = rank_text([exit.rank for exit in blamed])
@@ -259,7 +281,7 @@ def _waiting_lines(trial: Trial, blamed: list[Exit], others: list[Exit]) -> Line
 
 
 def _exit_text(trial: Trial, exit: Exit) -> str:
-    """Return how a rank ended, in words: a signal, an exception, or where it left."""
+    """Return a text of how a rank ended: by a signal, an exception, or where it left, and why."""
     ended = f"died by {exit.signal}" if exit.how == "signal" else END_WORDS.get(exit.how, exit.how)
     ended = early_exit_text(trial, exit.rank) if exit.how == "ok" else ended
     text = exit.error.removeprefix(ended).lstrip(",; ").rstrip(".")
@@ -270,7 +292,7 @@ def _exit_text(trial: Trial, exit: Exit) -> str:
 
 
 def _stack_lines_of_blamed(blamed: list[Exit]) -> Lines:
-    """Return where the first rank was; of two ranks that were in different places, where each was."""
+    """Return the lines of the first blamed rank's stack; if two are blamed, in different places, of both."""
     pair = blamed if len(blamed) == 2 and all(exit.stack for exit in blamed) else []
     if len({exit.stack for exit in pair}) < 2:
         return _stack_lines(blamed[0])
@@ -281,12 +303,15 @@ def _stack_lines_of_blamed(blamed: list[Exit]) -> Lines:
 
 
 def _stack_lines(exit: Exit, label: str = "stack") -> Lines:
-    """Return the first four lines of a rank's stack, the first of them with the label."""
+    """Return the first four lines of a rank's stack, the first of them with the label. Empty without a stack."""
     return tuple(("" if i else label, line.strip()) for i, line in enumerate(exit.stack.splitlines()[:4]))
 
 
 def _unblamed_facts(trial: Trial, failed: list[Exit]) -> Iterator[Fact]:
-    """Yield that ranks did not finish, where no rank is the cause: the job was too slow, or nothing shows which it is."""
+    """Yield one fact on ranks that did not finish, where no rank is to blame.
+
+    The job was too slow, messages were not delivered, or nothing shows the cause.
+    """
     first = failed[0]
     ranks = rank_text([exit.rank for exit in failed])
     if AT_WORK in first.error:
@@ -303,7 +328,10 @@ def _unblamed_facts(trial: Trial, failed: list[Exit]) -> Iterator[Fact]:
 
 
 def of_other_stages(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """Yield that ranks of a pipeline hold what the plan gives to others, or lack what it gives to them."""
+    """Yield one fact if ranks of a pipeline hold parameters that the plan gives to others, or lack their own.
+
+    Nothing without a pipeline, or if `completed` found no such parameter.
+    """
     findings = broken["completed"].findings if "completed" in broken and trial.case.dims.pp > 1 else ()
     fqns_by_rank: dict[tuple[str, int], list[str]] = defaultdict(list)
     for finding in findings:
@@ -325,7 +353,10 @@ def of_other_stages(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 
 def _holding_text(trial: Trial, verb: str, fqns: tuple[str, ...], ranks: list[int]) -> str:
-    """Return the sentence that these ranks hold or lack these parameters, and which ranks the plan gives them to."""
+    """Return a sentence that these ranks hold or lack these parameters, and which ranks the plan gives them to.
+
+    verb: "hold" or "lack".
+    """
     owners = [rank for rank, slices in trial.plan.slices.items() if fqns[0] in slices]
     ending = "s" if len(ranks) == 1 else ""
     text = f"{rank_text(ranks)} {verb}{ending} {shorten_names(layers_or_parameters(trial, fqns))}"
@@ -344,9 +375,10 @@ def _holding_text(trial: Trial, verb: str, fqns: tuple[str, ...], ranks: list[in
 
 
 def not_trained(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Yield that parameters have no gradient, or that the optimizer does not have them.
+    """Yield the hypotheses that parameters have no gradient, or that no optimizer has them, so that they do not change.
 
-    They stay as they were. Parameters without a gradient are in no norm.
+    Parameters without a gradient are in no norm. If only updates are lacking, it is also tried that their gradients add
+    up, because nothing sets them to zero. Nothing unless `completed` fails.
     """
     steps = [step for _, step in trial.own_steps()]
     held_fqns = set[str]()
@@ -383,7 +415,10 @@ def not_trained(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def layers_lost(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Yield that the last layers are on no rank: a shallower model trains without complaint."""
+    """Yield the hypothesis that the last layers are on no rank: a shallower model trains without complaint.
+
+    Nothing unless `completed` fails and exactly the last layers are missing, not all.
+    """
     held_modules = set()
     for evidence in trial.ranks.values():
         for tensor in evidence.parameters:
@@ -395,6 +430,7 @@ def layers_lost(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         return
 
     def assume(trial: Trial) -> Trial:
+        """Return the trial as if the model had only the layers that ranks hold."""
         case = replace(trial.case, model=replace(trial.case.model, n_layers=count))
         prefixes = tuple(f"{layer}." for layer in gone)
         weights = {fqn: value for fqn, value in trial.reference.weights.items() if not fqn.startswith(prefixes)}
@@ -411,7 +447,10 @@ def layers_lost(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """Yield what is NaN or infinite first: the loss, gradients, or what the optimizer left. All numbers after that follow."""
+    """Yield one fact on the first number that is NaN or infinite: the loss, gradients, or parameters of a step.
+
+    The checks of all numbers after it follow. Nothing if all numbers are finite, or if none of these checks fails.
+    """
     for step in trial.case.steps:
         losses = []
         for _, record in trial.own_steps():
@@ -447,7 +486,7 @@ def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 
 def _pairs_not_finite(trial: Trial, step: int, kind: str) -> list[tuple[int, str]]:
-    """Return (rank, fqn) of the gradients or parameters of a step that hold a number that is not finite."""
+    """Return (rank, fqn) of each tensor of a step with a NaN or infinity. kind: "gradients" or "parameters"."""
     pairs = []
     for rank, record in trial.own_steps():
         if record.step == step:
@@ -461,7 +500,10 @@ def _pairs_not_finite(trial: Trial, step: int, kind: str) -> list[tuple[int, str
 
 
 def not_frozen(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Yield that frozen parameters have a gradient: they are trained as all others are."""
+    """Yield the hypothesis that frozen parameters which have a gradient are trained as all others are.
+
+    Nothing if there are none, or unless `completed` fails.
+    """
     training = trial.case.training
     in_gradients = set[str]()
     for _, step in trial.own_steps():
@@ -476,9 +518,10 @@ def not_frozen(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def adapters_scaled(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Yield that adapters are multiplied by another number.
+    """Yield the hypothesis that LoRA adapters are multiplied by another number than alpha / rank.
 
-    While B is zero, its gradient is proportional to that number, and nothing else depends on it.
+    While B is zero, its gradient is proportional to that number, and nothing else depends on it. So only step 1 shows
+    it. Nothing without LoRA, or if the gradients of B have no common factor.
     """
     lora = trial.case.model.lora
     step = trial.first_step
@@ -506,7 +549,7 @@ def adapters_scaled(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _set_adapter_scale(scale: float, model: Any, step: int) -> None:
-    """Set the number by which every adapter of a model is multiplied."""
+    """Set the number by which every adapter of a model is multiplied, in place. The step does not matter."""
     for module in model.modules():
         if hasattr(module, "lora_b"):
             module.scale = scale

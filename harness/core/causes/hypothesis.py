@@ -1,7 +1,7 @@
-"""A hypothesis: what may be wrong, and the evidence as it would have to be judged if that were so.
+"""Hypotheses, facts and proofs: what may be wrong, and the evidence as it would have to be judged if that were so.
 
-It is confirmed by the checks alone. Under the assumption those that fail pass, and no passing check fails. What a hypothesis
-names (a degree, a factor, samples, a module) is fitted on part of the evidence; the checks judge all of it.
+The checks alone confirm a hypothesis. Under the assumption those that fail pass, and no passing check fails. What a
+hypothesis names (a degree, a factor, samples, a module) is fitted on part of the evidence; the checks judge all of it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Evidence = TypeVar("Evidence", bound=Trial | Comparable)
 
 @dataclass(frozen=True)
 class Hypothesis(Generic[Evidence]):
-    """What may be wrong, how to assume it, and what was seen of it."""
+    """An assumption about what is wrong, with the cause that is named if it is proven."""
 
     cause: Cause
-    """What is named if it is proven."""
+    """The cause that is named if it is proven."""
     assume: Callable[[Evidence], Evidence] | None
     """The same evidence with another request, plan, reference or optimizer; None if no reference shows what follows."""
     fitted_count: int = 1
     """How many numbers or choices were fitted; simpler hypotheses are tried first."""
     lines: Lines = ()
-    """What was seen of it."""
+    """Lines of evidence for it."""
     seen_by: tuple[str, ...] = ()
     """Checks that saw it directly: for these it is stated even if it is not proven."""
     renumbers_ranks: bool = False
@@ -51,21 +51,21 @@ class Hypothesis(Generic[Evidence]):
         assert known_checks() >= {*self.seen_by}, self.seen_by
 
     def and_then(self, change: Callable[[Evidence], Evidence]) -> Hypothesis[Evidence]:
-        """Return this hypothesis with a further change to the evidence that is assumed."""
+        """Return this hypothesis with a further change to the evidence that it assumes. Itself if it assumes none."""
         first = self.assume
         return self if first is None else replace(self, assume=lambda evidence: change(first(evidence)))
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What a check saw itself; nothing is assumed."""
+    """A cause that a check saw itself; nothing is assumed."""
 
     cause: Cause
-    """What it is named."""
+    """The cause that it is named as."""
     checks: tuple[str, ...]
-    """Those that it is the whole content of."""
+    """The failing checks that it explains: all of their findings follow from it."""
     lines: Lines = ()
-    """What was seen of it."""
+    """Lines of evidence for it."""
     is_symptom: bool = False
     """Whether it names no mistake, and so is a cause only where there is no other."""
 
@@ -91,12 +91,18 @@ def not_tested_line(why: str) -> Line:
 def fact_with_text(
     broken: Broken, check: str, kind: str, text: str, *checks: str, further_lines: Iterable[Line] = ()
 ) -> Fact:
-    """Return what a check saw as a fact, with its first finding. checks: others that this is the whole content of."""
+    """Return a fact whose cause is a text, with the first finding of the check as its first line.
+
+    checks: others that it explains as well. Precondition: the check fails with findings.
+    """
     return Fact(Cause(kind, text), (check, *checks), (finding_line(broken[check]), *further_lines))
 
 
 def fact_of_first_finding(broken: Broken, check: str, kind: str, text: str, *, further_lines: Lines = ()) -> Fact:
-    """Return the first finding of a check as the cause itself."""
+    """Return a fact that explains one check, and whose cause has the first finding of that check beside the text.
+
+    Precondition: the check fails with findings.
+    """
     findings = broken[check].findings
     return Fact(
         Cause(kind, text, hint=elsewhere_text(findings), finding=first_finding(findings)), (check,), further_lines
@@ -110,9 +116,13 @@ Facts = FactsOf[Trial]
 
 
 def facts_of_unproven(suspects: SuspectsOf[Evidence]) -> FactsOf[Evidence]:
-    """Return a function that states the first hypothesis of these suspects that a check has seen."""
+    """Return a function that yields, as a fact, the first hypothesis of these suspects that a check saw directly.
+
+    It has the name of `suspects`, by which it is ordered.
+    """
 
     def facts(evidence: Evidence, broken: Broken) -> Iterator[Fact]:
+        """Yield a fact of the first hypothesis that a check saw; nothing if none did."""
         for hypothesis in suspects(evidence, broken):
             if hypothesis.seen_by:
                 yield Fact(hypothesis.cause, hypothesis.seen_by, hypothesis.lines)
@@ -124,7 +134,7 @@ def facts_of_unproven(suspects: SuspectsOf[Evidence]) -> FactsOf[Evidence]:
 
 @dataclass(frozen=True)
 class Proof(Generic[Evidence]):
-    """Hypotheses that hold together."""
+    """Hypotheses that hold together: under them no passing check fails, but for tolerated ones."""
 
     hypotheses: tuple[Hypothesis[Evidence], ...]
     """One, or two independent mistakes."""
@@ -139,10 +149,12 @@ class Proof(Generic[Evidence]):
 
     @property
     def renumbers_ranks(self) -> bool:
+        """Return whether ranks have other numbers in the assumed evidence."""
         return any(hypothesis.renumbers_ranks for hypothesis in self.hypotheses)
 
     @property
     def is_complete(self) -> bool:
+        """Return whether no failing check is left unexplained."""
         return not self.unexplained
 
     @property
@@ -151,7 +163,7 @@ class Proof(Generic[Evidence]):
 
     @property
     def seen_count(self) -> int:
-        """How many of the checks that are left have seen a hypothesis themselves."""
+        """Return how many unexplained checks have seen one of the hypotheses themselves."""
         direct: set[str] = set()
         for hypothesis in self.hypotheses:
             direct.update(hypothesis.seen_by)
@@ -159,9 +171,10 @@ class Proof(Generic[Evidence]):
 
 
 def prove(evidence: Evidence, results: Sequence[Result], hypothesis: Hypothesis[Evidence]) -> Proof[Evidence] | None:
-    """Return what a hypothesis explains if it is assumed. None if a check that passed fails then.
+    """Return the proof of a hypothesis, judged under its assumption.
 
-    A proof that explains nothing may still be half of what does.
+    None if a check that passed fails or is unknown then. A proof may explain nothing, and still be half of one that
+    does. Precondition: the hypothesis has an assumption. Raises what the assumption raises.
     """
     assert hypothesis.assume is not None
     assumed = hypothesis.assume(evidence)
@@ -197,14 +210,17 @@ def _passes(assumed: Trial | Comparable, name: str) -> bool:
 
 
 def verdict_of(evidence: Trial | Comparable, name: str) -> Verdict:
-    """Return the verdict of this launch alone. `golden` is about the reference, which is itself assumed."""
+    """Return the verdict of a check on this evidence, for this launch alone.
+
+    PASS for `golden` of a trial: it is about the reference, which is itself assumed.
+    """
     if name == "golden" and isinstance(evidence, Trial):
         return Verdict.PASS
     return judge_check(evidence, name).verdict
 
 
 def judge_check(evidence: Trial | Comparable, name: str) -> Result:
-    """Return the result of a check for this launch alone."""
+    """Return the result of a check on this evidence, for this launch alone."""
     if not isinstance(evidence, Trial):
         return evidence.result_of(name)
     return run_check(name, all_checks()[name].check, evidence)

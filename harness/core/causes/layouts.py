@@ -1,4 +1,4 @@
-"""Ranks hold other slices than planned: other degrees, another order, an axis that nothing is cut along, a module left out.
+"""Hypotheses that ranks hold slices of another layout: other degrees, another order, an axis or a module left out.
 
 Fitted to the slices that ranks hold; groups, claims, bytes and memory are then judged by the plan of that.
 """
@@ -38,7 +38,7 @@ REORDERED_AXES = ("dp_replicate", "dp_shard", "tp")
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to hold parameters."""
+    """A way in which ranks hold parameters: degrees, the order of axes, and an axis along which nothing is cut."""
 
     dims: ParallelDims
     """Degrees of the grid of ranks."""
@@ -63,34 +63,42 @@ class Layout:
         return replace(self.dims, **{self.without: 1}, **folded)
 
     def usual_rank(self, rank: int) -> int:
-        """Return which rank of the usual order stands at this rank's place."""
+        """Return the rank that has this rank's mesh coordinate if the axes are in the usual order."""
         degrees = [getattr(self.dims, axis) for axis in self.order]
         indices = np.unravel_index(rank, degrees)
         usual_indices = [indices[self.order.index(axis)] for axis in AXES]
         return int(np.ravel_multi_index(usual_indices, self.dims.degrees))
 
     def _known_rank(self, rank: int) -> int:
-        """Return which rank holds the same where only the known axes are."""
+        """Return the rank of the grid without the axis `without` that holds the same slices.
+
+        The rank itself if that is folded or empty.
+        """
         if self.folded or not self.without:
             return rank
         index_by_axis = {**coordinate_of_rank(self.dims, rank), self.without: 0}
         return int(np.ravel_multi_index([index_by_axis[axis] for axis in AXES], self.known_dims.degrees))
 
     def assume(self, trial: Trial) -> Trial:
-        """Return the trial as if this layout had been requested."""
+        """Return the trial as if this layout had been requested.
+
+        If the axes have another order, its ranks are renumbered.
+        """
         if self.order != AXES:
             trial = renumber_trial(trial, {rank: self.usual_rank(rank) for rank in range(self.dims.world_size)})
         return self.with_plan(trial)
 
     def with_plan(self, trial: Trial) -> Trial:
-        """Return the trial with the plan of this layout, by the numbers that ranks have in the usual order."""
+        """Return the trial with the plan of this layout, for ranks that are numbered in the usual order."""
         if self.dims != trial.case.dims:
             trial = assume_case(trial, replace(trial.case, dims=self.dims))
         return replace(trial, plan=self._plan_of_known_axes(trial)) if self.without else trial
 
     def _plan_of_known_axes(self, trial: Trial) -> Plan:
-        """Return the plan of the known axes, once for each index along the other axis. The K/V exchange over cp stays as it
-        was."""
+        """Return the plan of the known axes, repeated for each index along the axis `without`.
+
+        The K/V exchange over cp, and bytes outside of passes, stay as they were.
+        """
         own = trial.plan
         small = make_plan(replace(trial.case, dims=self.known_dims), trial.traits)
         ranks = range(self.dims.world_size)
@@ -105,11 +113,13 @@ class Layout:
             groups[axis] = tuple(copies)
 
         def each(key: str) -> PerRank[Any]:
+            """Return a field of the plan, by rank of the whole grid."""
             of_known = getattr(small, key)
             of_all = getattr(own, key)
             keeps_exchange = self.without == "cp" and key in ("flows", "even_flows", "last_flows")
 
             def value_of(rank: int) -> Any:
+                """Return the known rank's value; for flows without cp, with the K/V exchange of the requested plan."""
                 if not keeps_exchange:
                     return of_known[known_rank[rank]]
                 exchange = (flow for flow in of_all[rank] if "keys and values" in flow.role)
@@ -122,9 +132,11 @@ class Layout:
 
 
 def other_layouts(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Yield the layouts whose slices are the ones that ranks hold; else what only some parameters lack.
+    """Yield the hypotheses of layouts whose slices are exactly those that ranks hold.
 
-    Where slices are not derived, yield other degrees, by what wrappers claim.
+    If none fits all parameters, yield strided shards, and a module that was left out. Where a job declares only a
+    layout, yield other degrees of dp_replicate and dp_shard, by what wrappers claim. Nothing if slices are right, or
+    unless `shard_contents` or `placements` fails.
     """
     if lacks_slices(trial) and ("placements" in broken or ("exchange" in broken and not trial.has_claims_or_contents)):
         yield from (_layout_hypothesis(trial, Layout(dims), 1) for dims in _other_degrees(trial.case.dims))
@@ -144,7 +156,10 @@ def other_layouts(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def candidate_layouts(dims: ParallelDims) -> Iterator[tuple[int, Layout]]:
-    """Yield other degrees, another order, or an axis left out, with how many choices each is made of; then two of them."""
+    """Yield (number of choices, layout) of all other layouts with one choice, then with two.
+
+    A choice is other degrees, another order of axes, or an axis along which nothing is cut.
+    """
     movable = (axis for axis in REORDERED_AXES if getattr(dims, axis) > 1)
     orders = [tuple(_reorder_axes(order)) for order in itertools.permutations(movable)][1:]
     choices: list[dict[str, Any]] = [{"without": axis} for axis in ("tp", "cp") if getattr(dims, axis) > 1]
@@ -160,19 +175,25 @@ def candidate_layouts(dims: ParallelDims) -> Iterator[tuple[int, Layout]]:
 
 
 def _other_degrees(dims: ParallelDims) -> list[ParallelDims]:
-    """Return the other degrees of dp_replicate and dp_shard whose product is the same."""
+    """Return the grids with other degrees of dp_replicate and dp_shard whose product is the same.
+
+    Empty if there are none.
+    """
     degrees = [replace(dims, dp_replicate=dims.dp // n, dp_shard=n) for n in range(1, dims.dp + 1) if dims.dp % n == 0]
     return [other for other in degrees if other != dims]
 
 
 def _reorder_axes(order: Sequence[str]) -> Iterator[str]:
-    """Yield all axes: those of degree 1 and those that are not exchanged keep their places."""
+    """Yield all axes, with those of `order` in that order at the places of these axes. All others keep their places."""
     moved_axes = iter(order)
     yield from (next(moved_axes) if axis in order else axis for axis in AXES)
 
 
 def _ranks_hold(layout: Layout, trial: Trial, fqns: Iterable[str]) -> bool:
-    """Return whether every rank holds of these parameters what the layout gives it."""
+    """Return whether every rank holds of these parameters exactly the slice that the layout gives it.
+
+    Parameters that are not on record count as right.
+    """
     planned_slices = layout.with_plan(trial).plan.slices
     for rank in sorted(trial.local_slices):
         local_shards = trial.local_slices[rank]
@@ -185,14 +206,20 @@ def _ranks_hold(layout: Layout, trial: Trial, fqns: Iterable[str]) -> bool:
 
 
 def _is_same_slice(held_slice: Slice | None, planned_slice: Slice) -> bool:
-    """Return whether a rank holds the planned slice. All slices without elements are equal."""
+    """Return whether a rank holds the planned slice.
+
+    All slices without elements are equal; an unknown one (None) is not.
+    """
     if held_slice is None:
         return False
     return held_slice == planned_slice or numel(held_slice) == 0 == numel(planned_slice)
 
 
 def wrong_slices(trial: Trial) -> list[tuple[int, str, Slice | None]]:
-    """Return (rank, fqn, what it holds of it) where that is not what the plan says."""
+    """Return (rank, fqn, the slice that the rank holds) where that is not the plan's.
+
+    The slice is None if its bytes were not found.
+    """
     wrong = []
     for rank, local_shards in sorted(trial.local_slices.items()):
         for fqn, part in local_shards.items():
@@ -217,7 +244,7 @@ def _layout_hypothesis(trial: Trial, layout: Layout, count: int) -> Hypothesis:
 
 
 def _layout_texts(layout: Layout, dims: ParallelDims) -> tuple[str, str]:
-    """Return what is observed, and what was requested."""
+    """Return the texts of (what is observed of a layout, what was requested instead). dims: the requested degrees."""
     requested_shards = _shard_degree(dims)
     shards = _shard_degree(layout.known_dims)
     replicas = dims.dp * dims.cp * (dims.tp if layout.folded else 1) // shards
@@ -256,7 +283,7 @@ def _layout_texts(layout: Layout, dims: ParallelDims) -> tuple[str, str]:
 
 
 def _wrapper_name(shards: int, dims: ParallelDims) -> str:
-    """Return what the field calls it if parameters are cut over so many of the data-parallel and cp ranks."""
+    """Return the field's name of cutting parameters over so many data-parallel and cp ranks: DDP, FSDP or HSDP."""
     if shards == 1:
         return "DDP"
     return "FSDP" if shards == dims.dp * dims.cp else "HSDP"
@@ -268,7 +295,10 @@ def _shard_degree(dims: ParallelDims) -> int:
 
 
 def _group_lines(trial: Trial, layout: Layout) -> Iterator[tuple[str, str]]:
-    """Yield the groups planned, and those of the layout over which floats moved in forward and backward."""
+    """Yield a line on shard groups and one on replicate groups: the planned ones, and the layout's that were used.
+
+    Used is a group over which floats moved in forward and backward. An axis without planned groups has no line.
+    """
     used = trial.run.groups_on_all(
         lambda evidence: (
             call.ranks
@@ -298,7 +328,10 @@ def _group_lines(trial: Trial, layout: Layout) -> Iterator[tuple[str, str]]:
 
 
 def wrong_slices_line(trial: Trial) -> Lines:
-    """Return how many parameters are not held as planned, and the first of them."""
+    """Return the line on how many parameters are not held as planned, with the first of them. Empty if all are.
+
+    Slices without elements come last.
+    """
 
     def is_held_empty(wrong_part: tuple[int, str, Slice | None]) -> bool:
         return wrong_part[2] is not None and not numel(wrong_part[2])
@@ -319,14 +352,17 @@ def wrong_slices_line(trial: Trial) -> Lines:
 
 
 def _data_axes_text(dims: ParallelDims) -> str:
-    """Return the axes over which FSDP shards, in words: dp, cp, or both."""
+    """Return a text of the axes over which FSDP shards: "dp", "cp" or "dp and cp"."""
     if dims.cp == 1:
         return "dp"
     return "cp" if dims.dp == 1 else "dp and cp"
 
 
 def _left_out_hypothesis(layout: Layout, trial: Trial, wrong: list[str]) -> Hypothesis:
-    """Return the hypothesis that a module was left out of what was applied to all others."""
+    """Return the hypothesis that these parameters lie as this layout has them, and all others as planned.
+
+    That is so if TP or FSDP was not applied to a module. wrong: fqns in the model's order.
+    """
     left_out = ""
     if layout.without == "tp":
         left_out = "TP"
@@ -337,6 +373,7 @@ def _left_out_hypothesis(layout: Layout, trial: Trial, wrong: list[str]) -> Hypo
     )
 
     def assume(trial: Trial) -> Trial:
+        """Return the trial as if the plan had these parameters lie as the layout has them."""
         layout_slices = layout.with_plan(trial).plan.slices
         planned_slices = trial.plan.slices
         if left_out == "FSDP" and trial.case.wrapper == "fsdp2":
@@ -352,7 +389,10 @@ def _left_out_hypothesis(layout: Layout, trial: Trial, wrong: list[str]) -> Hypo
 
 
 def _with_slices(trial: Trial, changed: Mapping[int, Mapping[str, Slice]]) -> Trial:
-    """Return the trial as if the plan had ranks hold these slices, by rank and fqn."""
+    """Return the trial with a plan in which ranks hold these slices, by rank and fqn, in place of the planned ones.
+
+    Bytes of parameters, and what is kept after forward, follow.
+    """
     plan = trial.plan
     shards = trial.case.shards
     slices = {rank: {**planned, **changed[rank]} for rank, planned in plan.slices.items()}
@@ -370,7 +410,7 @@ def _with_slices(trial: Trial, changed: Mapping[int, Mapping[str, Slice]]) -> Tr
 
 
 def _without_units_of(trial: Trial, fqns: set[str]) -> Trial:
-    """Return the trial as if FSDP2 had been configured to ignore them: no unit gathers them."""
+    """Return the trial as if FSDP2 had been configured to ignore these parameters: no unit gathers them."""
     plan = trial.plan
     units = {}
     for rank, planned_units in plan.units.items():
@@ -385,7 +425,10 @@ def _without_units_of(trial: Trial, fqns: set[str]) -> Trial:
 
 
 def _strided_hypotheses(trial: Trial, wrong: list[str]) -> Iterator[Hypothesis]:
-    """Yield that rows are dealt out over dp_shard first and over tp inside: a tp rank does not gather consecutive rows."""
+    """Yield the hypothesis that rows are cut over dp_shard first and over tp inside: a tp rank's are not consecutive.
+
+    Nothing unless ranks hold exactly these rows of all wrong parameters, or if parameters are flattened.
+    """
     dims = trial.case.dims
     plan = trial.plan
     if plan.flat or any(tp_dim(fqn) != 0 for fqn in wrong):
@@ -405,6 +448,7 @@ def _strided_hypotheses(trial: Trial, wrong: list[str]) -> Iterator[Hypothesis]:
             return
 
     def assume(trial: Trial) -> Trial:
+        """Return the trial as if the reference's weights had the rows that ranks hold, at the planned places."""
         weights = {fqn: np.array(value) for fqn, value in trial.reference.weights.items()}
         for rank, planned_slices in trial.plan.slices.items():
             for fqn, (first, last) in rows[rank].items():
@@ -422,13 +466,13 @@ def _strided_hypotheses(trial: Trial, wrong: list[str]) -> Iterator[Hypothesis]:
 
 
 def renumber_trial(trial: Trial, names: Mapping[int, int]) -> Trial:
-    """Return the trial with other numbers of its ranks. names: a permutation of them."""
+    """Return the trial with other numbers of its ranks. names: old rank -> new rank, a permutation."""
     repeat = _renumber_run(trial.repeat, names) if trial.repeat else None
     return replace(trial, run=_renumber_run(trial.run, names), repeat=repeat)
 
 
 def _renumber_run(run: Run, names: Mapping[int, int]) -> Run:
-    """Return a run whose ranks have other numbers. names: old rank -> new rank."""
+    """Return a run whose ranks have other numbers, sorted by these. names: old rank -> new rank."""
     ranks = {names[rank]: _renumber_evidence(evidence, names) for rank, evidence in run.ranks.items()}
     exits = tuple(sorted((replace(exit, rank=names[exit.rank]) for exit in run.exits), key=lambda exit: exit.rank))
     return replace(run, ranks=dict(sorted(ranks.items())), exits=exits)

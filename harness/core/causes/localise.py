@@ -1,4 +1,4 @@
-"""Where things first go wrong, and what the wrong parameters have in common: all that is said of what nothing explains."""
+"""The place where numbers first go wrong, for checks that nothing explains, and what wrong parameters share."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ORDER_FACTOR = 30
 
 
 class WeightsComparison(Enum):
-    """Comparison of the weights with which a step begins and the reference's."""
+    """How the weights with which a step begins compare with the reference's."""
 
     RIGHT = auto()
     WRONG = auto()
@@ -71,10 +71,11 @@ class WeightsComparison(Enum):
 def localise(
     trial: Trial, broken: Broken, tried: int, passing: frozenset[str] = frozenset(), *, others_explained: bool = False
 ) -> tuple[Cause, Lines]:
-    """Return the place for checks that nothing explains, and the lines of evidence for it.
+    """Return (a cause that is only the place, its lines of evidence) for checks that nothing explains.
 
-    tried: how many hypotheses were tested. passing: checks that pass. others_explained: whether something else explains other
-    checks.
+    The place is where loss or gradients are first wrong, otherwise the first finding of the first check. Precondition:
+    every result in `broken` has findings. tried: how many hypotheses were tested. passing: checks that pass.
+    others_explained: whether something else explains other checks.
     """
     cause = _first_wrong_number(trial, broken, passing)
     first_findings = next(iter(broken.values())).findings
@@ -97,9 +98,11 @@ def localise(
 
 
 def _own_order_lines(trial: Trial, broken: Broken) -> Lines:
-    """Return that a model of the trainer's own may be the reason, with the line that declares it. Empty if it cannot be.
+    """Return the lines that a model of the trainer's own may be the reason, with the trait that declares it.
 
-    What such a model leaves by its order of operations was not measured for the reference's.
+    Empty if it cannot be. It cannot if it is declared already, if other checks fail, or if differences exceed
+    ORDER_FACTOR times their bounds, or cannot be compared with any. What such a model leaves by its order of operations
+    was not measured for the reference's.
     """
     if trial.traits.own_model or not {*broken} <= ORDER_CHECKS:
         return ()
@@ -117,7 +120,10 @@ def _own_order_lines(trial: Trial, broken: Broken) -> Lines:
 
 
 def _first_wrong_number(trial: Trial, broken: Broken, passing: frozenset[str]) -> Cause | None:
-    """Return the first step in which loss or gradients are wrong, and what is wrong there. None if they are right."""
+    """Return a cause with the first step in which loss, gradients or an update are wrong, and what is wrong there.
+
+    None if all are right, and unless `loss` or `gradients` fails.
+    """
     if not {"loss", "gradients"} & set(broken):
         return None
     findings = broken["update"].findings if "update" in broken else ()
@@ -150,7 +156,7 @@ def _first_wrong_number(trial: Trial, broken: Broken, passing: frozenset[str]) -
 
 
 def _wrong_update(trial: Trial, broken: Broken, finding: Finding, step: int) -> Cause:
-    """Return the cause for a step whose update is the first wrong number. finding: the check's first one of that step."""
+    """Return the cause for a step whose update is the first wrong number. finding: the check's first of that step."""
     text = "the update is wrong"
     if _are_gradients_seen(trial, step):
         text += ", gradients before clipping are right"
@@ -159,13 +165,16 @@ def _wrong_update(trial: Trial, broken: Broken, finding: Finding, step: int) -> 
 
 
 def _replica_findings(broken: Broken) -> list[Finding]:
-    """Return the findings of replicas whose values differ."""
+    """Return the findings of replicas whose parameters differ. Empty if `replica_agreement` does not fail."""
     findings = broken["replica_agreement"].findings if "replica_agreement" in broken else ()
     return [finding for finding in findings if finding.quantity == "value"]
 
 
 def _diverged_replicas(trial: Trial, broken: Broken, step: float) -> Cause:
-    """Return where copies of a parameter first differ after a step. No reference has such, so what follows is not judged."""
+    """Return the cause for a step after which copies of parameters first differ.
+
+    No reference has such copies, so wrong numbers that follow are not judged.
+    """
     where = in_parameters_text(trial, {finding.name for finding in _replica_findings(broken) if finding.step == step})
     text = f"copies differ after step {step} {where}"
     text += ", and wrong numbers of later steps may follow from that"
@@ -181,8 +190,11 @@ def _step_text(trial: Trial, step: int) -> str:
 
 
 def _compare_weights(trial: Trial, step: int) -> WeightsComparison:
-    """Return whether ranks begin a step with the reference's weights, as close as its gradients may be. Noise moves weights by
-    what is not known."""
+    """Return whether ranks begin a step with the reference's weights, as close as its gradients may be. Raises NoBound.
+
+    RIGHT for the launch's first step. UNKNOWN with noise, which moves weights by an unknown amount, unless they are
+    clearly wrong.
+    """
     if step == trial.first_step:
         return WeightsComparison.RIGHT
     right = trial.reference_step(step - 1).parameters
@@ -205,7 +217,7 @@ def _compare_weights(trial: Trial, step: int) -> WeightsComparison:
 
 
 def _are_gradients_seen(trial: Trial, step: int) -> bool:
-    """Return whether each rank's gradient of each parameter that it holds was seen, and could be compared."""
+    """Return whether each rank's gradient of each parameter that it holds was observed, and has an expected one."""
     gradients = {rank: observed_gradients(trial, rank, step) for rank in trial.ranks}
     for rank, evidence in trial.ranks.items():
         for tensor in evidence.parameters:
@@ -217,7 +229,10 @@ def _are_gradients_seen(trial: Trial, step: int) -> bool:
 
 
 def _wrong_gradients(trial: Trial, step: int, wrong: list[Pair]) -> Cause:
-    """Return the cause for a step whose loss is right, or was not seen."""
+    """Return the cause for a step whose gradients are the first wrong numbers; its loss is right, or was not observed.
+
+    wrong: (rank, fqn) of these gradients.
+    """
     since = _step_text(trial, step)
     before = ""
     if since and _are_gradients_seen(trial, trial.first_step):
@@ -252,10 +267,10 @@ CHECKS_BEFORE_FORWARD = ("samples", "positions", "initial_weights", "resume")
 
 
 def _wrong_forward(trial: Trial, step: int, off: float, passing: frozenset[str]) -> Cause:
-    """Return the cause for a step whose loss is off.
+    """Return the cause for a step whose loss and gradients are first wrong. off: the loss' relative difference.
 
-    The forward pass is blamed where all that goes into it is right, weights as well. What is broken may be the reason as
-    well, and so may what is not judged: it is not in `passing`.
+    The forward pass is blamed only if its inputs are right: samples, positions and weights. Otherwise these are named.
+    passing: checks that pass; one of the inputs that is not in it is judged again.
     """
     text, where, details = _forward_texts(trial, step, off)
     wrong = [
@@ -286,9 +301,9 @@ def _wrong_forward(trial: Trial, step: int, off: float, passing: frozenset[str])
 
 
 def _forward_texts(trial: Trial, step: int, off: float) -> tuple[str, str, tuple[tuple[str, object], ...]]:
-    """Return by how much the loss is off, at which module it first goes wrong, and both as data.
+    """Return (how far the loss is off, at which module it first goes wrong, both as details of a cause).
 
-    What goes into modules is on record of a launch's first step alone.
+    The second is empty after a launch's first step, because inputs of modules are on record of that step alone.
     """
     details: tuple[tuple[str, object], ...] = (("place", "forward"), ("step", step), ("off", off))
     text = f"the loss of step {step} is off by {off:.1e}"
@@ -301,9 +316,9 @@ def _forward_texts(trial: Trial, step: int, off: float) -> tuple[str, str, tuple
 
 
 def ranks_whose_losses_are_off(trial: Trial, step: int) -> list[int]:
-    """Return those whose samples have other losses than the reference.
+    """Return the ranks whose samples have other losses than in the reference. Imports torch.
 
-    With noise, dropout, cp or pp, or where samples or losses are not known, a rank's expected loss is unknown.
+    Empty if a rank's expected loss is unknown: with noise, dropout, cp or pp, or where samples or losses are not known.
     """
     case = trial.case
     received = received_sample_ids(trial, step)
@@ -324,6 +339,7 @@ def ranks_whose_losses_are_off(trial: Trial, step: int) -> list[int]:
     of_sample = dict(zip(trial.reference.samples[step - 1], rows, strict=True))
 
     def is_off(rank: int) -> bool:
+        """Return whether the sum of a rank's losses differs from that of its samples in the reference."""
         expected = math.fsum(of_sample[sample_id] for sample_id in received[rank] if sample_id is not None)
         difference = abs(math.fsum(total for total, _ in observed[rank]) - expected)
         return not difference <= LOSS_FACTOR * trial.bounds.loss[step] * expected
@@ -332,8 +348,10 @@ def ranks_whose_losses_are_off(trial: Trial, step: int) -> list[int]:
 
 
 def _gradients_off_as_a_whole(trial: Trial, step: int) -> Cause | None:
-    """Return, in recipes with noise, which gradients are off though no entry is beyond its own bound. None if there are
-    none."""
+    """Return a cause with the whole gradients of a step that are off, in recipes with noise. None if there are none.
+
+    None as well if no noise was measured for each parameter.
+    """
     try:
         wrong = [misfit for misfit in misfits(trial, step)[0] if not misfit.is_within_bound]
     except NoBound:
@@ -357,17 +375,18 @@ class FirstWrongInput(NamedTuple):
     """The first module in forward's order whose input does not have the reference's mean square."""
 
     last_right: str
-    """The last module before it whose input has; empty if there is none."""
+    """The last module before it whose input has it; empty if there is none."""
     first_wrong: str
     """The module itself; empty if there is none."""
     difference: float
-    """How far its mean square is off, relative to the reference's."""
+    """How far its mean square is off, relative to the reference's; 0 if none is."""
 
 
 def first_wrong_input(trial: Trial) -> FirstWrongInput:
-    """Return the first module whose input is wrong: mean squares of all ranks together, in the first step.
+    """Return the first module whose input has another mean square than the reference's, over all ranks, in step 1.
 
-    Where A of an adapter is cut by columns, B receives a part of a sum on each tp rank. This input is left out.
+    It is the launch's first step. `first_wrong` is empty if all are right, or if none were observed. Where A of an
+    adapter is cut by columns, B receives a part of a sum on each tp rank. This input is left out.
     """
     adapter_half = ".lora_b" if trial.case.dims.tp > 1 else None
     right = ""
@@ -408,7 +427,7 @@ def first_wrong_input_text(trial: Trial, first_wrong: FirstWrongInput) -> str:
 
 
 def _stage_of(trial: Trial, fqn: str) -> int:
-    """Return the stage of the pipeline that has a module's layer; what is in no layer is at the first or last one's end."""
+    """Return the pipeline stage of a module: its layer's, the first for the embedding, the last for any other."""
     stages = range(trial.case.n_stages)
     if fqn == "tok_embeddings":
         layer = 0
@@ -423,10 +442,10 @@ def _stage_of(trial: Trial, fqn: str) -> int:
 
 
 def _input_text(trial: Trial, fqn: str) -> str:
-    """Return what the input of a module is, in words.
+    """Return a text of the input of a module: "the input of layers.0.attention".
 
-    A model without dropout has no dropout modules. What would go into such a module is what the part of the block
-    before it gives.
+    A model without dropout has no dropout modules. Their input is named as the output of the part of the block before
+    them.
     """
     block, _, name = fqn.rpartition(".")
     part = {"attention_dropout": "attention", "ffn_dropout": "feed_forward"}.get(name)
@@ -434,7 +453,7 @@ def _input_text(trial: Trial, fqn: str) -> str:
 
 
 def _tp_difference_text(trial: Trial, fqn: str) -> str:
-    """Return that a module's input differs among tp ranks, where it should be equal; else nothing.
+    """Return a text that a module's input differs among tp ranks where it should be equal. Empty if it does not.
 
     Without sequence parallel the ranks of a tp group have one sum of what each computes of attention and feed-forward.
     """
@@ -455,7 +474,10 @@ def _tp_difference_text(trial: Trial, fqn: str) -> str:
 
 
 def common_group_text(trial: Trial, ranks: set[int]) -> str:
-    """Return ", one group of dp_replicate" if these ranks are all of one group of an axis; else nothing."""
+    """Return ", one group of dp_replicate" if these ranks are exactly one group of an axis, but not all ranks.
+
+    Otherwise empty.
+    """
     for axis, groups in trial.plan.groups.items():
         if len(ranks) < len(trial.ranks) and ranks in [set(group) for group in groups]:
             return f", one group of {axis}"
@@ -463,8 +485,10 @@ def common_group_text(trial: Trial, ranks: set[int]) -> str:
 
 
 def common_property_text(trial: Trial, fqns: list[str]) -> str:
-    """Return "; all norm weights are wrong, no others" if these parameters, and no other, have one property; else
-    nothing."""
+    """Return "; all norm weights are wrong, no others" if exactly the parameters with one property are wrong.
+
+    Otherwise empty. Empty for a single parameter. fqns: in the model's order.
+    """
     for text, members in _parameters_by_property(trial).items():
         if fqns == members and len(fqns) > 1:
             return f"; all {text} are wrong, no others"
@@ -472,7 +496,11 @@ def common_property_text(trial: Trial, fqns: list[str]) -> str:
 
 
 def _parameters_by_property(trial: Trial) -> dict[str, list[str]]:
-    """Return parameters by name of what they share: a kind of modules, a layer, all before or behind one."""
+    """Return the fqns that share a property, in the model's order, by its name.
+
+    Properties are a kind of parameter, a layer, a module, one name in all layers, and the place before or behind a
+    parameter.
+    """
     order = list(trial.plan.shapes)
     shapes = trial.case.model.parameter_shapes()
     members = {

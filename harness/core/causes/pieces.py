@@ -1,8 +1,8 @@
-"""A gradient is a sum over what ranks received: how often each piece of it counts on each rank, fitted and assumed.
+"""Gradients as sums of pieces of what ranks received: how often each piece counts on each rank, fitted and assumed.
 
-A piece is one sample on one data-parallel share, or the part of it that a cp rank receives. Where the loss is computed in
-chunks of positions, each chunk is one. The gradients of pieces in the first wrong step are those of the reference, whose
-parameters are still right there.
+A piece is one sample on one data-parallel share, or the part of it that a cp rank receives. Where the loss is computed
+in chunks of positions, each chunk is one. The gradients of pieces in the first wrong step are those of the reference,
+whose parameters are still right there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ FITTED_ENTRIES = 128  # of each parameter, that weights are fitted to
 
 
 class Pieces:
-    """The pieces of a trial, which tokens of a step each is, and its gradient."""
+    """The pieces of a trial: where each was received, its tokens in a step, and its gradient.
+
+    all: the pieces. row, chunk, microbatch: int [pieces], the sample's number on its share, the chunk, and the
+    microbatch from 0.
+    """
 
     def __init__(self, trial: Trial, chunks: int = 1) -> None:
         self.trial = trial
@@ -57,7 +61,7 @@ class Pieces:
 
     @functools.cached_property
     def all_received_once(self) -> bool:
-        """Return whether every rank received its samples, each one once, in every step."""
+        """Return whether the ranks together received each sample of every step once, in shares of constant sizes."""
         steps = self._shares.values()
         received = []
         for shares in steps:
@@ -68,7 +72,7 @@ class Pieces:
         return received == expected and len(sizes_of_shares) == 1
 
     def mesh_coordinates(self, axes: Sequence[str]) -> np.ndarray:
-        """Return the mesh coordinate at which each piece is received, along these axes. int [pieces, axes]"""
+        """Return the mesh coordinate at which each piece is received, along these axes, int [pieces, axes]."""
         coordinates = []
         for rank, _, cp_rank, _ in self.all:
             mesh_coordinate = {**coordinate_of_rank(self.trial.case.dims, rank), "cp": cp_rank}
@@ -76,7 +80,10 @@ class Pieces:
         return np.array(coordinates, dtype=int).reshape(len(coordinates), len(axes))
 
     def token_mask(self, number: int, step: int) -> np.ndarray:
-        """Return 1 for each token of a piece. float64 [global_batch, seq_len of the step]"""
+        """Return an array with 1 for each token of a piece in a step, else 0. float64 [global_batch, seq_len]
+
+        number: the piece's index in `all`. seq_len is the step's.
+        """
         if (number, step) not in self._masks:
             trial = self.trial
             length = self.trial.case.seq_len(step)
@@ -92,23 +99,28 @@ class Pieces:
         return self._masks[number, step]
 
     def valid_tokens(self, step: int) -> np.ndarray:
-        """Return the number of valid tokens of each piece. float64 [pieces]"""
+        """Return the number of valid tokens of each piece in a step, float64 [pieces]."""
         sample_ids = self.trial.reference.samples[step - 1]
         rows = [self.trial.reference.sample_ids.index(sample_id) for sample_id in sample_ids]
         valid = self.trial.reference.labels[rows, : self.trial.case.seq_len(step)] >= 0
         return np.array([float((self.token_mask(number, step) * valid).sum()) for number in range(len(self.all))])
 
     def gradients(self, step: int) -> list[Arrays]:
-        """Compute each piece's own gradient in a step."""
+        """Return each piece's own gradient in a step, by fqn, in the order of `all`.
+
+        Trains the reference again up to it; imports torch.
+        """
         gradients_of_pieces: list[Arrays] = []
 
         def shares(number: int, batch: Batch) -> list[np.ndarray]:
+            """Return the tokens of each copy: its piece in `step`, in earlier steps all tokens for the first copy."""
             if number == step:
                 return [self.token_mask(piece, number) for piece in range(len(self.all))]
             zeros = [np.zeros(batch.labels.shape)] * (len(self.all) - 1)
             return [np.ones(batch.labels.shape), *zeros]
 
         def reduce(number: int, gradients: list[Arrays]) -> list[Arrays]:
+            """Return the sum of all copies' gradients, and keep each of them in `step`."""
             if number == step:
                 gradients_of_pieces.extend(gradients)
             total = {}
@@ -125,7 +137,7 @@ class Pieces:
 
 
 def count_loss_chunks(trial: Trial, step: int) -> int:
-    """Return into how many chunks of positions the losses of a step were cut, 1 where they were not or others than positions.
+    """Return into how many chunks of positions the losses of a step were cut. 1 if they were not, or otherwise.
 
     Chunks in which no label counts may have been left out.
     """
@@ -145,13 +157,13 @@ def count_loss_chunks(trial: Trial, step: int) -> int:
 
 @dataclass(frozen=True)
 class FittedWeights:
-    """How often pieces count in the gradients of the first wrong step."""
+    """Fitted numbers of how often each piece counts in each rank's gradients of the first wrong step."""
 
     trial: Trial
     pieces: Pieces
     step: int
     fqns: tuple[str, ...]
-    """The parameters whose gradients are wrong in it."""
+    """The parameters whose gradients were fitted."""
     weights: dict[int, np.ndarray]
     """Rank -> weights, float64 [pieces]."""
     tolerance: float
@@ -163,19 +175,26 @@ class FittedWeights:
 
     @functools.cached_property
     def has_tokens(self) -> np.ndarray:
-        """Return which pieces have a valid token. bool [pieces]"""
+        """Return, for each piece, whether it has a valid token in the step, bool [pieces].
+
+        Without one its weight is not known.
+        """
         return self.pieces.valid_tokens(self.step) > 0
 
     @functools.cached_property
     def common_weights(self) -> np.ndarray | None:
-        """Return the weights on all ranks. float64 [pieces]; None where ranks have others."""
+        """Return the mean weights of all ranks, float64 [pieces]. None if ranks have different ones."""
         first, *others = self.weights.values()
         if not all(self.is_same_weight(weights, first) for weights in others):
             return None
         return np.asarray(np.mean([first, *others], axis=0))
 
     def factor(self, fixed: WeightsOfPieces, free: WeightsOfPieces, known: Sequence[float]) -> float | None:
-        """Return how often `free` counts beside `fixed`; None if weights are not so. known: numbers that it may be."""
+        """Return the one number x for which all weights are fixed + x * free, on all ranks.
+
+        None if there is none, or it is 0. A number of `known`, or an integer, is taken if x is equal to it within the
+        fit.
+        """
         counted = self.has_tokens
         triples = []
         for rank, weights in self.weights.items():
@@ -195,9 +214,10 @@ class FittedWeights:
 
 
 def fit_weights(trial: Trial, pieces: Pieces, gradients: list[Arrays], step: int) -> FittedWeights | None:
-    """Fit the weights of pieces with these gradients; None where some rank's is no sum of them, or too little of one is seen.
+    """Return the weights of pieces in each rank's wrong gradients of a step.
 
-    In recipes with noise all parameters are fitted, for some that are wrong stay within it.
+    None if a rank's gradient is no sum of pieces. None as well if too few entries are on record. In recipes with noise
+    all parameters are fitted, because some that are wrong stay within it. gradients: those of the pieces.
     """
     wrong = (fqn for _, fqn in pairs_with_wrong_gradient(trial, step)) if trial.case.exact else trial.plan.shapes
     fqns = tuple(sort_fqns(trial, wrong))
@@ -219,9 +239,10 @@ def fit_weights(trial: Trial, pieces: Pieces, gradients: list[Arrays], step: int
 def _fit_rank(
     trial: Trial, rank: int, step: int, fqns: Sequence[str], gradients: list[Arrays]
 ) -> tuple[np.ndarray, float] | None:
-    """Return the weights of pieces in a rank's gradient, and what they leave unexplained, relative to its norm.
+    """Return (weights of pieces in a rank's gradients, what they leave unexplained relative to its norm).
 
-    A piece without a valid token has weight 1. None if the rank has nothing of it.
+    A piece without a valid token has weight 1. None if the rank has no entry of these parameters. The rest is inf if
+    there are too few entries, or some that are not finite.
     """
     rows = []
     targets = []
@@ -252,9 +273,10 @@ def _fit_rank(
 def assuming(
     trial: Trial, pieces: Pieces, fqns: Sequence[str], weights: WeightsOfPieces, steps: Sequence[int]
 ) -> Trial:
-    """Assume that in these steps each rank's gradient of these parameters holds each piece so often.
+    """Return the trial as if each rank's gradient of these parameters counted each piece so often in these steps.
 
-    Replicas that differ train separately, and clip by norms of their own; slices of one copy may hold other pieces.
+    Imports torch. If ranks differ, the replicas along dp_replicate train separately, and clip by norms of their own.
+    Slices of one copy may still count other pieces.
     """
     ranks = sorted(trial.ranks)
     once = np.stack([np.ones(len(pieces.all)), np.zeros(len(pieces.all))])
@@ -276,12 +298,14 @@ def assuming(
     gradients_by_step = dict[int, list[Arrays]]()
 
     def shares(step: int, batch: Batch) -> list[np.ndarray]:
+        """Return the tokens of each set of pieces that count alike."""
         masks = []
         for numbers in numbers_by_column.values():
             masks.append(np.asarray(sum(pieces.token_mask(number, step) for number in numbers)))
         return masks
 
     def reduce(step: int, gradients: list[Arrays]) -> list[Arrays]:
+        """Return the gradients of each copy: its ranks' weighted sums of this step's and the last step's."""
         gradients_by_step[step] = gradients
         of_both_steps = gradients + gradients_by_step.get(step - 1, [])
         counts = {}
@@ -302,7 +326,11 @@ def assuming(
 def _gradients_of_copy(
     trial: Trial, fqns: Sequence[str], counts: Mapping[int, np.ndarray], gradients: list[Arrays], once: int
 ) -> Arrays:
-    """Return each rank's slice of the sum that it has; of other parameters the sum of the first `once`."""
+    """Return a copy's gradients by fqn: of `fqns` each rank's slice of its own weighted sum of `gradients`.
+
+    Of all other parameters the sum of the first `once` gradients. counts: by rank of the copy, the weight of each
+    gradient.
+    """
     sums = {}
     for weights in counts.values():
         sums[weights.tobytes()] = {fqn: _weighted_sum(gradients, fqn, weights) for fqn in fqns}
@@ -313,6 +341,7 @@ def _gradients_of_copy(
     whole |= next(iter(sums.values()))
 
     def summed_slice(rank: int, fqn: str) -> np.ndarray:
+        """Return a rank's slice of its own weighted sum of a parameter's gradients."""
         part = trial.gradient_slice_of(rank, fqn)
         assert part is not None
         return view_of_slice(sums[counts[rank].tobytes()][fqn], part)
@@ -321,7 +350,7 @@ def _gradients_of_copy(
 
 
 def _weighted_sum(gradients: list[Arrays], fqn: str, weights: np.ndarray) -> np.ndarray:
-    """Return the sum of a parameter's gradients, each times its weight, in their dtype."""
+    """Return the sum of a parameter's gradients, each times its weight, in the dtype of the first."""
     total = sum(weight * summand[fqn] for weight, summand in zip(weights, gradients, strict=True))
     return np.asarray(total).astype(gradients[0][fqn].dtype)
 
@@ -333,9 +362,9 @@ def replace_slices(
     ranks: Sequence[int] | Mapping[int, object],
     slice_of: Callable[[int, str], np.ndarray],
 ) -> Arrays:
-    """Return the gradients, with each of these ranks' slices of these parameters replaced.
+    """Return the whole gradients by fqn, with each of these ranks' slices of `fqns` replaced.
 
-    slice_of: the new slice, by rank and fqn.
+    The given arrays stay as they are. slice_of: (rank, fqn) -> the new slice.
     """
     whole = {**gradients, **{fqn: gradients[fqn].copy() for fqn in fqns}}
     for rank, fqn in itertools.product(ranks, fqns):

@@ -1,7 +1,8 @@
-"""A number that ranks report is one on record: whose? Gradients may be clipped by the same norms.
+"""Hypotheses that a number which ranks report is another number on record, for losses, norms and learning rates.
 
-Reports are compared with what the ranks themselves did (losses, gradients, rates). So a wrong report is found also where the
-training is wrong, and one that only repeats what is wrong is not blamed.
+Reports are compared with what the ranks themselves did (losses, gradients, rates). So a wrong report is found also
+where the training is wrong, and one that only repeats what is wrong is not blamed. Gradients may be clipped by the same
+norms.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from harness.core.plan.slices import tp_dim
 from harness.core.plan.stages import parameters_of_stage
 
 NumberOfStep = Callable[[int, int], float | None]
-"""What a rank would report of a step; None where nothing is known."""
+"""(rank, step) -> the number that the rank would report. None where it is not known."""
 NamedNumber = tuple[tuple[tuple[str, object], ...], NumberOfStep]
-"""A number on record, and what it is: words and values."""
+"""A number on record: words and values that name it, and the number by rank and step."""
 RankSets = Mapping[int, Sequence[int]]
-"""Rank -> those whose parts its number is made of."""
+"""Rank -> the ranks whose parts its number is made of."""
 RunningShares = Callable[[int], tuple[float, float]]
 """(n) -> how often the total before the n-th step and its own number count."""
 
@@ -54,7 +55,7 @@ RUNNING_MEAN_SHARES = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99)  # of a running mean
 
 @dataclass(frozen=True)
 class Reports:
-    """Reports of one kind of number, and the numbers that were seen."""
+    """The reports of one kind of number, beside the numbers that were observed."""
 
     check: str
     """The check that judges these reports."""
@@ -66,7 +67,7 @@ class Reports:
     """The (rank, step) where these differ."""
 
     def matches_all(self, number: NumberOfStep) -> bool:
-        """Return whether that number equals every wrong report, wherever there is one."""
+        """Return whether the number equals every wrong report for which it is known. False if it is known for none."""
         pairs = []
         for rank, step in self.wrong_keys:
             expected = number(rank, step)
@@ -75,12 +76,15 @@ class Reports:
         return bool(pairs) and all(math.isclose(shown, expected, rel_tol=SAME_NUMBER) for shown, expected in pairs)
 
     def ratio_to_right(self, rank_and_step: tuple[int, int]) -> float:
-        """Return the reported number divided by the right one; NaN where that is zero."""
+        """Return the reported number divided by the observed one; NaN where that is zero."""
         return self.reported_numbers[rank_and_step] / (self.right_numbers[rank_and_step] or math.nan)
 
 
 def wrong_reports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Yield that what ranks report is another number on record."""
+    """Yield the hypotheses that what ranks report, of losses, norms or rates, is another number on record.
+
+    Nothing for a kind of number that is right, that ranks do not report in some steps, or that equals no known one.
+    """
     for check, noun in NOUNS.items():
         if (
             check not in broken
@@ -106,7 +110,10 @@ def wrong_reports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _coarse_format_text(reported: Reports) -> str:
-    """Return of which coarser format all that was reported is, two different numbers at least; empty if of none."""
+    """Return a text of the coarser format (bfloat16, float16) whose numbers all reports are. Empty if there is none.
+
+    Empty as well if all reports are one and the same number.
+    """
     shown = np.array([*reported.reported_numbers.values()])
     if len({*shown.tolist()}) <= 1:
         return ""
@@ -117,9 +124,9 @@ def _coarse_format_text(reported: Reports) -> str:
 
 
 def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """Yield reports that are silent, and those that are no other number of the run.
+    """Yield facts on failing checks of reports: a report that is lacking in some steps, or a number that is wrong.
 
-    Where training is wrong too, the latter may follow from its numbers.
+    Where training is wrong too, the latter is left out, as it may follow, unless it is right up to a person's rounding.
     """
     for check, noun in NOUNS.items():
         if check not in broken:
@@ -139,12 +146,12 @@ def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 
 def _rounds_to_right(reported: Reports) -> bool:
-    """Return whether every wrong report divided by the right number is 1, as a person reads it."""
+    """Return whether the ratio of every wrong report to the observed number is 1 as a text of a few digits."""
     return all(number_text(reported.ratio_to_right(rank_and_step)) == "1" for rank_and_step in reported.wrong_keys)
 
 
 def details_text(details: Sequence[tuple[str, object]]) -> str:
-    """Return what a number is, in words: not reduced over dp_shard and tp."""
+    """Return a text of the words and values that name a number: "not reduced over dp_shard and tp"."""
     texts = {}
     for name, value in details:
         shown = number_text(value) if isinstance(value, float) else value
@@ -156,7 +163,10 @@ def details_text(details: Sequence[tuple[str, object]]) -> str:
 
 
 def assume_reports(trial: Trial, reported: Reports, number: NumberOfStep) -> Trial:
-    """Assume that ranks should report this number where their reports are wrong."""
+    """Return the trial as if ranks should report this number wherever their reports are wrong.
+
+    Where the number is not known, what was reported counts as right.
+    """
 
     def number_or_shown(rank: int, step: int) -> float:
         expected = number(rank, step) if (rank, step) in reported.wrong_keys else reported.right_numbers[rank, step]
@@ -166,7 +176,11 @@ def assume_reports(trial: Trial, reported: Reports, number: NumberOfStep) -> Tri
 
 
 def reports_of(trial: Trial, check: str) -> Reports | None:
-    """Return what ranks report of one kind, and what was seen of it. None where they agree, or where that is not known."""
+    """Return the reports of one check, with the numbers that were observed.
+
+    None if all agree within the bounds, or are not known. Reports whose observed number is unknown or not finite are
+    left out. Raises NoBound.
+    """
     shown = {}
     right = {}
     for rank, record, _ in trial.steps():
@@ -185,7 +199,11 @@ def reports_of(trial: Trial, check: str) -> Reports | None:
 
 
 def recorded_number(trial: Trial, check: str, rank: int, step: int) -> float | None:
-    """Return the loss, norm or rate that a step had. None where there is no such step; a rate's may be the schedule's."""
+    """Return the loss, norm or rate that a step really had on a rank, for a check that is a key of READERS.
+
+    None if the step or its numbers are not on record. The rate of a step that is not on record is the schedule's. A
+    norm is unknown if copies of a tied weight differ, or if the plan lacks a parameter.
+    """
     record = next((record for record in trial.ranks[rank].steps if record.step == step), None)
     if check == "reported_rate":
         if record:
@@ -201,7 +219,7 @@ def recorded_number(trial: Trial, check: str, rank: int, step: int) -> float | N
 
 
 def unplanned_gradients(trial: Trial) -> bool:
-    """Return whether a gradient is of a parameter that the plan lacks.
+    """Return whether a rank has a gradient of a parameter that the plan lacks.
 
     Then it is unknown which slices of it are copies, and so is the norm of all gradients.
     """
@@ -212,7 +230,10 @@ def unplanned_gradients(trial: Trial) -> bool:
 
 
 def _copies_differ(trial: Trial, step: int) -> bool:
-    """Return whether two stages have other gradients of one tied weight: then nothing says which of both counts in the norm."""
+    """Return whether two stages have different gradients of one tied weight in a step.
+
+    Which of both counts in the norm is unknown then.
+    """
     gradients = {rank: record.gradients for rank, record in trial.own_steps() if record.step == step}
     for first_rank, *_, last_rank in _tied_groups(trial):
         first = gradients.get(first_rank, {})
@@ -224,7 +245,7 @@ def _copies_differ(trial: Trial, step: int) -> bool:
 
 
 def _tied_groups(trial: Trial) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of first and last stage that share a weight, group by group."""
+    """Return the groups of ranks of first and last stage that share a tied weight. Empty if none do."""
     axis = tied_axis(trial.case)
     return trial.plan.groups[axis] if axis else ()
 
@@ -235,7 +256,11 @@ def _tied_groups(trial: Trial) -> tuple[tuple[int, ...], ...]:
 def _matching_sources(
     trial: Trial, reported: Reports
 ) -> Iterator[tuple[tuple[tuple[str, object], ...], NumberOfStep, str]]:
-    """Yield the first source that gives all, or multiples by a number of the case; and in words which number that may be."""
+    """Yield (details, number, hint) of the first source that equals all wrong reports.
+
+    If none does, yield the multiples of the right number that do. The hint is a text of the number of the case that the
+    factor may be; empty for a source.
+    """
     for details, number in _candidate_sources(trial, reported.check):
         if reported.matches_all(number):
             yield details, number, ""
@@ -251,7 +276,11 @@ def _matching_sources(
 
 
 def _candidate_sources(trial: Trial, check: str) -> Iterator[NamedNumber]:
-    """Yield parts of this number, that of other steps, other numbers, and this one rounded."""
+    """Yield the numbers on record that a report of this check may be.
+
+    They are parts of the right number, that of other steps, a constant, the other kinds of numbers, and the right one
+    rounded.
+    """
     right = partial(recorded_number, trial, check)
     limit = trial.case.training.max_norm
 
@@ -275,7 +304,7 @@ def _candidate_sources(trial: Trial, check: str) -> Iterator[NamedNumber]:
 
 
 def sources_of_other_steps(trial: Trial, right: NumberOfStep) -> Iterator[NamedNumber]:
-    """Yield this number of another step, and what is kept of all steps so far."""
+    """Yield the numbers that are this number of another step, or a sum, mean or running total of all steps so far."""
     steps = trial.case.steps
     for other_step in steps:
         yield (("of step", other_step),), lambda rank, step, other_step=other_step: right(rank, other_step)  # type: ignore[misc]
@@ -301,7 +330,7 @@ def sources_of_other_steps(trial: Trial, right: NumberOfStep) -> Iterator[NamedN
 
 
 def _running_shares(kept: float, n: int) -> tuple[float, float]:
-    """Return how often the mean so far and the n-th number count in a running mean that keeps this share."""
+    """Return how often the mean so far and the n-th number, from 0, count in a running mean. kept: the former."""
     return (kept, 1 - kept) if n else (0, 1)
 
 
@@ -310,7 +339,8 @@ def _total_so_far(
 ) -> float | None:
     """Return the total of a number over all steps up to this one. None where the number of one of them is not known.
 
-    tokens: whether the numbers are summed as sums over tokens, and divided by the tokens of the last step.
+    shares: (n) -> how often the total so far and the n-th number count. tokens: whether the numbers are summed as sums
+    over tokens, and divided by the tokens of the last step.
     """
     total = 0.0
     weight = 1.0
@@ -325,7 +355,10 @@ def _total_so_far(
 def sets_of_ranks(
     trial: Trial, axes: Sequence[str] = AXES
 ) -> Iterator[tuple[tuple[tuple[str, object], ...], RankSets]]:
-    """Yield sets by the axes that a sum is not reduced over, few first; then one rank alone, for all."""
+    """Yield (details, by rank the ranks of its set) for sums that are not reduced over some of `axes`, few first.
+
+    Then yield each single rank as the set of all. Axes of degree 1 are left out.
+    """
     present = [axis for axis in AXES if getattr(trial.case.dims, axis) > 1]
     for count in range(1, len(present) + 1):
         for missing in itertools.combinations([axis for axis in present if axis in axes], count):
@@ -340,9 +373,10 @@ def sets_of_ranks(
 
 
 def _loss_sources(trial: Trial) -> Iterator[NamedNumber]:
-    """Yield losses of some ranks and all microbatches, one, the first or the last ones, over their tokens or all.
+    """Yield the losses that a report may be: of some ranks and microbatches, over their tokens or the step's.
 
-    They may be times a number of microbatches.
+    Each may also be multiplied or divided by the number of microbatches. Then come means of means: of ranks,
+    microbatches or axes.
     """
     passes = trial.case.passes
     all_ranks = (), dict.fromkeys(trial.ranks, [*trial.ranks])
@@ -397,7 +431,10 @@ def _mean_loss(
 
 
 def _mean_of_means(trial: Trial, summands: str, rank: int, step: int) -> float | None:
-    """Return the mean of the mean losses of all ranks, or of all microbatches. None if no loss was seen."""
+    """Return the mean of the mean losses of all ranks, or of all microbatches. None if no loss was observed.
+
+    summands: "ranks" or "microbatches".
+    """
     sets: list[list[tuple[float, int]]] = []
     for losses in _losses_of_ranks(trial, [*trial.ranks], rank, step):
         if summands == "microbatches":
@@ -413,7 +450,7 @@ def _mean_of_means(trial: Trial, summands: str, rank: int, step: int) -> float |
 
 
 def _combined_means_along(trial: Trial, axes: tuple[str, ...], summed: bool, rank: int, step: int) -> float | None:
-    """Return the sum or the mean of mean losses: each mesh coordinate along these axes has that of its own tokens.
+    """Return the sum (`summed`) or mean of the mean losses of each mesh coordinate along these axes.
 
     None if one of them is not known.
     """
@@ -427,7 +464,7 @@ def _combined_means_along(trial: Trial, axes: tuple[str, ...], summed: bool, ran
 
 
 def _losses_of_ranks(trial: Trial, ranks: Sequence[int], rank: int, step: int) -> list[list[tuple[float, int]]]:
-    """Return (loss, tokens) of these ranks' microbatches, rank by rank.
+    """Return (sum of losses, tokens) of the microbatches of each of these ranks, a list for each.
 
     Tp peers compute the same, so only ranks with the tp index of `rank` count.
     """
@@ -436,7 +473,10 @@ def _losses_of_ranks(trial: Trial, ranks: Sequence[int], rank: int, step: int) -
 
 
 def norm_sources(trial: Trial, kind: str = GRADIENTS) -> Iterator[NamedNumber]:
-    """Yield norms of the tensors of some ranks or parameters, or norms that are counted in another way."""
+    """Yield the norms that a report may be: of some ranks or parameters, or with parts that are counted in another way.
+
+    kind: GRADIENTS or PARAMETERS, whose norm it is.
+    """
     norm = partial(recorded_norm, trial, quantity=kind)
     full_norm = cache(norm)
     for details, ranks in sets_of_ranks(trial):
@@ -466,12 +506,12 @@ def norm_sources(trial: Trial, kind: str = GRADIENTS) -> Iterator[NamedNumber]:
 
 
 def _sum_of_norms(norms_of_parts: Sequence[Callable[[int, int], float]], rank: int, step: int) -> float:
-    """Return the sum of several norms, each as the rank sees it."""
+    """Return the sum of several norms of a step, each as the rank sees it."""
     return math.fsum(norm(rank, step) for norm in norms_of_parts)
 
 
 def _parameter_families(trial: Trial) -> dict[str, set[str]]:
-    """Return each parameter by itself, and those of one name in all layers."""
+    """Return sets of fqns by name: each parameter alone, and those of one name in all layers ("layers.*.name")."""
     families = {fqn: {fqn} for fqn in trial.plan.shapes}
     for fqn in trial.plan.shapes:
         head, *path = fqn.split(".")
@@ -481,7 +521,10 @@ def _parameter_families(trial: Trial) -> dict[str, set[str]]:
 
 
 def _incomplete_rank_sets(trial: Trial, fqns: Collection[str]) -> Iterator[tuple[str, RankSets]]:
-    """Yield the ranks whose parts a norm has, if it lacks those of others along an axis that cuts these parameters."""
+    """Yield (words, rank sets) of the parts that a norm has if it is not reduced over an axis.
+
+    Only axes that cut these parameters are tried.
+    """
     for axis in ("dp_shard", "tp"):
         if _is_cut_along(trial, axis, fqns):
             other_axes = [other for other in AXES if other != axis]
@@ -493,7 +536,7 @@ def _incomplete_rank_sets(trial: Trial, fqns: Collection[str]) -> Iterator[tuple
 
 
 def _is_cut_along(trial: Trial, axis: str, fqns: Collection[str]) -> bool:
-    """Return whether ranks of one group of an axis have different slices of one of these parameters."""
+    """Return whether ranks of one group of an axis have different planned slices of one of these parameters."""
     slices = trial.plan.slices
     for group in trial.plan.groups.get(axis, ()):
         for rank in group:
@@ -503,7 +546,10 @@ def _is_cut_along(trial: Trial, axis: str, fqns: Collection[str]) -> bool:
 
 
 def _changed_norm(norm: Callable[..., float], terms: Sequence[tuple[int, NumberOfStep]], rank: int, step: int) -> float:
-    """Return the norm with the squares of others added so many times."""
+    """Return the norm whose square has the squares of other norms added, each so many times.
+
+    NaN if one is not finite; 0 if the square would be negative. terms: (times, norm by rank and step).
+    """
     squares = [times * (other_norm(rank, step) or 0.0) ** 2 for times, other_norm in terms]
     if not all(map(math.isfinite, squares)):
         return math.nan
@@ -512,7 +558,7 @@ def _changed_norm(norm: Callable[..., float], terms: Sequence[tuple[int, NumberO
 
 
 def parameter_groupings(trial: Trial) -> dict[str, list[set[str]]]:
-    """Return the parameters that may have a norm of their own, by the name of the grouping."""
+    """Return, by name of a grouping, the sets of fqns that may have a norm of their own."""
     shapes = trial.case.model.parameter_shapes()
     keys: dict[str, Callable[[str], str]] = {
         "parameters": lambda fqn: fqn,
@@ -527,5 +573,8 @@ def parameter_groupings(trial: Trial) -> dict[str, list[set[str]]]:
 
 
 def recorded_norm(trial: Trial, rank: int, step: int, ranks: RankSets | None = None, **how: Any) -> float:
-    """Return the norm of those ranks' slices as judge.norms has it, by default as this rank sees all."""
+    """Return the norm of a step from the slices of `ranks[rank]`, by default of all ranks as this one sees them.
+
+    how: further arguments of judge.norms.norm_of.
+    """
     return observed.norm_of(trial, step, ranks[rank] if ranks else observed.ranks_by_distance(trial, rank), **how)

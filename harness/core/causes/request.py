@@ -60,7 +60,7 @@ Values = Mapping[tuple[str, str], Any]
 
 @dataclass(frozen=True)
 class Neighbour:
-    """What is requested in place of what was, in one field or two."""
+    """A request that differs from the case's in one field or two."""
 
     values: Values
     """The other values."""
@@ -68,8 +68,10 @@ class Neighbour:
     """The requested ones."""
 
     def assume(self, trial: Trial) -> Trial:
-        """Return the trial with the reference of that recipe, judged by the requested one's bounds unless others were
-        measured."""
+        """Return the trial as if this had been requested. If the recipe differs, its reference is trained again.
+
+        Imports torch then. Where no noise was measured for it, that of the requested recipe is taken for its bounds.
+        """
         assumed = self.with_plan(trial)
         if not trial.reference.steps:
             return assumed
@@ -78,7 +80,10 @@ class Neighbour:
         return replace(assumed, reference=replace(assumed.reference, noise=_noise_of(trial, assumed)))
 
     def with_plan(self, trial: Trial) -> Trial:
-        """Return the trial with the plan of that request, which is all that checks of structure need."""
+        """Return the trial with the plan of that request, which is all that checks of structure need.
+
+        Units are measured anew if they become the trainer's choice. The reference stays as it was.
+        """
         case = self.assumed_case(trial.case)
         traits = self.assumed_traits(trial.traits)
         if {("features", "fsdp_units"), ("features", "wrapper"), ("traits", "fsdp_units")} & self.values.keys():
@@ -89,7 +94,7 @@ class Neighbour:
         return assumed if trial.plan.flat else flatten_trial(assumed)
 
     def assumed_case(self, case: Case) -> Case:
-        """Return the case with these values. Raise ValueError where there is no such case."""
+        """Return the case with these values. Raises ValueError if there is no such valid case."""
         features = replace(case.features, **self._values_of("features"))
         training = replace(case.training, **self._values_of("training"))
         other = replace(case, features=features, training=training)
@@ -101,15 +106,15 @@ class Neighbour:
         return other
 
     def assumed_traits(self, traits: TrainerTraits) -> TrainerTraits:
-        """Return the traits with these values. Raise ValueError where there are no such traits."""
+        """Return the traits with these values. Raises ValueError if there are no such traits."""
         return replace(traits, **self._values_of("traits"))
 
     def _values_of(self, part: str) -> dict[str, Any]:
-        """Return the values of one part of the request, by field."""
+        """Return the values of one part of the request (features, training, traits), by field."""
         return {name: value for (part_of_value, name), value in self.values.items() if part_of_value == part}
 
     def make_hypothesis(self, trial: Trial, broken: Broken, passing: Sequence[str], lines: Lines) -> Hypothesis:
-        """Return what is put to the test. passing: the checks that pass under it on one rank."""
+        """Return the hypothesis that this was done. passing: the failing checks that pass under it on one rank."""
         (part, name), *_ = self.values
         is_trait = part == "traits"
         kind = KIND_OF_FIELD.get(name, KIND_OF_FIELD[part])
@@ -140,7 +145,10 @@ def _value_text(value: Any) -> str:
 
 
 def _noise_of(trial: Trial, assumed: Trial) -> Any:
-    """Return the noise that bounds are made of, with the requested case's for the assumed one if none was measured for it."""
+    """Return the noise of the reference or golden, by key, completed for the assumed case.
+
+    If none was measured for that, it has the requested case's. Empty if there is none at all.
+    """
     noise = trial.reference.noise or (trial.golden.noise if trial.golden else {})
     noise_of_case = noise.get(trial.traits.noise_key(trial.case))
     return noise if noise_of_case is None else {trial.traits.noise_key(assumed.case): noise_of_case, **noise}
@@ -150,7 +158,7 @@ def _noise_of(trial: Trial, assumed: Trial) -> Any:
 
 
 def neighbours_of_one_field(trial: Trial) -> Iterator[Neighbour]:
-    """Yield each other value of one field of the features, the recipe and the trainer's traits, of which there is a case."""
+    """Yield a neighbour for each other value of a field of features, recipe or traits. Invalid ones are left out."""
     case = trial.case
     for part, owner in (("features", case.features), ("training", case.training), ("traits", trial.traits)):
         requested = {field.name: getattr(owner, field.name) for field in fields(owner)} | _resolved_defaults(
@@ -164,7 +172,7 @@ def neighbours_of_one_field(trial: Trial) -> Iterator[Neighbour]:
 
 
 def _resolved_defaults(trial: Trial, part: str) -> dict[str, Any]:
-    """Return what None stands for, by field of a part of the request."""
+    """Return, by field of a part of the request, the value that None stands for. Empty for traits."""
     case = trial.case
     computes_in = case.training.compute_dtype or case.training.dtype
     values: dict[str, dict[str, Any]] = {
@@ -181,7 +189,10 @@ def _resolved_defaults(trial: Trial, part: str) -> dict[str, Any]:
 
 
 def _possible_values(trial: Trial, part: str, name: str, value: Any) -> Iterable[Any]:
-    """Return all values of a field: those that its part of the request names, both of a switch, small numbers."""
+    """Return all values of a field: those that its part of the request names, both of a switch, or small integers.
+
+    Empty for fields of the optimizer and the data, which have solvers of their own, and for those without known values.
+    """
     is_the_optimizers = part == "training" and name in {*SOLVED_ELSEWHERE, *unused_fields(trial.case.training)}
     is_a_feature_too = (part, name) == ("traits", "fsdp_units")
     if is_the_optimizers or is_a_feature_too:
@@ -200,7 +211,7 @@ def _possible_values(trial: Trial, part: str, name: str, value: Any) -> Iterable
 
 
 def _is_valid(neighbour: Neighbour, trial: Trial) -> bool:
-    """Return whether there are such a case and such traits."""
+    """Return whether the neighbour's case and traits exist."""
     try:
         neighbour.assumed_case(trial.case)
         neighbour.assumed_traits(trial.traits)
@@ -213,7 +224,11 @@ def _is_valid(neighbour: Neighbour, trial: Trial) -> bool:
 
 
 def neighbours(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Yield the layouts and requests under which a failing check of structure passes: of one field; of two where none does."""
+    """Yield the hypotheses of layouts and of other requests under which a failing check of structure passes.
+
+    Requests are tried if no layout fits: with one other field, and with two if no single field makes a check pass. ZeRO
+    that ran as DDP comes last. Only layouts are tried where no case declares what is requested.
+    """
     hypotheses = list(other_layouts(trial, broken))
     yield from hypotheses
     if "declared" not in trial.run.provided:
@@ -246,12 +261,12 @@ def neighbours(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _is_structure(name: str) -> bool:
-    """Return whether a request may make this check pass: it judges structure, or samples."""
+    """Return whether another request may make this check pass: it judges structure, or samples."""
     return name == "samples" or (all_checks()[name].STAGE == "structure" and name not in CLAIM_CHECKS)
 
 
 def _neighbours_of_two_fields(candidates: Iterable[Neighbour], trial: Trial) -> Iterator[Neighbour]:
-    """Yield two values of different fields, by both of which a check finds something else."""
+    """Yield each valid neighbour that combines two of the candidates with different fields."""
     for first, second in itertools.combinations(candidates, 2):
         if first.values.keys().isdisjoint(second.values):
             pair = Neighbour({**first.values, **second.values}, {**first.requested, **second.requested})
@@ -261,7 +276,7 @@ def _neighbours_of_two_fields(candidates: Iterable[Neighbour], trial: Trial) -> 
 
 @dataclass(frozen=True)
 class _FailingCheck:
-    """One failing check, at the rank of its first finding alone; of all ranks where it passes there."""
+    """A failing check with the trial reduced to the rank of its first finding, where it is judged first."""
 
     name: str
     trial: Trial
@@ -270,7 +285,7 @@ class _FailingCheck:
 
     @classmethod
     def of_result(cls, trial: Trial, result: Result) -> _FailingCheck:
-        """Return the failing check of this result, at the rank of its first finding."""
+        """Return the failing check of this result. `samples` needs all ranks, so its trial is not reduced."""
         ranks = (*(rank for rank in result.findings[0].ranks if rank in trial.ranks), min(trial.ranks))
         run = replace(trial.run, ranks={ranks[0]: trial.ranks[ranks[0]]}, chosen=ranks[:1])
         alone = trial if result.check == "samples" else replace(trial, run=run)
@@ -279,7 +294,7 @@ class _FailingCheck:
         )
 
     def result_under(self, neighbour: Neighbour) -> Result:
-        """Return the check's result under another request."""
+        """Return the check's result under another request: on one rank, and if it passes there, on all ranks."""
         result = _result_of_check(self.name, neighbour.with_plan(self.trial_of_rank))
         return (
             _result_of_check(self.name, neighbour.with_plan(self.trial)) if result.verdict is Verdict.PASS else result
@@ -299,9 +314,10 @@ def _result_of_check(name: str, trial: Trial) -> Result:
 
 
 def _zero_as_replicas(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Yield that ZeRO-1 or 2 ran as ZeRO-0, which is DDP.
+    """Yield the hypothesis that ZeRO-1 or 2 ran as ZeRO-0, which is DDP.
 
-    Then whole gradients are reduced, and every rank's optimizer has all of them.
+    Nothing unless `memory` fails under such a wrapper. Then whole gradients are reduced, and every rank's optimizer has
+    all of them.
     """
     if trial.case.wrapper in ("zero1", "zero2") and "memory" in broken:
         cause = Cause("another stage of ZeRO", "wrapper zero0 is observed", expected=trial.case.wrapper)
@@ -309,7 +325,7 @@ def _zero_as_replicas(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _with_replicas(trial: Trial) -> Trial:
-    """Return the trial with the traffic of DDP and the vectors of ZeRO, of which each rank has all."""
+    """Return the trial with the traffic of DDP and ZeRO's flattened parameters, of which each rank has all."""
     dims = replace(trial.case.dims, dp_shard=1, dp_replicate=trial.case.dims.dp_shard)
     case = replace(trial.case, dims=dims, features=replace(trial.case.features, wrapper="ddp"))
     ddp_plan = make_plan(case, trial.traits)

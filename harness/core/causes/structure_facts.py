@@ -1,7 +1,7 @@
-"""What a check of structure saw itself: its first finding is the cause, and the table says of which kind it is.
+"""Facts of checks of structure: a check's first finding is the cause, and the table says of which kind it is.
 
-A row names a finding by its check and quantity, and says which other checks fail because of it. The earliest finding of a
-check counts, and of equally early ones the row that comes first: what follows stands behind what it follows from.
+A row names a finding by its check and quantity, and says which other checks fail because of it. The earliest finding of
+a check counts, and of equally early ones the row that comes first: what follows stands behind what it follows from.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ANOTHER_POLICY = "another policy after forward"
 
 @dataclass(frozen=True)
 class StructureRow:
-    """Findings of a check that are a cause by themselves."""
+    """A row of the table: findings of a check that are a cause by themselves."""
 
     check: str
     kind: str
@@ -49,9 +49,9 @@ class StructureRow:
     field_values: tuple[tuple[str, str], ...] = ()
     """Other fields of the finding and what they are."""
     declares: Callable[[Trial], Iterable[declarable.Declared]] | None = None
-    """What of it a trainer may do by choice."""
+    """(trial) -> allowances and traits that declare it, as a trainer may do it by choice."""
     condition: Callable[[Broken], bool] | None = None
-    """Whether it is so, by the findings of other checks; None: in any case."""
+    """(failing results by check) -> whether it is so; None: in any case."""
 
     def matches(self, trial: Trial, broken: Broken, finding: Finding) -> bool:
         """Return whether this finding is the cause that the row names, given what else fails."""
@@ -67,14 +67,19 @@ class StructureRow:
 
 
 def _is_not_gathered_again(broken: Broken) -> bool:
-    """Return whether a forward pass gathers less than planned: then it computes with weights from before the step."""
+    """Return whether `traffic` found that forward gathers less than planned.
+
+    Forward then computes with weights from before the step.
+    """
     findings = broken["traffic"].findings if "traffic" in broken else ()
     return any((finding.name, finding.phase) == ("all_gather", "forward") and _is_less(finding) for finding in findings)
 
 
 def _has_narrower_sums(broken: Broken) -> bool:
-    """Return whether nothing moves otherwise than planned but sums in backward, and of these no fewer bytes than in the dtype
-    that was observed."""
+    """Return whether only sums of backward move fewer bytes than planned, as the observed dtype explains.
+
+    False if `traffic` does not fail, or has any other finding. Precondition: `features` fails.
+    """
     findings = broken["traffic"].findings if "traffic" in broken else ()
     sums = [
         finding
@@ -91,7 +96,7 @@ def _has_narrower_sums(broken: Broken) -> bool:
 
 
 def _is_less(finding: Finding, least: float = 0) -> bool:
-    """Return whether less was observed than expected, and no less than this share of it."""
+    """Return whether a finding's observed integer is less than the expected one, and at least this share of it."""
     are_numbers = isinstance(finding.expected, int) and isinstance(finding.observed, int)
     return are_numbers and least * finding.expected <= finding.observed < finding.expected  # type: ignore[operator]
 
@@ -191,7 +196,10 @@ STRUCTURE_ROWS = (
 
 
 def facts_of_structure(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """Yield at most one fact of each failing check."""
+    """Yield at most one fact for each check of the table, of its earliest finding, then one on shifted gradients.
+
+    Nothing for checks that do not fail, or whose findings are in no row.
+    """
     for check in dict.fromkeys(row.check for row in STRUCTURE_ROWS):
         rows = [row for row in STRUCTURE_ROWS if row.check == check]
         findings = broken[check].findings if check in broken else ()
@@ -207,7 +215,7 @@ def facts_of_structure(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 
 def _fact_of_row(trial: Trial, broken: Broken, row: StructureRow, finding: Finding) -> Fact:
-    """Return the fact of a row whose cause is this finding."""
+    """Return the fact of a row whose cause is this finding, with its lines and the YAML that declares it, if any."""
     lines: Lines = tuple(traffic_lines(trial)) if {"traffic"} & {*row.consequences} & {*broken} else ()
     lines += NOT_TESTED if {*row.consequences} & GRADIENT_CHECKS & {*broken} else ()
     lines += declarable.declaration_and_next_finding(trial, row.check, row.declares(trial)) if row.declares else ()
@@ -225,7 +233,10 @@ def _fact_of_row(trial: Trial, broken: Broken, row: StructureRow, finding: Findi
 
 
 def fsdp2_switches(trial: Trial) -> Lines:
-    """Return which switches of FSDP2 are not as usual: no cause by itself."""
+    """Return a line on the switches of FSDP2 that are not as usual, which are no cause by themselves.
+
+    Empty if all are usual.
+    """
     text = policies.unusual_switches_text(trial)
     return (("switches", text),) if text else ()
 
@@ -236,7 +247,10 @@ MOST_SHIFTED_ELEMENTS = 8
 
 
 def _shifted_gradients(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """Yield an offset into the vector: a rank's part of the gradients lies some elements before or behind what it steps on."""
+    """Yield the fact that each rank's part of ZeRO's gradient vector begins some elements too early or too late.
+
+    Nothing without ZeRO's slices, or if no offset of up to MOST_SHIFTED_ELEMENTS fits all ranks.
+    """
     if "gradients" not in broken or not trial.plan.gradient_slices:
         return
     vectors = [_gradient_vectors(trial, rank) for rank in trial.ranks]
@@ -253,9 +267,10 @@ def _shifted_gradients(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 
 def _gradient_vectors(trial: Trial, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return the rank's gradients of its first step, the expected ones, and their places in ZeRO's vector.
+    """Return (observed, expected, places) of a rank's gradients in its first step, each [elements].
 
-    None if it has not one element for each expected one.
+    places: those of the expected elements in ZeRO's vector. None if observed and expected do not have equally many
+    elements.
     """
     slices = trial.plan.gradient_slices[rank]
     step = trial.first_step
@@ -269,7 +284,7 @@ def _gradient_vectors(trial: Trial, rank: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _places_in_vector(trial: Trial, fqn: str, held_slice: Slice) -> np.ndarray:
-    """Return the place in ZeRO's vectors of each element of a slice. int64 [elements]
+    """Return the place in ZeRO's vectors of each element of a slice, int64 [elements].
 
     Vectors lie one behind the other, so distant that none is taken for another.
     """
@@ -285,7 +300,11 @@ def _places_in_vector(trial: Trial, fqn: str, held_slice: Slice) -> np.ndarray:
 
 
 def _is_shifted(trial: Trial, observed: np.ndarray, expected: np.ndarray, places: np.ndarray, offset: int) -> bool:
-    """Return whether they are equal where both places are of parameters: between two of them there may be padding."""
+    """Return whether observed elements equal the expected ones at places shifted by the offset, within the bound.
+
+    Only places of parameters are compared, because between two of them there may be padding. False for few elements.
+    Raises NoBound.
+    """
     if len(observed) <= 2 * MOST_SHIFTED_ELEMENTS:
         return False
     _, expected_rows, observed_rows = np.intersect1d(places, places - offset, return_indices=True)

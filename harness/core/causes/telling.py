@@ -1,4 +1,4 @@
-"""What was proven and seen, and what neither explains, as causes and lines of evidence."""
+"""Diagnoses: what was proven and seen, and what neither explains, as causes and lines of evidence."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ HARMLESS_CHECKS = frozenset({"memory", "traffic"})
 
 
 def other_launch_lines(trial: Trial, results: Sequence[Result], diagnosed: Sequence[Result]) -> Lines:
-    """Return the checks that fail in a launch, and not in the one that is diagnosed: maybe another mistake.
+    """Return a line for each check that fails in a launch, and not in the one that is diagnosed: maybe another mistake.
 
-    diagnosed: the results of the launch that is diagnosed.
+    results: of the launch. diagnosed: the results of the launch that is diagnosed.
     """
     failing_there = {result.check for result in diagnosed if result.verdict is Verdict.FAIL}
     where = launch_label(trial) or "the last launch"
@@ -35,7 +35,11 @@ def other_launch_lines(trial: Trial, results: Sequence[Result], diagnosed: Seque
 
 
 def build_diagnosis(trial: Trial, results: Sequence[Result], explanation: Explanation) -> Diagnosis:
-    """Return the diagnosis: what is proven and what was seen; and of what neither explains, where it first goes wrong."""
+    """Return the diagnosis: causes that are proven, then those that a check saw, with their evidence.
+
+    What kept ranks from completing comes first. If some checks have no cause, the place where they first go wrong is a
+    line of the evidence. It is the first cause if there is no better one.
+    """
     proofs = explanation.proofs
     seen_causes = {fact.cause for fact in explanation.facts}
     hypotheses = sorted(
@@ -90,7 +94,7 @@ def build_diagnosis(trial: Trial, results: Sequence[Result], explanation: Explan
 
 
 def _other_proofs(explanation: Explanation) -> Lines:
-    """Return the causes of the proofs that explain as much as the first one, each proof once."""
+    """Return the lines with the causes of the other proofs that explain as much as the first one, each once."""
     causes_of_proofs = []
     for proof in explanation.proofs:
         causes_of_proofs.append(tuple(hypothesis.cause for hypothesis in proof.hypotheses))
@@ -102,7 +106,7 @@ def _other_proofs(explanation: Explanation) -> Lines:
 
 
 def _is_repeated(cause: Cause, causes: Iterable[Cause]) -> bool:
-    """Return whether an earlier cause of that kind says the same, and maybe more."""
+    """Return whether an earlier one of the causes has the same kind and text. False for one without a text."""
     earlier = itertools.takewhile(lambda other: other is not cause, causes)
     return bool(cause.observed) and any(
         (other.kind, other.observed) == (cause.kind, cause.observed) for other in earlier
@@ -110,7 +114,7 @@ def _is_repeated(cause: Cause, causes: Iterable[Cause]) -> bool:
 
 
 def _checks_by_cause(explanation: Explanation) -> dict[Cause, tuple[str, ...]]:
-    """Return the failing checks by what explains them."""
+    """Return, by cause, the failing checks that it explains."""
     explained = {fact.cause: fact.checks for fact in explanation.facts}
     if explanation.proofs:
         proof = explanation.proofs[0]
@@ -120,7 +124,7 @@ def _checks_by_cause(explanation: Explanation) -> dict[Cause, tuple[str, ...]]:
 
 
 def _with_extent(cause: Cause, checks: Sequence[str], results: Sequence[Result]) -> Cause:
-    """Return the cause with the failing checks that it explains, and where their findings are."""
+    """Return the cause with those of these checks that fail, and the ranks, steps and parameters of their findings."""
     failed = [result for result in results if result.verdict is Verdict.FAIL and result.check in checks]
     findings = list(itertools.chain.from_iterable(result.findings for result in failed))
     ranks = set[int]()
@@ -136,9 +140,10 @@ def _with_extent(cause: Cause, checks: Sequence[str], results: Sequence[Result])
 
 
 def _causes_and_symptoms(hypotheses: Sequence[Hypothesis], facts: Sequence[Fact]) -> tuple[list[Fact], list[Fact]]:
-    """Return facts that are causes in addition to what is proven, and symptoms, which are causes if there is no other.
+    """Return (facts that are causes in addition to what is proven, symptoms that are none).
 
-    A finding alone adds nothing to a proven cause of its kind.
+    If nothing else is a cause, symptoms are the causes. A finding alone adds nothing to a proven cause of its kind and
+    is left out.
     """
     proven = {hypothesis.cause.kind for hypothesis in hypotheses}
     new = [fact for fact in facts if fact.cause.observed or fact.cause.kind not in proven]
@@ -150,7 +155,10 @@ def _causes_and_symptoms(hypotheses: Sequence[Hypothesis], facts: Sequence[Fact]
 def _locate(
     trial: Trial, unexplained: Broken, tried: int, passing: frozenset[str], others_explained: bool
 ) -> tuple[Cause, Lines]:
-    """Return the place where checks that nothing explains first go wrong. Where that raises, return their first finding."""
+    """Return (a cause that is only the place where unexplained checks first go wrong, its lines). Never raises.
+
+    If localising raises, the cause is the first finding, and the line is the error.
+    """
     try:
         return localise(trial, unexplained, tried, passing, others_explained=others_explained)
     except Exception as error:
@@ -159,7 +167,7 @@ def _locate(
 
 
 def _assumption_lines(explanation: Explanation, results: Sequence[Result]) -> Lines:
-    """Return how many failing checks pass under what is proven; empty if nothing is."""
+    """Return the line on how many failing checks pass under the first proof; empty without a proof."""
     if not explanation.proofs:
         return ()
     proof = explanation.proofs[0]
@@ -186,7 +194,11 @@ def _assumption_lines(explanation: Explanation, results: Sequence[Result]) -> Li
 
 
 def weaker_test_lines(results: Sequence[Result]) -> Lines:
-    """Return the checks that pass although the trainer is wrong: what weaker tests would have said."""
+    """Return lines on the checks that pass although others fail: results of weaker tests.
+
+    Named are losses and gradients that equal the reference's, and groups that exist. A golden that fails as well has a
+    line, too.
+    """
     passing = {result.check: result for result in results if result.verdict is Verdict.PASS}
     broken = {result.check for result in results if result.verdict is Verdict.FAIL}
     lines = []

@@ -1,8 +1,8 @@
-"""Proofs that are none: all that they explain may follow from a failing check that they leave unexplained.
+"""Proofs that do not count: all that they explain may follow from a failing check that they leave unexplained.
 
-Checks have a depth: first which ranks sum with which, then gradients, then norms, updates, replicas and reports. A mistake at
-one depth makes deeper checks fail as well, in its own step or later ones. Some hypothesis nearly always fits numbers that are
-wrong for such a reason, so a fit shows nothing. Each row of the table is a pair of depths.
+Checks have a depth: first which ranks sum with which, then gradients, then norms, updates, replicas and reports. A
+mistake at one depth makes deeper checks fail as well, in its own step or later ones. Some hypothesis nearly always fits
+numbers that are wrong for such a reason, so a fit shows nothing. Each row of the table is a pair of depths.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ANY_KIND: frozenset[str] = frozenset()
 
 @dataclass(frozen=True)
 class Undercut:
-    """A row of the table."""
+    """A row of the table: a pair of depths, and the kinds of causes that it refutes."""
 
     left: frozenset[str]
     """The shallower checks: the proof leaves one of them failing."""
@@ -32,10 +32,10 @@ class Undercut:
     reason: str
     """Why such a proof shows nothing."""
     kinds: frozenset[str] = ANY_KIND
-    """The proof names a cause of one of these kinds."""
+    """Kinds of causes: the row applies to a proof that names one of them. ANY_KIND: to all."""
 
     def applies(self, proof: Proof, results: Sequence[Result]) -> bool:
-        """Return whether a proof of these results is none by this row."""
+        """Return whether this row refutes a proof of these results."""
         left = self.left & {*proof.unexplained}
         kinds = {hypothesis.cause.kind for hypothesis in proof.hypotheses}
         if not left or not self.follows.issuperset(proof.explained):
@@ -63,17 +63,17 @@ TABLE = (
 def is_undercut(proof: Proof, results: Sequence[Result], table: Sequence[Undercut] = TABLE) -> bool:
     """Return whether all that a proof explains may follow from a shallower failing check that it leaves unexplained.
 
-    Time decides as well: where gradients, under the proof's own assumption, fail only after what it explains, nothing of that
-    follows from them, and the proof stands.
+    Time decides as well: where gradients, under the proof's own assumption, fail only after what it explains, nothing
+    of that follows from them, and the proof stands. It may judge checks again, and raises what they raise.
     """
     return any(row.applies(proof, results) for row in table)
 
 
 def first_left_step(proof: Proof, results: Sequence[Result], checks: frozenset[str]) -> float:
-    """Return the first step in which one of the checks still fails under the proof's assumption.
+    """Return the first step in which one of the checks still fails under the proof's assumption. 0 if there is none.
 
-    A check that cannot be judged under it, for lack of a bound, counts as before. A check whose
-    findings are of no step fails from the start.
+    A check that cannot be judged under it, for lack of a bound, counts as before. So does one that no longer fails. A
+    check whose findings are of no step counts as 0.
     """
     first_steps: list[int] = []
     for result in results:
@@ -94,5 +94,5 @@ def first_explained_step(proof: Proof, results: Sequence[Result]) -> float:
 
 
 def steps_of(findings: Sequence[Finding]) -> list[int]:
-    """Return the steps that findings name."""
+    """Return the steps that findings name, one for each finding. Findings of no step are left out."""
     return [finding.step for finding in findings if finding.step is not None]

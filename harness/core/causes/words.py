@@ -1,4 +1,4 @@
-"""What all kinds of causes share: how ranks, groups, parameters and traffic are put in words."""
+"""Words of causes: texts of ranks, steps, parameters, groups and traffic, and the findings that stand for many."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ Arrays = dict[str, np.ndarray]  # by fqn
 
 
 def shorten_names(names: Sequence[str], most_names: int = 2) -> str:
-    """Return the first names, and how many more there are: "a, b and 3 more"."""
+    """Return a text of the first names and the number of all others: "a, b and 3 more"."""
     ending = f" and {len(names) - most_names} more" if len(names) > most_names else ""
     return ", ".join(names[:most_names]) + ending
 
 
 def rank_text(ranks: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks [0,1]"."""
+    """Return a text of global ranks: "rank 3" or "ranks [0,1]"."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks_text(list(ranks))}"
 
 
 def steps_text(steps: Sequence[int]) -> str:
-    """Return "step 3" or "steps 1, 2, 3"."""
+    """Return a text of steps: "step 3" or "steps 1, 2, 3"."""
     noun = "steps" if len(steps) > 1 else "step"
     return f"{noun} {', '.join(map(str, steps))}"
 
 
 def first_finding(findings: Sequence[Finding]) -> Finding:
-    """Return the first finding, of all ranks of which the same is found."""
+    """Return the first finding, with all ranks that have the same one. Precondition: there is one."""
     first = findings[0]
     ranks = set[int]()
     for finding in findings:
@@ -49,7 +49,10 @@ def first_finding(findings: Sequence[Finding]) -> Finding:
 
 
 def elsewhere_text(findings: Sequence[Finding]) -> str:
-    """Return the ranks and steps that have a finding of the first one's quantity, beside it; empty if there are none."""
+    """Return a text of the other ranks and steps with findings on what the first is about: "also on rank 3 in step 2".
+
+    Empty if there are none. Other values count as well, but not another parameter, module or quantity.
+    """
     first = findings[0]
     ranks = {*first_finding(findings).ranks}
     key = (first.kind, first.name, first.quantity)
@@ -70,19 +73,19 @@ def elsewhere_text(findings: Sequence[Finding]) -> str:
 
 
 def on_ranks_text(trial: Trial, ranks: Iterable[int]) -> str:
-    """Return " on ranks [0,1]"; nothing if it is all of them."""
+    """Return " on ranks [0,1]", with a space before it. Empty if these are all ranks with evidence."""
     ranks = sorted(set(ranks))
     return "" if len(ranks) == len(trial.ranks) else f" on {rank_text(ranks)}"
 
 
 def sort_fqns(trial: Trial, fqns: Iterable[str]) -> list[str]:
-    """Return each parameter once, in the model's order."""
+    """Return each of these parameters once, in the model's order. Those that the plan lacks are left out."""
     names = set(fqns)
     return [fqn for fqn in trial.plan.shapes if fqn in names]
 
 
 def in_parameters_text(trial: Trial, fqns: Iterable[str]) -> str:
-    """Return "in every parameter", or "in 2 of 12 parameters (a, b)"."""
+    """Return "in every parameter", or "in 2 of 12 parameters (a, b)", where whole layers are named as such."""
     fqns = sort_fqns(trial, fqns)
     total = len(trial.plan.shapes)
     if len(fqns) == total:
@@ -91,7 +94,7 @@ def in_parameters_text(trial: Trial, fqns: Iterable[str]) -> str:
 
 
 def layers_or_parameters(trial: Trial, fqns: Sequence[str]) -> list[str]:
-    """Return layers of which all parameters are among them, and the other parameters, in order."""
+    """Return the names of the layers that are complete in `fqns`, and the fqns of all other parameters, in order."""
     layers = {fqn: ".".join(fqn.split(".")[:2]) for fqn in fqns if fqn.startswith("layers.")}
     incomplete = set[str]()
     for layer in layers.values():
@@ -105,16 +108,19 @@ def layers_or_parameters(trial: Trial, fqns: Sequence[str]) -> list[str]:
 
 
 def where_text(trial: Trial, pairs: Iterable[Pair]) -> str:
-    """Return "in 2 of 12 parameters (a, b) on ranks [0,1]".
+    """Return a text of where these (rank, fqn) are: "in 2 of 12 parameters (a, b) on ranks [0,1]".
 
-    The text says so where that is a union: where a rank holds more of them than it has in `pairs`.
+    If a rank holds more of these parameters than it has in `pairs`, the text adds that it is only a part of them.
     """
     pairs = set(pairs)
     return in_parameters_text(trial, (fqn for _, fqn in pairs)) + on_their_ranks_text(trial, pairs)
 
 
 def on_their_ranks_text(trial: Trial, pairs: Iterable[Pair]) -> str:
-    """Return on_ranks, and whether some of these ranks hold more of these parameters than they have in `pairs`."""
+    """Return on_ranks_text of these (rank, fqn).
+
+    A note is added if some rank holds more of these parameters than it has in `pairs`, but not under ZeRO.
+    """
     pairs = set(pairs)
     fqns = {fqn for _, fqn in pairs}
     ranks = {rank for rank, _ in pairs}
@@ -128,7 +134,10 @@ def on_their_ranks_text(trial: Trial, pairs: Iterable[Pair]) -> str:
 
 
 def extent_text(trial: Trial, findings: Iterable[Finding]) -> str:
-    """Return in which parameters and on which ranks these are, where that is more than the first one says."""
+    """Return a text of the parameters and ranks that these findings are about.
+
+    Empty unless they are about two parameters or ranks at least, because the first finding names one.
+    """
     pairs = set[Pair]()
     for finding in findings:
         if finding.kind == "parameter" and finding.name in trial.plan.shapes:
@@ -137,7 +146,7 @@ def extent_text(trial: Trial, findings: Iterable[Finding]) -> str:
 
 
 def from_step_text(trial: Trial, step: int) -> str:
-    """Return "from step 2 on"; "in step 3" of the last, after which there is none to show it."""
+    """Return "from step 2 on", or "in step 3" for the last step, because no later one can show it."""
     return f"in step {step}" if step >= trial.case.steps[-1] else f"from step {step} on"
 
 
@@ -148,14 +157,14 @@ def groups_text(groups: Sequence[tuple[int, ...]]) -> str:
 
 
 def finding_line(result: Result) -> Line:
-    """Return the first finding of a check, beside its name."""
+    """Return the line of a failing check: its name, and its first finding with all ranks that have the same one."""
     return result.check, first_finding(result.findings)
 
 
 def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
-    """Yield the first rank's planned flows that did not happen as planned, in the first step.
+    """Yield a line for each collective of the lowest rank that moved other bytes than planned in the first step.
 
-    In a recorded job, flows that moved less are yielded.
+    In a recorded job only those that moved less are yielded. Flows that may be left out have no line.
     """
     declared = "declared" in trial.run.provided
     rank = min(trial.ranks)

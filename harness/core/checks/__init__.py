@@ -27,14 +27,17 @@ STAGES = ("process", "structure", "data", "numbers")
 
 @functools.cache
 def all_checks() -> dict[str, ModuleType]:
-    """Return the module of every check by name, in the order of display."""
+    """Return the module of every check by name, ordered by stage and then by name.
+
+    Raises CheckError for a file that is no check.
+    """
     names = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
     modules = {name: _require_complete(importlib.import_module(f"{__name__}.{name}")) for name in names}
     return dict(sorted(modules.items(), key=lambda item: (STAGES.index(item[1].STAGE), item[0])))
 
 
 def _require_complete(module: ModuleType) -> ModuleType:
-    """Return the module of a check. Raises CheckError for a file that is no check, with all that it lacks."""
+    """Return the module of a check unchanged. Raises CheckError for a file that is no check, with all that it lacks."""
     needs = getattr(module, "NEEDS", None)
     lacking = {
         "a docstring, whose first sentence is the check": not module.__doc__,
@@ -48,7 +51,7 @@ def _require_complete(module: ModuleType) -> ModuleType:
 
 
 def applicable_checks(provided: Provided) -> frozenset[str]:
-    """Return the checks that judge evidence of a kind that provides this."""
+    """Return the names of the checks whose needs this kind of evidence provides."""
     return frozenset(name for name, module in all_checks().items() if provided.find_lack(module.NEEDS) is None)
 
 
@@ -58,7 +61,10 @@ def check_sentence(name: str) -> str:
 
 
 def judge(trial: Trial) -> tuple[Result, ...]:
-    """Return the result of every check. In a case that resumes, a check passes only if it passes for each of the launches."""
+    """Return the result of every check, in the order of display.
+
+    In a case that resumes, a check passes only if it passes for each of the launches, whose results are merged.
+    """
     results = []
     for name, module in all_checks().items():
         results_by_launch = [run_check(name, module.check, launch) for launch in trial.launches]
@@ -67,9 +73,10 @@ def judge(trial: Trial) -> tuple[Result, ...]:
 
 
 def _merge_launch_results(trial: Trial, results: list[Result]) -> Result:
-    """Return the worst verdict, the sum of what was examined, and all findings, each with the label of its launch.
+    """Return one result of a check for all launches: the worst verdict, and all findings with their launch's label.
 
-    The note is that of the last launch with this verdict.
+    What was examined is summed. The note is that of the last launch with this verdict. results: in the order of the
+    launches.
     """
     order = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS, Verdict.NOT_APPLICABLE)
     worst = min((result.verdict for result in results), key=order.index)
@@ -91,9 +98,11 @@ def _merge_launch_results(trial: Trial, results: list[Result]) -> Result:
 
 
 def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Result:
-    """Return the check's result. UNKNOWN or NOT_APPLICABLE if the evidence lacks what it needs.
+    """Return the check's result on one launch.
 
-    A check that raises, or that passes without having examined anything, is UNKNOWN.
+    UNKNOWN or NOT APPLICABLE, with the reason, if the evidence lacks what it needs. UNKNOWN as well if the check raises
+    (also NoBound), returns no Result of its name, or passes without having examined anything. A PASS becomes UNKNOWN if
+    some of the evidence was seen only in part.
     """
     provided = trial.provided
     needs = all_checks()[name].NEEDS

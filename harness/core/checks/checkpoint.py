@@ -28,6 +28,10 @@ SMALL_BYTES = 16 * 1024
 
 
 def check(trial: Trial) -> Result:
+    """Judge the index of the checkpoint that this launch wrote.
+
+    UNKNOWN if it was not read; NOT APPLICABLE if it writes none.
+    """
     if trial.case.saved_step is None:
         return not_applicable("checkpoint", "this launch writes none")
     checkpoint = trial.run.checkpoint
@@ -39,9 +43,10 @@ def check(trial: Trial) -> Result:
 
 
 def expected_tensors(trial: Trial) -> dict[TensorKey, set[str]]:
-    """Return the tensors that should be saved, each with the dtypes that it may have.
+    """Return, by quantity and fqn, each tensor that should be saved, with the names of the dtypes that it may have.
 
-    Evidence stores a bfloat16 as float32, so a state in float32 of a bfloat16 parameter may have either.
+    Single numbers of the optimizer are left out. Evidence stores a bfloat16 as float32, so a state in float32 of a
+    bfloat16 parameter may have either.
     """
     types: dict[TensorKey, set[str]] = defaultdict(set)
     for evidence in trial.ranks.values():
@@ -61,7 +66,11 @@ def expected_tensors(trial: Trial) -> dict[TensorKey, set[str]]:
 
 
 def saved_tensors_by_key(trial: Trial, checkpoint: Checkpoint) -> dict[TensorKey, list[SavedTensor]]:
-    """Return the floating-point tensors that belong to a parameter, by the quantity that their name is taken for."""
+    """Return, by quantity and fqn, the saved floating-point tensors that belong to a parameter.
+
+    Single numbers are left out. The quantity is an optimizer's state if a part of the saved name is that state's name,
+    otherwise the parameter.
+    """
     names = {name for name, _ in expected_tensors(trial)} - {PARAMETER}
     by_key: dict[TensorKey, list[SavedTensor]] = defaultdict(list)
     for tensor in checkpoint.tensors:
@@ -72,22 +81,29 @@ def saved_tensors_by_key(trial: Trial, checkpoint: Checkpoint) -> dict[TensorKey
 
 
 def count_allowed_tensors(trial: Trial, key: TensorKey) -> int:
-    """Return how many tensors of this key a checkpoint may have. A tied weight may be saved under both of its names."""
+    """Return how many tensors of this quantity and parameter a checkpoint may have: 1 or 0.
+
+    A tied weight may be saved under both of its names.
+    """
     is_tied_weight = trial.case.model.tied_embeddings and key == (PARAMETER, TIED_OUTPUT_FQN)
     return int(key in expected_tensors(trial) or is_tied_weight)
 
 
 def tensors_of_no_parameter(trial: Trial, checkpoint: Checkpoint) -> list[SavedTensor]:
-    """Return the floating-point tensors that belong to no parameter of the model."""
+    """Return the saved floating-point tensors that belong to no parameter of the model. Single numbers are left out."""
     return [tensor for tensor in checkpoint.tensors if not tensor.fqn and _is_examined(tensor)]
 
 
 def _is_examined(tensor: SavedTensor) -> bool:
+    """Return whether a saved tensor has floating-point numbers, and more than one."""
     return "float" in tensor.dtype and math.prod(tensor.shape) > 1
 
 
 def _excess_findings(trial: Trial, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield findings of tensors, objects and files that are more than there should be."""
+    """Yield a finding for each tensor, object or set of files of a checkpoint that is too much or too large.
+
+    Objects up to SMALL_BYTES are allowed, and as many bytes outside the index for each rank.
+    """
     for (name, fqn), tensors in saved_tensors_by_key(trial, checkpoint).items():
         allowed_count = count_allowed_tensors(trial, (name, fqn))
         if len(tensors) > allowed_count:
@@ -133,5 +149,5 @@ def _tensor_findings(trial: Trial, checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _subject_of(name: str, fqn: str, tensor: SavedTensor) -> dict[str, Any]:
-    """Return the fields that name a saved tensor in a finding."""
+    """Return the fields of a finding that name a saved tensor: kind, name, quantity and note."""
     return {"kind": "parameter", "name": fqn, "quantity": name, "note": f"saved as {tensor.name}"}

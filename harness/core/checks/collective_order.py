@@ -27,6 +27,11 @@ UNEVEN_OPERATORS = ("all_to_all", "scatter", "gather")  # ranks may rightly pass
 
 
 def check(trial: Trial) -> Result:
+    """Compare what the members of each group issued, and what pairs of ranks sent and received.
+
+    NOT APPLICABLE for one rank, or if only some ranks ran and no group is wholly among them. Sends and receives are not
+    compared if a rank did not end well. Examined are the calls of groups that left evidence as a whole.
+    """
     if trial.plan.dims.world_size == 1:
         return not_applicable("collective_order", "one rank has no peers")
     sequences: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
@@ -50,16 +55,16 @@ def check(trial: Trial) -> Result:
 
 
 def _failed_ranks(trial: Trial) -> set[int]:
-    """Return the ranks that did not end well."""
+    """Return the ranks whose exit record is not "ok"."""
     return {exit.rank for exit in trial.run.exits if exit.how != "ok"}
 
 
 def _truncate_at_failure(
     trial: Trial, ranks: tuple[int, ...], by_rank: dict[int, list[Collective]]
 ) -> dict[int, list[Collective]]:
-    """Return, by rank, as many collectives as the ranks that did not end well issued.
+    """Return, by rank, the first collectives of one group: as many as the failed rank that issued fewest.
 
-    The check `completed` reports that these ranks issued fewer.
+    All if none failed. The check `completed` reports that such ranks issued fewer. ranks: members of the group.
     """
     lengths = [len(by_rank.get(rank, ())) for rank in ranks if rank in trial.ranks and rank in _failed_ranks(trial)]
     least = min(lengths, default=None)
@@ -67,7 +72,10 @@ def _truncate_at_failure(
 
 
 def _truncate_at_join(trial: Trial, by_rank: dict[int, list[Collective]]) -> dict[int, list[Collective]]:
-    """Return, by rank, the collectives that were issued while all of these ranks had inputs."""
+    """Return, by rank, the collectives of the steps in which all of these ranks had inputs.
+
+    All if none ran out of them.
+    """
     joined_steps = [trial.ranks[rank].joined for rank in by_rank]
     last = min((step for step in joined_steps if step is not None), default=None)
     if last is None:
@@ -79,7 +87,7 @@ def _truncate_at_join(trial: Trial, by_rank: dict[int, list[Collective]]) -> dic
 
 
 def _calls_of_whole_groups(trial: Trial, rank: int) -> list[Collective]:
-    """Return the collectives whose whole group left evidence, and sends and receives whose other side did."""
+    """Return a rank's collectives whose whole group left evidence, and its sends and receives whose other side did."""
     calls = trial.ranks[rank].collectives
     ranks_with_evidence = trial.run.recorded_ranks
     is_whole: dict[tuple[int, ...], bool] = {}
@@ -89,14 +97,17 @@ def _calls_of_whole_groups(trial: Trial, rank: int) -> list[Collective]:
 
 
 def _without_unseen_peers(trial: Trial, calls: list[Collective]) -> list[Collective]:
-    """Return the calls without sends and receives whose peer left no evidence."""
+    """Return the calls but for sends and receives whose peer left no evidence of its own."""
     return [call for call in calls if call.peer is None or call.peer in trial.ranks]
 
 
 def _first_difference_findings(
     trial: Trial, ranks: tuple[int, ...], by_rank: dict[int, list[Collective]]
 ) -> list[Finding]:
-    """Return a finding of the first collective at which members of one group disagree, with what each of them did."""
+    """Return a finding of the first collective at which members of one group disagree. Empty if they agree in all.
+
+    The call of most members is expected, of a tie that of the lowest rank. Members without evidence are not compared.
+    """
     present = [rank for rank in ranks if rank in trial.ranks]
     longest = max(len(sequence) for sequence in by_rank.values())
     for index in range(longest):
@@ -118,9 +129,10 @@ def _first_difference_findings(
 
 
 def call_text(sequence: list[Collective], index: int, *, phases: bool = True) -> str:
-    """Return what members of a group must have in common of a call: operator, bytes, dtype, step, phase and root.
+    """Return what members of a group must have in common in the call at an index: operator, bytes, dtype, time, root.
 
-    phases: whether to include the phase. It is left out where phases follow from times alone.
+    "nothing" if the sequence is shorter. Bytes are left out where ranks may pass different numbers; step and phase are
+    for a broadcast. phases: whether to include the phase; it is left out where phases follow from times alone.
     """
     if index >= len(sequence):
         return "nothing"
@@ -136,7 +148,7 @@ def call_text(sequence: list[Collective], index: int, *, phases: bool = True) ->
 
 
 def _unmatched_findings(calls_by_rank: Mapping[int, list[Collective]]) -> list[Finding]:
-    """Return findings of pairs of ranks where the one sent another number of bytes than the other received."""
+    """Return a finding for each pair of ranks of which one sent another number of bytes than the other received."""
     balance: dict[tuple[int, int, str], list[int]] = defaultdict(lambda: [0, 0])
     for rank, calls in calls_by_rank.items():
         for call in calls:

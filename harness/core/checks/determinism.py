@@ -16,6 +16,11 @@ DIFFERING_RESULTS = "results that differ from the first run"
 
 
 def check(trial: Trial) -> Result:
+    """Compare the repeat with the first run, step by step on each rank.
+
+    NOT APPLICABLE if the case requests one run. UNKNOWN if the repeat's evidence is missing, or a rank of it did not
+    end well.
+    """
     if trial.case.runs < 2:
         return not_applicable("determinism", "the case requests one run (runs: 2 repeats it)")
     if trial.repeat is None or set(trial.repeat.ranks) != set(trial.ranks) or _has_failed_rank(trial.repeat):
@@ -36,4 +41,5 @@ def check(trial: Trial) -> Result:
 
 
 def _has_failed_rank(run: Run) -> bool:
+    """Return whether a rank's exit record is not "ok"."""
     return any(exit.how != "ok" for exit in run.exits)

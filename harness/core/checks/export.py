@@ -21,12 +21,17 @@ from harness.core.judge.trial import Trial
 STAGE = "data"
 NEEDS = frozenset({"reference", "values", "declared"})
 ROUNDING_ERROR = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 1.001 * 2.0**-8}
-"""By dtype of a file, how far rounding moves a number, relative to it. To bfloat16 it is rounded twice, by way of float32."""
+"""Dtype of a file -> how far rounding moves a number, relative to it. bfloat16 is rounded twice, by way of float32."""
 TABLE_SUFFIXES = ("inv_freq",)
 """Ends of names of tables that are no weights."""
 
 
 def check(trial: Trial) -> Result:
+    """Compare the exported tensors with what ranks held after the last step.
+
+    NOT APPLICABLE without an export, and for earlier launches. UNKNOWN if no rank read the export. UNKNOWN as well if
+    replicas hold different values of some tensors and no other tensor is wrong.
+    """
     if trial.case.features.export is None or trial.case.last_step is not None:
         return not_applicable("export", "no export is requested")
     exported_tensors = recorded_export(trial)
@@ -54,7 +59,10 @@ def check(trial: Trial) -> Result:
 
 
 def differing_tensor_names(trial: Trial) -> set[str]:
-    """Return the names of the tensors of which ranks with the same slice hold different values after the last step."""
+    """Return the names of the exported tensors of which replicas hold different values after the last step.
+
+    Empty if none differ. A fused or merged tensor differs if one of its parts does.
+    """
     local_shards = {
         rank: record.parameters for rank, record in trial.own_steps() if record.step == trial.case.steps[-1]
     }
@@ -77,16 +85,19 @@ def recorded_export(trial: Trial) -> dict[str, ExportedTensor] | None:
 
 
 def rounding_units_by_name(trial: Trial) -> dict[str, Any]:
-    """Return, by name of an exported tensor, how many units of rounding each of its numbers may be off."""
+    """Return, by exported name, an array of how many units of rounding each number may be off.
+
+    Empty for a model without LoRA.
+    """
     return rounding_units(trial.case, export_weights_after(trial, trial.case.steps[-1]))
 
 
 def wrong_tensor_names(
     exported_tensors: dict[str, ExportedTensor], wanted: dict[str, Any], roundings_by_name: dict[str, Any]
 ) -> list[str]:
-    """Return the names of tensors that hold something else than `wanted`.
+    """Return the names of exported tensors that hold something else than wanted.
 
-    roundings_by_name: as `rounding_units_by_name` returns it.
+    Names that only one side has are left out. roundings_by_name: as `rounding_units_by_name` returns it.
     """
     return [
         name

@@ -38,6 +38,10 @@ Outcomes = Iterator[Finding | None]  # None: something was looked at, and was ri
 
 
 def check(trial: Trial) -> Result:
+    """Judge on every rank whether each feature left traces that it ran, or none if it was not requested.
+
+    Fused attention is judged only if the trainer has it. Examined is the number of comparisons.
+    """
     outcomes: list[Finding | None] = []
     looks = (
         _recomputation_outcomes,
@@ -70,6 +74,7 @@ def check(trial: Trial) -> Result:
 def _finding_unless_equal(
     rank: int, quantity: str, expected: Value, observed: Value, *, module: str = "", **fields: Any
 ) -> Finding | None:
+    """Return a finding about a feature, or about `module`, of this rank. None if both values are equal."""
     subject: dict[str, Any] = {
         "kind": "module" if module else "feature",
         "name": module,
@@ -83,6 +88,10 @@ def _finding_unless_equal(
 
 
 def wrapper_outcomes(trial: Trial, rank: int) -> Outcomes:
+    """Yield None if the rank's data-parallel wrappers are all of the requested kind, otherwise a finding.
+
+    Over one data rank any single kind is right.
+    """
     kinds = sorted({wrapper.kind for wrapper in trial.ranks[rank].structure.values()})
     alone = trial.case.wrapper is None and len(kinds) == 1 and trial.case.dims.dp * trial.case.dims.cp == 1
     wanted = kinds[0] if alone else trial.case.wrapper or "none"  # over one data rank any wrapper does
@@ -90,17 +99,26 @@ def wrapper_outcomes(trial: Trial, rank: int) -> Outcomes:
 
 
 def _offload_outcomes(trial: Trial, rank: int) -> Outcomes:
+    """Yield None if each wrapper of the rank claims CPU offload as requested, otherwise a finding.
+
+    Right without wrappers.
+    """
     observed = {wrapper.cpu_offload for wrapper in trial.ranks[rank].structure.values()}
     wanted = {trial.case.features.cpu_offload} if observed else observed
     yield _finding_unless_equal(rank, "CPU offload", _on_off_values(wanted), _on_off_values(observed))
 
 
 def _on_off_values(switches: Collection[bool]) -> Value:
+    """Return "off" and "on" for the different values among these switches, in this order."""
     return tuple("on" if switch else "off" for switch in sorted(switches))
 
 
 def reduce_dtype_outcomes(trial: Trial, rank: int) -> Outcomes:
-    """Return the gradients on their way over the data ranks. The check `traffic` judges whether there are any."""
+    """Yield None if the rank reduced gradients over its data ranks in the requested dtype, otherwise a finding.
+
+    Nothing is yielded if it reduced none: the check `traffic` judges whether there are any. Reductions of keys and
+    values over cp in the compute dtype do not count.
+    """
     case, plan = trial.case, trial.plan
     groups = {plan.group_of(rank, axis) for axis in (plan.shard_axis, plan.replicate_axis) if axis in plan.groups}
     dtypes = {
@@ -118,14 +136,21 @@ def reduce_dtype_outcomes(trial: Trial, rank: int) -> Outcomes:
 
 
 def bucket_sizes(trial: Trial, rank: int) -> list[int]:
-    """Bytes of each reduction over the replicas in the last step, in which DDP's buckets have their final order."""
+    """Return the bytes of each all_reduce over the replicas in backward of the rank's last step.
+
+    Empty if there is none. In the last step DDP's buckets have their final order.
+    """
     ranks, last = trial.plan.peers(rank, trial.plan.replicate_axis), trial.ranks[rank].steps[-1].step
     calls = [call for call in trial.ranks[rank].collectives if (call.ranks, call.op) == (ranks, "all_reduce")]
     return [call.bytes for call in calls if (call.phase, call.step) == ("backward", last)]
 
 
 def bucket_outcomes(trial: Trial, rank: int) -> Outcomes:
-    """A bucket is closed by the parameter that fills it, so it is smaller than its size and one parameter more."""
+    """Yield None if the largest bucket that the rank reduced is as large as requested, otherwise a finding.
+
+    Nothing is yielded if no size is requested. A bucket is closed by the parameter that fills it, so it is smaller than
+    its size and one parameter more.
+    """
     if trial.case.features.bucket_mb is None:
         return
     size = int(trial.case.features.bucket_mb * 2**20)
@@ -139,17 +164,22 @@ def bucket_outcomes(trial: Trial, rank: int) -> Outcomes:
 
 
 def layers_of_rank(trial: Trial, rank: int) -> list[int]:
+    """Return the indices of the layers of all pipeline stages that a rank runs."""
     return [layer for stage in trial.plan.stages[rank] for layer in layers_of_stage(trial.case, stage)]
 
 
 def recomputation_counts(step: StepEvidence) -> dict[str, int]:
-    """How often each module was called inside backward."""
+    """Return, by fqn, how often each module was called inside backward. Modules that were not called are left out."""
     return {call.fqn: count for call, count in step.activity.calls.items() if call.phase == "backward"}
 
 
 def _recomputation_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outcomes:
-    """Compiled code recomputes without calling anything: then only the matmuls tell. Where not a block but its forward
-    is checkpointed (transformers), only what is in it is called again."""
+    """Yield, for each layer and other module called in backward, None if the number of calls is right, or a finding.
+
+    Compiled code recomputes without calling anything: its number is 0, and only matmuls show it. Where not a block but
+    its forward is checkpointed (transformers), only the modules in it are called again, and the most frequent one
+    counts.
+    """
     recomputed = [] if trial.case.features.compile else recomputed_layers(trial.case, rank)
     calls, requested = recomputation_counts(step), {f"layers.{layer}" for layer in recomputed}
     for layer in layers_of_rank(trial, rank):
@@ -163,7 +193,7 @@ def _recomputation_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outc
 
 
 def matmuls_by_dtype(step: StepEvidence, phase: str) -> Counter[str]:
-    """Matmuls of a phase by dtype."""
+    """Return the number of matmuls of a phase, by dtype."""
     counted = Counter[str]()
     for key, count in step.activity.matmuls.items():
         if key.phase == phase:
@@ -172,13 +202,13 @@ def matmuls_by_dtype(step: StepEvidence, phase: str) -> Counter[str]:
 
 
 def recomputed_matmuls(trial: Trial, rank: int, step: StepEvidence) -> int | None:
-    """Return how many matmuls backward repeats: in every block recomputed all but the last, whose result is not needed, if
-    the trainer stops there (`ac_early_stop`).
+    """Return how many matmuls backward of a step should repeat. None if blocks do not have equally many in forward.
 
-    "op" keeps every second one, the first and the last among them. How many a block has is read off the forward pass,
-    for trainers fuse weights. A matmul has two in backward, one for each of its gradients. Under dropout the last one is
-    repeated too: what backward needs last is the mask behind it. Where tp reduces attention's result and "op" keeps it,
-    the matmul before is needed for nothing, which a compiler sees and leaves it out.
+    In every block recomputed it is all but the last, whose result is not needed, if the trainer stops there
+    (`ac_early_stop`). "op" keeps every second one, the first and the last among them. How many a block has is read off
+    the forward pass, because trainers fuse weights. Under dropout the last one is repeated too: backward needs the mask
+    behind it. Where tp reduces attention's result and "op" keeps it, a compiler leaves out the matmul before, because
+    nothing needs it.
     """
     case, layers = trial.case, len(layers_of_rank(trial, rank))
     inside = projects_in_forward(trial, rank, step)
@@ -204,7 +234,12 @@ RECOMPUTED, DTYPE = "matmuls in backward beyond planned gradients", "matmuls' dt
 
 
 def _matmul_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outcomes:
-    """Quantised matmuls are judged by their own format."""
+    """Yield None or a finding on the dtype of a step's matmuls, then on the number of matmuls in backward.
+
+    Needed are two for each gradient, and those that recomputation repeats. Nothing is yielded for quantized recipes,
+    whose matmuls are judged by their own format. If blocks have unequal numbers in forward, a finding says so and
+    backward is not judged.
+    """
     if trial.case.training.quantize:
         return
     expect = partial(_finding_unless_equal, rank, step=step.step)
@@ -240,7 +275,11 @@ FUSED, ATTENDED, ATTENDED_AGAIN = Attention("forward", "attention"), "attention 
 
 
 def _attention_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outcomes:
-    """Each layer's, in each step: one that falls back to matmuls leaves too few kernels, and batched matmuls instead."""
+    """Yield None or a finding on a step's attention kernels in each phase, and on batched matmuls.
+
+    A layer that falls back to matmuls has too few kernels, and batched matmuls instead. Nothing is yielded if the rank
+    received no samples, because torch then calls no kernel.
+    """
     counts, case = step.activity.attention, trial.case
     if not any(expected_microbatch_sizes(trial, rank, step.step)):  # torch calls no kernel
         return
@@ -258,13 +297,13 @@ def _attention_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outcomes
 
 
 def count_batched_matmuls(step: StepEvidence, phases: Collection[str] = ()) -> int:
-    """Count all phases where none are given."""
+    """Return the number of batched matmuls of a step in these phases, in all phases by default."""
     kinds = step.activity.attention.items()
     return sum(count for key, count in kinds if key.kind == "batched matmul" and key.phase in (phases or (key.phase,)))
 
 
 def count_batched_in_training(trial: Trial, step: StepEvidence) -> int:
-    """Return them without those that are allowed in addition."""
+    """Return the number of batched matmuls of a step, without those outside of passes if these are allowed."""
     outside_passes = count_batched_matmuls(step, OUTSIDE_PHASES)
     return count_batched_matmuls(step) - (
         outside_passes if 0 < all_outside_matmuls(step) <= most_computed(trial, step) else 0
@@ -272,9 +311,10 @@ def count_batched_in_training(trial: Trial, step: StepEvidence) -> int:
 
 
 def is_attention_fused(trial: Trial) -> bool:
-    """The trainer says so, where there is a kernel; else seen anywhere: a trainer has it in all layers and steps.
+    """Return whether the trainer's attention is a fused kernel, as it declares or as was seen on any rank.
 
-    What is not fused, or is one kernel of a compiler's (flex attention), cannot be distinguished from what else is done.
+    A trainer has it in all layers and steps. A declaration counts only where there is such a kernel. Attention of
+    another kind, or one kernel of a compiler's (flex attention), cannot be distinguished from other work.
     """
     if trial.traits.attention == "fused" and has_fused_kernel(trial):
         return True
@@ -282,7 +322,10 @@ def is_attention_fused(trial: Trial) -> bool:
 
 
 def has_fused_kernel(trial: Trial) -> bool:
-    """On GPUs none takes float64 or heads of uneven sizes (sdp_utils.cpp of torch)."""
+    """Return whether torch has a fused kernel of attention for this recipe on the ranks' devices. Always true on CPUs.
+
+    On GPUs none takes float64, or heads whose size 8 does not divide (sdp_utils.cpp of torch).
+    """
     training, devices = (
         trial.case.training,
         {evidence.environment.get("device", "cpu") for evidence in trial.ranks.values()},
@@ -292,7 +335,11 @@ def has_fused_kernel(trial: Trial) -> bool:
 
 
 def attention_kernels_per_layer(trial: Trial, rank: int) -> int:
-    """Count a layer's kernels: around a ring one for each rank whose keys a query may see; all of them, if balanced."""
+    """Return how many attention kernels a layer calls in one forward pass on this rank.
+
+    Around a ring it is one for each rank whose keys a query may see, and all of them with balanced loads. It is 1 if cp
+    gathers.
+    """
     if trial.traits.cp_gathers or trial.case.features.cp_load_balance:
         return 1 if trial.traits.cp_gathers else trial.case.dims.cp
     return coordinate_of_rank(trial.case.dims, rank)["cp"] + 1
@@ -304,20 +351,22 @@ OUTSIDE_PHASES, OUTSIDE_MATMULS = ("pipeline", "optimizer", "other"), "matmuls o
 
 
 def unallowed_outside_matmuls(trial: Trial, rank: int, step: StepEvidence) -> int:
-    """Return the matmuls outside of forward and backward, where they are more than is allowed. A loss that projects to the
-    vocabulary itself, which forward then lacks, has those that no block does."""
+    """Return the number of matmuls outside of forward and backward, without batched ones; 0 if all are allowed.
+
+    A loss that projects to the vocabulary itself has matmuls that forward lacks and no block calls: it is 0 then, too.
+    """
     if 0 < all_outside_matmuls(step) <= most_computed(trial, step):
         return 0
     return plain_outside_matmuls(step) if projects_in_forward(trial, rank, step) or outside_block_calls(step) else 0
 
 
 def all_outside_matmuls(step: StepEvidence) -> int:
-    """Return the matmuls outside of training passes, batched ones among them."""
+    """Return the number of matmuls of a step outside of training passes, batched ones among them."""
     return plain_outside_matmuls(step) + count_batched_matmuls(step, OUTSIDE_PHASES)
 
 
 def most_computed(trial: Trial, step: StepEvidence) -> int:
-    """Return how many of these the case or the trainer allows, in addition to what Muon multiplies in the optimizer."""
+    """Return how many matmuls outside of passes are right: allowed ones, and Muon's in the optimizer."""
     forward, own = (
         matmuls_by_dtype(step, p).total() + count_batched_matmuls(step, (p,)) for p in ("forward", "optimizer")
     )
@@ -328,7 +377,7 @@ def most_computed(trial: Trial, step: StepEvidence) -> int:
 
 
 def _text_of_allowances(trial: Trial) -> str:
-    """Return what is allowed to be computed, compiled and hooked, and which of it nothing uses."""
+    """Return a note of the allowances to compute, compile and hook, and which nothing uses. Empty without any."""
     hooks = {name for _, step in trial.own_steps() for name in saved_hooks.saved_tensor_hook_owners(step)}
     computed = any(all_outside_matmuls(step) for _, step in trial.own_steps())
     compiled = any(evidence.compiler.get("graphs") for evidence in trial.ranks.values())
@@ -343,23 +392,29 @@ def _text_of_allowances(trial: Trial) -> str:
 
 
 def plain_outside_matmuls(step: StepEvidence) -> int:
+    """Return the number of matmuls of a step outside of training passes, without batched ones."""
     return sum(matmuls_by_dtype(step, phase).total() for phase in OUTSIDE_PHASES)
 
 
 def outside_block_calls(step: StepEvidence) -> int:
-    """Calls of blocks, and of what is in them, outside of forward and backward."""
+    """Return the number of calls of blocks, and of modules in them, outside of forward and backward."""
     calls = step.activity.calls.items()
     return sum(count for call, count in calls if call.phase in OUTSIDE_PHASES and call.fqn.startswith("layers."))
 
 
 def projects_in_forward(trial: Trial, rank: int, step: StepEvidence) -> bool:
-    """Whether forward has the matmuls of the output projection. One that lacks them has equally many in every block."""
+    """Return whether forward has the matmuls of the output projection.
+
+    False only if forward's number fits equal blocks without the output, and not with it, and some matmuls are outside
+    of passes.
+    """
     in_forward, blocks = matmuls_by_dtype(step, "forward").total(), trial.case.passes * len(layers_of_rank(trial, rank))
     lacks_them = (in_forward - output_layer.forward_call_count(trial, rank)) % blocks and in_forward % blocks == 0
     return not (lacks_them and plain_outside_matmuls(step))
 
 
 def _outside_matmul_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outcomes:
+    """Yield None if a step has no more matmuls outside of training passes than are allowed, otherwise a finding."""
     outside_passes, limit = unallowed_outside_matmuls(trial, rank, step), most_computed(trial, step)
     wanted = Limit(most=limit) if limit and outside_passes else 0
     yield _finding_unless_equal(rank, OUTSIDE_MATMULS, wanted, outside_passes, step=step.step)
@@ -369,6 +424,7 @@ def _outside_matmul_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Out
 
 
 def _hook_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outcomes:
+    """Yield None if a step has no hooks on saved tensors but allowed ones and recomputation's, otherwise a finding."""
     yield _finding_unless_equal(
         rank, saved_hooks.SAVED_TENSOR_HOOKS, (), tuple(saved_hooks.foreign_hook_owners(trial, step)), step=step.step
     )
@@ -386,7 +442,11 @@ QUANTIZED_MATMULS = {
 
 
 def _quantized_matmul_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outcomes:
-    """Exactly the recipe's modules: one matmul a pass in forward, and in backward one for each gradient."""
+    """Yield, for each module and phase, None if it has the recipe's number of 8-bit matmuls, otherwise a finding.
+
+    Exactly the recipe's modules have one in forward of each pass, and in backward one for each gradient. Nothing is
+    yielded for compiled code, in which they are not seen.
+    """
     counts = step.activity.quantized
     if trial.case.features.compile:  # compiled code does not tell
         return
@@ -399,7 +459,11 @@ def _quantized_matmul_outcomes(trial: Trial, rank: int, step: StepEvidence) -> O
 def _planned_quantized_matmuls(
     trial: Trial, rank: int, counts: dict[QuantizedMatmul, int]
 ) -> dict[QuantizedMatmul, int]:
-    """Recomputation may repeat the forward matmul; it stops where the rest is not needed."""
+    """Return the 8-bit matmuls that a rank's modules should have in a step, by phase, module and format.
+
+    Recomputation may repeat the forward matmul, which it does not where the rest is not needed: both numbers are right.
+    counts: those that were observed.
+    """
     case, layers, recomputed = trial.case, layers_of_rank(trial, rank), recomputed_layers(trial.case, rank)
     wanted: dict[QuantizedMatmul, int] = {}
     for fqn in trial.plan.quantized:
@@ -418,7 +482,10 @@ def _planned_quantized_matmuls(
 
 
 def _compiled_block_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outcomes:
-    """Each module of a block is called once a pass; of a compiled block none is."""
+    """Yield, for each layer, None if each of its modules was called once a pass in forward, otherwise a finding.
+
+    A compiled block calls none of its modules.
+    """
     wanted = 0 if trial.case.features.compile else trial.case.passes
     for layer in layers_of_rank(trial, rank):
         calls = ((call, call_count) for call, call_count in step.activity.calls.items() if call.phase == "forward")
@@ -433,6 +500,10 @@ def _compiled_block_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Out
 
 
 def _random_number_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outcomes:
+    """Yield None if forward of a step drew random numbers exactly if the model has dropout, otherwise a finding.
+
+    Steps in which a hypothesis assumes that none are drawn should have none.
+    """
     wanted = "drawn" if trial.case.model.dropout and step.step not in trial.assumption.undrawn else "none"
     observed = "drawn" if step.activity.random.get("forward", 0) else "none"
     yield _finding_unless_equal(rank, "random numbers in forward", wanted, observed, step=step.step)
@@ -442,7 +513,10 @@ def _random_number_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outc
 
 
 def has_merged_adapters(case: Case, of_blocks: int, layers: Sequence[int]) -> bool:
-    """Return whether blocks have as few matmuls as merged adapters have. of_blocks: those of a step's forward passes."""
+    """Return whether blocks have exactly the matmuls that they have if LoRA's adapters are added to their matrix first.
+
+    False without LoRA. of_blocks: the number in a step's forward passes. layers: those of the rank.
+    """
     return case.model.lora is not None and of_blocks == case.passes * len(layers) * matmuls_of_block(
         case.model, merged=True
     )

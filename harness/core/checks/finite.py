@@ -13,6 +13,7 @@ NEEDS = frozenset({"contents"})
 
 
 def check(trial: Trial) -> Result:
+    """Judge the digests of every rank. Examined are the steps that each has on record, before the first included."""
     findings: list[Finding] = []
     for summary in trial.rank_summaries:
         for step, names in sorted(summary.contents.not_finite.items()):

@@ -17,6 +17,10 @@ NEEDS = frozenset({"reference"})
 
 
 def check(trial: Trial) -> Result:
+    """Compare the reference's curves with the accepted ones, within the recipe's bounds.
+
+    NOT APPLICABLE if the case is in no file. UNKNOWN if no golden could be read. Raises NoBound.
+    """
     if not trial.case.file:
         return not_applicable(
             "golden", "the case is in no file (it was given another seed or dtype), so it has no golden"

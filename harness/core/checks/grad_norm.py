@@ -21,12 +21,17 @@ OF_GRADIENTS = True
 
 
 def check(trial: Trial) -> Result:
+    """Compare each reported gradient norm with the reference's, or with what a hypothesis assumes. Raises NoBound.
+
+    NOT APPLICABLE if the trainer reports none.
+    """
     if trial.ranks and not any("grad_norm" in evidence.reports for evidence in trial.ranks.values()):
         return not_applicable("grad_norm", "this trainer reports none; clipping by it is judged by the check update")
     bounds = trial.bounds
     assumed = trial.assumption.reports.get("grad_norm")
 
     def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:
+        """Return (relative difference of a reported norm, the finding if it is beyond the bound, else None)."""
         wanted = reference.grad_norm if assumed is None else assumed(rank, step.step)
         difference = relative_error(shown, wanted)
         if difference <= bounds.grad_norm[step.step]:

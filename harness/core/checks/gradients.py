@@ -27,6 +27,12 @@ UNDECIDED_TEXT = (
 
 
 def check(trial: Trial) -> Result:
+    """Compare each entry of the gradients with the reference's, and in recipes with noise each whole gradient.
+
+    Raises NoBound. UNKNOWN if it was not decided which gradients clipping was given. UNKNOWN as well if gradients
+    before clipping were not observed, or slices make up no whole gradient, and nothing else is wrong. Frozen parameters
+    are left out. Findings come with the largest difference first.
+    """
     bounds = trial.bounds
     if unsettled := steps_clipped_late(trial):
         return Result("gradients", Verdict.UNKNOWN, note=UNDECIDED_TEXT.format(min(unsettled)))
@@ -58,12 +64,16 @@ def check(trial: Trial) -> Result:
 
 
 def _remedy_text(step: int) -> str:
+    """Return a text of why gradients of a step cannot be judged, with the call that the adapter needs."""
     text = f"step {step}: the optimizer received the reference's clipped gradients; gradients were not observed before clipping"
     return f"{text}; call `harness.adapter.note_gradients()` in the adapter just before the trainer clips"
 
 
 def _whole_gradient_misfits(trial: Trial) -> tuple[list[Misfit], str]:
-    """Return the misfit of each whole gradient, the worst first, and what kept a parameter from being judged as a whole."""
+    """Return (the misfit of each whole gradient of all steps, the worst first; a text of the first without one).
+
+    The text is empty if every parameter has whole gradients. A misfit with a NaN comes first.
+    """
     all_misfits: list[Misfit] = []
     problem = ""
     for step in trial.case.steps:
@@ -75,6 +85,7 @@ def _whole_gradient_misfits(trial: Trial) -> tuple[list[Misfit], str]:
 
 
 def _misfit_finding(trial: Trial, misfit: Misfit) -> Finding:
+    """Return the finding of a whole gradient: about its factor if only that is wrong, otherwise its distance."""
     subject: dict[str, Any] = {"step": misfit.step, "kind": "parameter", "name": misfit.fqn, "quantity": "gradient"}
     finding_of = partial(Finding, ranks=misfit.ranks, expected="the reference's", **subject)
     if misfit.is_only_scaled:

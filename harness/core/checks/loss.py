@@ -19,6 +19,10 @@ OF_GRADIENTS = True
 
 
 def check(trial: Trial) -> Result:
+    """Compare the mean loss of every step with the reference's, and each rank's losses with its tp peer's.
+
+    Raises NoBound. UNKNOWN if there is a step in which no rank's loss was observed, whatever was found before.
+    """
     bounds = trial.bounds
     findings: list[Finding] = []
     worst = 0.0
@@ -39,7 +43,10 @@ def check(trial: Trial) -> Result:
 
 
 def _remedy_text(trial: Trial) -> str:
-    """Return what to do if the trainer computes its loss by hand, in a kernel of its own or in compiled code."""
+    """Return the call that the adapter needs if a trainer's loss is not seen.
+
+    It is not seen if the trainer computes it by hand, in a kernel of its own or in compiled code.
+    """
     trainer = TrainerSpec.parse(trial.run.trainer)
     caller = trainer.name if trainer.is_file else f"the adapter of {trainer.name}"
     line = 'harness.adapter.note_loss(labels, loss, reduction="sum")'
@@ -49,7 +56,10 @@ def _remedy_text(trial: Trial) -> str:
 
 
 def _differing_peer_findings(trial: Trial, step: int, bound: float) -> list[Finding]:
-    """Return findings of ranks that computed another loss than the tp peer that received the same tokens."""
+    """Return a finding for each loss in which a rank differs from the first tp peer, which received the same tokens.
+
+    bound: relative. A rank with another number of losses has one finding.
+    """
     findings = []
     for rank in last_stage_ranks(trial):
         first = trial.plan.peers(rank, "tp")[0]
@@ -75,4 +85,5 @@ def _differing_peer_findings(trial: Trial, step: int, bound: float) -> list[Find
 
 
 def _relative_difference(observed: float, expected: float) -> float:
+    """Return |observed - expected| / |expected|; inf if `observed` is not finite."""
     return abs(observed - expected) / abs(expected) if math.isfinite(observed) else math.inf

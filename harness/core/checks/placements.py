@@ -34,9 +34,14 @@ NEEDS = frozenset({"structure", "claims", "members"})
 DIFFERING_UNITS = "FSDP units that others lack"
 LEFT_OUT_PARAMETERS = "parameters left out"
 Claims = set[tuple[str, tuple[int, ...]]]
+"""(what is done to a tensor, the ranks over which), as ("dim 0", (0, 1)) or ("replicate", (0, 2))."""
 
 
 def check(trial: Trial) -> Result:
+    """Judge what each parameter, wrapper and unit of every rank claims.
+
+    UNKNOWN if no wrapper of a rank claims its units, and nothing else is wrong. Findings of rank 0 come first.
+    """
     findings: list[Finding] = []
     examined = 0
     for rank, evidence in sorted(trial.ranks.items()):
@@ -60,7 +65,10 @@ def check(trial: Trial) -> Result:
 
 
 def _units_text(trial: Trial) -> str:
-    """Return the units of the first rank of each pipeline stage, where they are the trainer's choice."""
+    """Return a text of the observed units of the first rank of each pipeline stage.
+
+    Empty if the units are not the trainer's choice.
+    """
     units_by_stage: dict[tuple[str, ...], tuple[Unit, ...]] = {}
     for rank, units in (trial.plan.measured_units or {}).items():
         units_by_stage.setdefault(tuple(trial.plan.slices[rank]), units)
@@ -69,7 +77,10 @@ def _units_text(trial: Trial) -> str:
 
 
 def unit_disagreements(trial: Trial) -> list[Finding]:
-    """Return findings of ranks whose units differ from those of most ranks that hold the same parameters."""
+    """Return a finding for each set of ranks whose units differ from those of most ranks that hold the same parameters.
+
+    Empty if the units are not the trainer's choice, because they are compared with the plan's then.
+    """
     by_parameters: dict[tuple[str, ...], dict[frozenset[Unit], list[int]]] = {}
     for rank, observed_units in (trial.plan.measured_units or {}).items():
         unit_set = frozenset(Unit(tuple(sorted(unit.parameters)), unit.degree) for unit in observed_units)
@@ -97,13 +108,15 @@ def _held_fqns(trial: Trial, rank: int) -> tuple[str, ...]:
 
 
 def _few_units_text(trial: Trial, units: frozenset[Unit]) -> str:
+    """Return a text of at most four of these units; "no others" without any."""
     return units_text(sorted(units), trial.case.shards, most_units=4) or "no others"
 
 
 def _tensor_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:
-    """Return findings of a parameter whose claimed shards are not the planned ones.
+    """Return a finding if a parameter does not claim the planned shards, or claims to be another slice than it is.
 
-    Shards must be claimed exactly; replication may be claimed by the tensor or by its wrapper.
+    Shards must be claimed exactly; replication may be claimed by the tensor or by its wrapper. A parameter that the
+    plan does not derive is judged by its pipeline stage alone.
     """
     if tensor.fqn not in trial.plan.slices[rank]:
         return _cross_stage_findings(trial, rank, tensor)
@@ -117,7 +130,10 @@ def _tensor_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Fi
 
 
 def _other_slice_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:
-    """Return a finding if a tensor claims to be another slice, with other contents, and is the one that the plan puts there."""
+    """Return a finding if a tensor claims another slice, with other contents, than the planned one that it holds.
+
+    Empty for flattened parameters, because no mesh claims which part of a vector is there, and for plain tensors.
+    """
     full = trial.seed_weights.get(tensor.fqn)
     if trial.plan.flat or full is None or len(tensor.global_shape) != full.ndim:
         return []  # of a part of a flattened vector no mesh claims which
@@ -146,11 +162,12 @@ def _cross_stage_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> li
 
 
 def _pipeline_stage(trial: Trial, rank: int) -> int:
+    """Return a rank's mesh coordinate along pp."""
     return coordinate_of_rank(trial.case.dims, rank)["pp"]
 
 
 def _claims_nothing(trial: Trial, rank: int, tensor: TensorEvidence) -> bool:
-    """Return whether it is a plain tensor of a trainer's own parallel layers, as large as the rank's slice.
+    """Return whether a tensor is a plain one of a trainer's own parallel layers, as large as the rank's slice.
 
     The check shard_contents judges what is in it. One that is as large as the whole parameter claims to be it.
     """
@@ -161,9 +178,10 @@ def _claims_nothing(trial: Trial, rank: int, tensor: TensorEvidence) -> bool:
 
 
 def planned_shards(trial: Trial, rank: int, fqn: str) -> Claims:
-    """Return the groups whose members hold other slices of a parameter, by the dim in which these differ.
+    """Return, for each axis that cuts a parameter, the dim that it cuts and the ranks of this rank's group.
 
-    FSDP1's slices look like plain tensors: its wrapper claims them. What ZeRO flattens tp may have cut.
+    Where parameters are flattened only tp's cut is returned: FSDP1's slices look like plain tensors, and its wrapper
+    claims them.
     """
     plan = trial.plan
     shards: Claims = set()
@@ -179,7 +197,10 @@ def planned_shards(trial: Trial, rank: int, fqn: str) -> Claims:
 
 
 def tensor_claims(rank: int, tensor: TensorEvidence) -> Claims:
-    """Return, for each mesh axis of degree above 1, what it does to the tensor, and this rank's line of ranks along it."""
+    """Return, for each mesh axis of degree above 1, what it does to the tensor, and the rank's line of ranks along it.
+
+    Empty for a plain tensor, or for a rank outside the mesh.
+    """
     if tensor.mesh is None:
         return set()
     mesh = np.array(tensor.mesh)
@@ -194,11 +215,16 @@ def tensor_claims(rank: int, tensor: TensorEvidence) -> Claims:
 
 
 def _placement_kind(placement: str) -> str:
-    """Return what a placement does to a tensor: "Shard(0)" and "StridedShard(0)" both cut "dim 0"."""
+    """Return what a placement does: "dim 0" for "Shard(0)" and "StridedShard(0)", else its word in lower case."""
     return "dim " + placement.split("(")[1].rstrip(")") if "Shard" in placement else placement.lower()
 
 
 def _wrapper_findings(trial: Trial, rank: int, module: str, wrapper: Wrapper) -> list[Finding]:
+    """Return a finding for each of a wrapper's two groups, shards and replicas, that is not the plan's.
+
+    A wrapper without a group counts as a group of this rank alone. Such a group of replicas is right if the optimizer
+    joins them.
+    """
     findings = []
     claimed = {"shard_ranks": wrapper.shard_ranks, "replicate_ranks": wrapper.replicate_ranks}
     for (key, ranks), axis in zip(claimed.items(), (trial.plan.shard_axis, trial.plan.replicate_axis), strict=True):
@@ -217,7 +243,7 @@ def _wrapper_findings(trial: Trial, rank: int, module: str, wrapper: Wrapper) ->
 
 
 def _missing_replication_findings(trial: Trial, rank: int) -> list[Finding]:
-    """Return a finding if replicas are requested, and no wrapper and no parameter of the rank claims them."""
+    """Return a finding if replicas are requested, and no wrapper, parameter or optimizer of the rank shows them."""
     axis = trial.plan.replicate_axis
     if axis not in trial.plan.groups:
         return []
@@ -231,6 +257,10 @@ def _missing_replication_findings(trial: Trial, rank: int) -> list[Finding]:
 
 
 def _unit_findings(trial: Trial, rank: int) -> list[Finding]:
+    """Return a finding for each planned unit whose parameters the rank's wrappers do not gather together, and alone.
+
+    Empty if no wrapper claims units. Where they are the trainer's choice, each parameter must be in one unit.
+    """
     claimed_units = claimed_unit_sets(trial, rank)
     findings: list[Finding] = []
     if trial.plan.measured_units is not None:
@@ -255,6 +285,10 @@ def _unit_findings(trial: Trial, rank: int) -> list[Finding]:
 
 
 def _unit_membership_findings(trial: Trial, rank: int) -> list[Finding]:
+    """Return a finding for each parameter of the rank that is not in exactly one of its observed units.
+
+    Precondition: the units are measured. Empty if the rank has none.
+    """
     assert trial.plan.measured_units is not None
     units = trial.plan.measured_units.get(rank, ())
     if not units:
@@ -272,4 +306,5 @@ def _placement_finding(rank: int, fqn: str, expected: Value, observed: Value) ->
 
 
 def _claims_text(claim: Claims) -> str:
+    """Return a text of claims, as "dim 0 over [0-3]". "whole on every rank" without any."""
     return " and ".join(f"{kind} over {ranks_text(ranks)}" for kind, ranks in sorted(claim)) or "whole on every rank"

@@ -18,6 +18,10 @@ NEEDS = frozenset({"reference", "samples"})
 
 
 def check(trial: Trial) -> Result:
+    """Compare each row of positions that a rank received with those of its tokens; one finding for each step.
+
+    NOT APPLICABLE if no rank received positions. Where some did, a rank without any in a step is a finding.
+    """
     counts: dict[int, int] = {}
     for rank, evidence in trial.ranks.items():
         counts[rank] = sum(len(step.positions) for step in evidence.steps)
@@ -37,6 +41,7 @@ def check(trial: Trial) -> Result:
 
 
 def _row_finding(rank: int, step: int, row: np.ndarray, expected_rows: list[np.ndarray]) -> Finding:
+    """Return the finding of a wrong row of positions, beside the right row that is nearest to it."""
     wanted = expected_rows[0]
     nearest = nearest_row(row, expected_rows)
     note = ""
@@ -48,9 +53,10 @@ def _row_finding(rank: int, step: int, row: np.ndarray, expected_rows: list[np.n
 
 
 def nearest_row(row: np.ndarray, expected_rows: list[np.ndarray]) -> np.ndarray:
-    """Return the right row from which fewest entries differ."""
+    """Return the expected row that differs from `row` in the fewest entries. Another shape counts as more than all."""
 
     def differing_entries(expected_row: np.ndarray) -> int:
+        """Return the number of entries in which an expected row differs; more than all for another shape."""
         if expected_row.shape != row.shape:
             return row.size + 1
         return int(np.count_nonzero(expected_row != row))
@@ -59,7 +65,10 @@ def nearest_row(row: np.ndarray, expected_rows: list[np.ndarray]) -> np.ndarray:
 
 
 def expected_position_rows(trial: Trial, wanted: np.ndarray, step: int) -> list[np.ndarray]:
-    """Return `wanted`, and under a document mask the positions within their documents of each of the step's samples."""
+    """Return the rows of positions that are right in a step: `wanted`, the positions in the whole sequence.
+
+    Under a document mask there is one more for each sample of the step: the positions within its documents.
+    """
     if not trial.case.training.document_mask:
         return [wanted]
     reference = trial.reference
@@ -69,7 +78,7 @@ def expected_position_rows(trial: Trial, wanted: np.ndarray, step: int) -> list[
 
 
 def within_documents(tokens: np.ndarray) -> np.ndarray:
-    """Return the position of each token of a row in its own document, from 0."""
+    """Return the position of each token of a row in its own document, from 0. Imports torch."""
     from torch import from_numpy
 
     from harness.reference.data import documents
@@ -81,7 +90,7 @@ def within_documents(tokens: np.ndarray) -> np.ndarray:
 
 
 def wrong_position_rows(received: tuple[np.ndarray, ...], expected_rows: list[np.ndarray]) -> list[np.ndarray]:
-    """Return the rows of positions that are none of the right ones.
+    """Return the received rows that equal none of the expected ones. Empty if all are right.
 
     A rank may receive one row of positions for all samples, or a row for each.
     """

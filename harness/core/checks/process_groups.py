@@ -18,6 +18,10 @@ NEEDS = frozenset({"structure", "groups", "members"})
 
 
 def check(trial: Trial) -> Result:
+    """Search the planned group of each axis among each rank's groups. NOT APPLICABLE for one rank.
+
+    Whether members agree on a group's name is judged only if all groups were listed at one moment.
+    """
     if trial.plan.dims.world_size == 1:
         return not_applicable("process_groups", "one rank has no groups")
     findings: list[Finding] = []
@@ -42,9 +46,10 @@ def check(trial: Trial) -> Result:
 
 
 def _axes_in_use(trial: Trial) -> list[str]:
-    """Return the axes of the plan over which something runs.
+    """Return the plan's axes that need a group of their own.
 
-    Nothing runs over dp_shard or dp_replicate by itself where it is folded with cp. Two ranks that send need no group.
+    Left out are dp_shard or dp_replicate where it is folded with cp, and the ends of a pipeline if they only send to
+    each other.
     """
     plan = trial.plan
     unused = {axis.removesuffix("_cp") for axis in (plan.shard_axis, plan.replicate_axis) if axis.endswith("_cp")}
@@ -53,7 +58,7 @@ def _axes_in_use(trial: Trial) -> list[str]:
 
 
 def _disagreement_findings(trial: Trial) -> list[Finding]:
-    """Return findings of groups whose name does not mean the same ranks to each of their members."""
+    """Return a finding for each group of a rank that another member does not have with this name and these ranks."""
     findings = []
     for rank, evidence in sorted(trial.ranks.items()):
         for group in evidence.groups:

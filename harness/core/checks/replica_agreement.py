@@ -46,10 +46,16 @@ ReplicatedSlice = tuple[str, Slice]
 
 
 def check(trial: Trial) -> Result:
+    """Compare replicas by values where the evidence has them, otherwise by digests of parameters."""
     return _judge_values(trial) if "values" in trial.provided else _judge_digests(trial)
 
 
 def _judge_values(trial: Trial) -> Result:
+    """Compare the gradients and parameters of ranks that hold the same slice, after every step.
+
+    NOT APPLICABLE if no two ranks hold one. UNKNOWN if ranks that should by the plan do not, and nothing differs.
+    Examined are, for each family, all ranks but one.
+    """
     families = replica_families(trial)
     planned = planned_families(trial)
     if not families and (not planned or trial.assumption.references):
@@ -73,14 +79,15 @@ def _judge_values(trial: Trial) -> Result:
 
 
 def planned_families(trial: Trial) -> dict[ReplicatedSlice, list[int]]:
-    """Return, by parameter and slice, the ranks that should hold it by the plan, where there are several."""
+    """Return, by (fqn, slice), the ranks that should hold it by the plan. Slices of a single rank are left out."""
     return _families_of_slices({rank: trial.plan.slices[rank] for rank in sorted(trial.ranks)})
 
 
 def replica_families(trial: Trial) -> dict[ReplicatedSlice, list[int]]:
-    """Return, by parameter and slice, the ranks that hold it, where there are several that train by the same reference.
+    """Return, by (fqn, slice), the ranks that hold it, if several ranks that train by the same reference do.
 
-    A hypothesis may say that some train separately.
+    A hypothesis may assume that some ranks train separately. Of such sets only the first that shares a slice is
+    returned.
     """
     families: dict[ReplicatedSlice, list[int]] = {}
     for ranks_of_reference in _ranks_by_reference(trial):
@@ -92,7 +99,10 @@ def replica_families(trial: Trial) -> dict[ReplicatedSlice, list[int]]:
 
 
 def gradient_families(trial: Trial, families: dict[ReplicatedSlice, list[int]]) -> dict[ReplicatedSlice, list[int]]:
-    """Return the families of parameters, or those of the plan's slices of gradients if ZeRO cuts gradients separately."""
+    """Return, by (fqn, slice), the ranks that hold this part of a gradient: `families`, those of parameters.
+
+    If ZeRO cuts gradients separately, they are the families of the plan's slices of gradients.
+    """
     gradient_slices = trial.plan.gradient_slices
     if not gradient_slices:
         return families
@@ -108,7 +118,10 @@ def _ranks_by_reference(trial: Trial) -> list[list[int]]:
 
 
 def _families_of_slices(slices_by_rank: Mapping[int, Mapping[str, Slice | None]]) -> dict[ReplicatedSlice, list[int]]:
-    """Return, by parameter and slice, the ranks that hold it, where there are several."""
+    """Return, by (fqn, slice), the ranks that hold it.
+
+    Left out are empty slices, unknown ones (None), and those of a single rank.
+    """
     families: dict[ReplicatedSlice, list[int]] = defaultdict(list)
     for rank, slices in slices_by_rank.items():
         for fqn, local_slice in slices.items():
@@ -118,7 +131,10 @@ def _families_of_slices(slices_by_rank: Mapping[int, Mapping[str, Slice | None]]
 
 
 def _difference_findings(trial: Trial, step: int, quantity: str, fqn: str, ranks: list[int]) -> list[Finding]:
-    """Return a finding if these ranks hold different values. quantity: "gradients" or "parameters"."""
+    """Return a finding if these ranks do not all hold the same bytes in a step. No value differs from any value.
+
+    quantity: "gradients" or "parameters".
+    """
     values = {rank: _value_of(trial, rank, step, quantity, fqn) for rank in ranks}
     majority_and_others = split_by_majority({rank: _content_key(value) for rank, value in values.items()})
     if majority_and_others is None:
@@ -149,17 +165,20 @@ def _difference_findings(trial: Trial, step: int, quantity: str, fqn: str, ranks
 
 
 def _value_of(trial: Trial, rank: int, step: int, quantity: str, fqn: str) -> np.ndarray | None:
-    """Return a rank's gradient or parameter of a step. quantity: "gradients" or "parameters"."""
+    """Return a rank's gradient or parameter of a step; None if it has none.
+
+    Raises StopIteration if the step is not on record. quantity: "gradients" or "parameters".
+    """
     return next(getattr(record, quantity).get(fqn) for record in trial.ranks[rank].steps if record.step == step)
 
 
 def _content_key(value: np.ndarray | None) -> Hashable:
-    """Return the shape and bytes of a value: equal where contents are, as digests of a recording are."""
+    """Return a key that is equal for values of the same shape and bytes. None as a value has a key of its own."""
     return ("nothing",) if value is None else (value.shape, value.tobytes())
 
 
 def _relative_distance(value: np.ndarray, other: np.ndarray) -> str | float:
-    """Return the largest difference, relative to the largest entry of `other`; a text if the shapes differ."""
+    """Return the largest difference, relative to the largest entry of `other`. "another shape" if the shapes differ."""
     if value.shape != other.shape:
         return "another shape"
     scale = float(np.max(np.abs(other))) or 1.0
@@ -178,6 +197,11 @@ NONE_STEPPED = "no parameter was read after a step: no step of an optimizer was 
 
 
 def _judge_digests(trial: Trial) -> Result:
+    """Compare the digests of parameters of ranks that claim the same slices, or are replicas by the layout.
+
+    NOT APPLICABLE if there are no such ranks. UNKNOWN if replicas train locally and no recorded step leaves them equal.
+    UNKNOWN as well if they have other parameters on record, or if no parameters were read after a step.
+    """
     summaries = trial.rank_summaries
     dims = trial.plan.dims
     ignored_findings, ignored_compared = _compare_ignored(summaries, dims)
@@ -225,9 +249,10 @@ def _judge_digests(trial: Trial) -> Result:
 
 
 def _separate_replica_findings(trial: Trial) -> list[Finding]:
-    """Return a finding of each line of ranks whose gradients no collective reduces, whatever they began with.
+    """Return a finding for each line of ranks along dp_replicate whose gradients no collective reduces.
 
-    Bytes are compared for ranks that claim something or began alike.
+    Only lines are returned in which all ranks began with other bytes or claims: bytes are compared for all others.
+    Empty if it is not known which ranks are connected.
     """
     summaries = trial.rank_summaries
     joined_ranks: dict[int, tuple[int, ...]] = {}
@@ -264,13 +289,17 @@ def _count_comparisons(families: Sequence[list[Summary]]) -> int:
 
 
 def _with_only(summary: Summary, by_step: dict[int, int]) -> Summary:
-    """Return the summary as that of a rank that has one parameter, a whole one, with these contents."""
+    """Return the summary with the digests of one parameter as its contents, and without claims or names."""
     whole = replace(summary, parameters=replace(summary.parameters, slices=0, model=0))
     return with_contents(whole, by_step)
 
 
 def _compare_ignored(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[list[Finding], int]:
-    """Return a finding of the first step after which each ignored parameter differs, and the number of comparisons."""
+    """Return a finding for each ignored parameter in which replicas differ, and the number of comparisons.
+
+    A wrapper ignores it. The finding is of the first step after which it differs. Only replicas by the layout that
+    began with equal bytes are compared.
+    """
     findings: list[Finding] = []
     compared = 0
     ignored: set[str] = set()
@@ -302,10 +331,10 @@ def _compare_ignored(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[
 
 
 def _ranks_with_other_parameters(trial: Trial) -> tuple[int, ...]:
-    """Return the whole first line of ranks along dp_replicate that has other names or shapes of parameters on some ranks.
+    """Return the first line of ranks along dp_replicate in which parameters have other names or shapes on some ranks.
 
-    Only ranks that claim nothing are compared. Such a line is a mistake, or its ranks hold different experts. Empty if there is
-    no such line.
+    Such a line is a mistake, or its ranks hold different experts. Only ranks that claim nothing are compared. Empty if
+    there is no such line.
     """
     lines = trial.axis_groups_by_rank("dp_replicate")
     models = {
@@ -318,8 +347,11 @@ def _ranks_with_other_parameters(trial: Trial) -> tuple[int, ...]:
 
 
 def _replicas_by_layout(summaries: Sequence[Summary], dims: ParallelDims) -> list[list[Summary]]:
-    """Return the replicas of a job without wrappers: ranks that differ in dp_replicate, and in cp where nothing shards over it.
-    Their parameters are the same ones with the same bytes before the first step. Ranks that cut by hand begin with others."""
+    """Return the families of replicas of a job without wrappers, by the layout: ranks that differ in dp_replicate.
+
+    They may differ in cp as well if nothing shards over it. Left out are ranks that claim slices. Replicas have the
+    same parameters with the same bytes before the first step, which ranks that cut by hand have not.
+    """
     by_layout: dict[tuple[object, ...], list[Summary]] = {}
     for summary in summaries:
         if not summary.parameters.slices and 0 in summary.contents.by_step:

@@ -26,12 +26,17 @@ FLOAT32_TOLERANCE = 2 * UNIT_ROUNDOFF["float32"]
 
 
 def check(trial: Trial) -> Result:
+    """Compare each reported loss with the reference's, or with what a hypothesis assumes. Raises NoBound.
+
+    NOT APPLICABLE if the trainer reports none.
+    """
     if trial.ranks and not any("loss" in evidence.reports for evidence in trial.ranks.values()):
         return not_applicable("reported_loss", "this trainer reports none; the loss itself is judged by the check loss")
     bounds = trial.bounds
     assumed = trial.assumption.reports.get("reported_loss")
 
     def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:
+        """Return (relative difference of a reported loss, its finding or that of the largest loss, else None)."""
         wanted = reference.loss if assumed is None else assumed(rank, step.step)
         difference = relative_error(shown, wanted)
         if difference <= bounds.loss[step.step]:
@@ -45,6 +50,10 @@ def check(trial: Trial) -> Result:
 
 
 def _largest_loss_finding(rank: int, step: StepEvidence, mean: float) -> Finding | None:
+    """Return a finding if the reported largest loss of a step is below the reported mean.
+
+    None if it is not, or is not reported.
+    """
     if shortfall_of_largest(mean, step.reported_largest) <= FLOAT32_TOLERANCE:
         return None
     subject: dict[str, Any] = {

@@ -39,6 +39,11 @@ FLOAT32_TOLERANCE = 2 * UNIT_ROUNDOFF["float32"]
 
 
 def check(trial: Trial) -> Result:
+    """Compare each number that a rank reports by name with what its meaning says, and judge what was validated on.
+
+    NOT APPLICABLE without such numbers. UNKNOWN if the evidence lacks what a number is about and nothing is wrong; the
+    note says what. Raises NoBound for a validation loss.
+    """
     reported: list[tuple[int, int, str, Number]] = []
     for rank, record in trial.own_steps():
         reported += [(rank, record.step, name, number) for name, number in record.numbers.items()]
@@ -71,9 +76,10 @@ def check(trial: Trial) -> Result:
 
 
 def expected_value(book: ExpectedNumbers, rank: int, step: int, name: str, number: Number) -> float:
-    """Return what is expected, or assumed by a hypothesis. Raises NotOnRecord.
+    """Return the value that a rank should report, or that a hypothesis assumes. Raises NotOnRecord.
 
-    A count that is the recipe's is right, too: whether ranks received that is what the check `samples` judges.
+    For a count or mean that is right by the recipe, but not by what ranks received, it is the recipe's: the check
+    `samples` judges what they received.
     """
     assumed = book.trial.assumption.reports.get(assumption_key(name))
     if assumed:
@@ -89,33 +95,36 @@ def expected_value(book: ExpectedNumbers, rank: int, step: int, name: str, numbe
 
 
 def distance(number: Number, expected: float) -> float:
-    """Return how far off a number is, relative to what is expected. 0 for a norm where both are NaN.
-
-    The norm of parameters that are not finite is not finite.
-    """
+    """Return |reported - expected| / |expected|. 0 for a norm where both are NaN: parameters are not finite then."""
     both_are_nan = number.of == NORM and math.isnan(number.value) and math.isnan(expected)
     return 0.0 if both_are_nan else relative_error(number.value, expected)
 
 
 def assumption_key(name: str) -> str:
-    """Return the key of an assumption on a number."""
+    """Return the key under which Assumption.reports has a hypothesis on this number."""
     return f"{NAME} {name}"
 
 
 def finding_quantity(name: str) -> str:
-    """Return the quantity of a finding on a number."""
+    """Return the quantity that findings on a reported number have: "reported" and its name."""
     return f"reported {name}"
 
 
 def bound_of(trial: Trial, step: int, number: Number) -> Bound:
-    """Return how far off a number may be, relative to what is expected."""
+    """Return the largest relative difference of a number from what is expected. Raises NoBound for a validation loss.
+
+    A norm has the rounding of a long sum in addition to that of float32.
+    """
     if number.of == VALIDATION:
         return trial.bounds.finding_bound(trial.bounds.loss[step])
     return Bound(FLOAT32_TOLERANCE + _norm_rounding(trial) * (number.of == NORM))
 
 
 def _norm_rounding(trial: Trial) -> float:
-    """Return what a sum of all squares in float32 loses, relative to the norm: as if each addition were rounded at random."""
+    """Return the relative rounding of the norm of all parameters, summed in float32. 0 in float64 recipes.
+
+    Each addition is taken to be rounded at random.
+    """
     if trial.case.training.dtype == "float64":
         return 0.0
     elements = sum(map(math.prod, trial.plan.shapes.values()))
@@ -123,7 +132,7 @@ def _norm_rounding(trial: Trial) -> float:
 
 
 def _note_text(number: Number, expected: float) -> str:
-    """Return how many times the right number it is, and what it means, in the words of Number."""
+    """Return a note of a reported number's ratio to the expected one, and of its meaning in the words of Number."""
     ratio = f"ratio {number.value / expected:.6g}" if expected else ""
     over = f" over {', '.join(number.over)}" if number.over else " of this rank"
     over = "" if number.of == NORM else over
@@ -138,7 +147,10 @@ def _note_text(number: Number, expected: float) -> str:
 
 
 def _trained_on_findings(trial: Trial) -> list[Finding]:
-    """Return a finding of each validation whose samples were trained on."""
+    """Return a finding for each requested validation with samples that training had used.
+
+    A validation not on record has none.
+    """
     findings = []
     for step in _validation_steps(trial):
         try:
@@ -152,7 +164,10 @@ def _trained_on_findings(trial: Trial) -> list[Finding]:
 
 
 def _repeated_row_findings(trial: Trial) -> list[Finding]:
-    """Return a finding of each share of a validation in which a row counts more than once."""
+    """Return a finding for each share of a requested validation that has rows more than once.
+
+    A validation not on record has none.
+    """
     findings: list[Finding] = []
     for step in _validation_steps(trial):
         try:
@@ -171,13 +186,13 @@ def _repeated_row_findings(trial: Trial) -> list[Finding]:
 
 
 def _validation_steps(trial: Trial) -> list[int]:
-    """Return the steps after which a validation is requested."""
+    """Return the steps after which a validation is requested. Empty if none is."""
     every = trial.case.features.validate_every
     return [step for step in trial.case.steps if every and step % every == 0]
 
 
 def _missing_validation_findings(trial: Trial) -> list[Finding]:
-    """Return a finding of each step after which a validation is requested, and no rank reports its loss."""
+    """Return a finding for each step after which a validation is requested and no rank reports its loss."""
     every = trial.case.features.validate_every
     shown: set[int] = set()
     for _, record in trial.own_steps():

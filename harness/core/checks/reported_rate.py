@@ -22,6 +22,10 @@ FLOAT32_TOLERANCE = 2 * UNIT_ROUNDOFF["float32"]
 
 
 def check(trial: Trial) -> Result:
+    """Compare each reported learning rate with the recipe's and with the optimizer's.
+
+    NOT APPLICABLE if the trainer reports none, or if it keeps its own schedule (training.rates).
+    """
     if trial.case.training.rates is not None:
         return not_applicable(
             "reported_rate", "the trainer keeps its own schedule (training.rates), which is not under test"
@@ -34,6 +38,7 @@ def check(trial: Trial) -> Result:
     assumed = trial.assumption.reports.get("reported_rate")
 
     def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:
+        """Return (relative difference of a reported rate, the finding if it is beyond the tolerance, else None)."""
         if assumed is not None:
             return _compare_rate(rank, step.step, shown, [assumed(rank, step.step)], "")
         optimizer_note = f"the optimizer took {step.lr!r}" if step.lr is not None else ""
@@ -44,6 +49,7 @@ def check(trial: Trial) -> Result:
 
 
 def _compare_rate(rank: int, step: int, shown: float, wanted: list[float], note: str) -> tuple[float, Finding | None]:
+    """Return (the largest relative difference from these rates, the finding if it is too large, else None)."""
     difference = max(relative_error(shown, rate) for rate in wanted)
     if difference <= FLOAT32_TOLERANCE:
         return difference, None

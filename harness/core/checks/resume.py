@@ -31,6 +31,11 @@ PARAMETER = "parameter"
 
 
 def check(trial: Trial) -> Result:
+    """Compare what each rank held after resuming with what the earlier launch held when it saved.
+
+    NOT APPLICABLE if nothing is resumed. UNKNOWN if a rank did not record what it held, or if the launch that saved
+    left no complete evidence.
+    """
     if not trial.saved:
         return not_applicable(
             "resume", "this launch starts at step 1" if trial.case.last_step else "nothing is resumed"
@@ -55,12 +60,18 @@ def check(trial: Trial) -> Result:
 
 
 def saved_state(launch: Trial) -> dict[TensorKey, np.ndarray]:
-    """Return the whole tensors after the step that a launch saved. The elements that no rank held are NaN."""
+    """Return, by (quantity, fqn), the whole tensors after the step that a launch saved, by default its last one.
+
+    Elements that no rank held are NaN.
+    """
     return state_after(launch, launch.case.saved_step or launch.case.steps[-1])
 
 
 def state_to_resume(trial: Trial) -> dict[TensorKey, np.ndarray]:
-    """Return the part of the saved state that this launch goes on from: all of it, or the parameters alone."""
+    """Return, by (quantity, fqn), the saved tensors that this launch continues from: all, or the parameters alone.
+
+    Precondition: a launch before it saved.
+    """
     saved = saved_state(trial.saved[-1])
     if trial.case.model_of is None:
         return saved
@@ -68,7 +79,11 @@ def state_to_resume(trial: Trial) -> dict[TensorKey, np.ndarray]:
 
 
 def state_after(launch: Trial, step: int) -> dict[TensorKey, np.ndarray]:
-    """Return the whole tensors after a step. Evidence has the optimizer's state of the step that saves and of the last one."""
+    """Return, by (quantity, fqn), the whole tensors after a step of a launch, put together from its ranks.
+
+    The optimizer's state is in it only for the step that saves and for the last one, because evidence has no other.
+    Empty if the step is not on record.
+    """
     local_states: dict[int, Resumed] = {}
     for rank, evidence in launch.ranks.items():
         for record in evidence.steps:
@@ -78,7 +93,10 @@ def state_after(launch: Trial, step: int) -> dict[TensorKey, np.ndarray]:
 
 
 def assemble_state(launch: Trial, states: Mapping[int, Resumed | None]) -> dict[TensorKey, np.ndarray]:
-    """Return whole tensors, in the model's shapes, from what each rank holds of them."""
+    """Return, by (quantity, fqn), whole tensors in the model's shapes, put together from the slices of ranks.
+
+    Elements that no rank held are NaN. states: by rank; a rank with None adds nothing.
+    """
     whole_tensors: dict[TensorKey, np.ndarray] = {}
     for rank, state in sorted(states.items()):
         if state is not None:
@@ -88,7 +106,10 @@ def assemble_state(launch: Trial, states: Mapping[int, Resumed | None]) -> dict[
 
 
 def _write_slices(launch: Trial, rank: int, state: Resumed, whole_tensors: dict[TensorKey, np.ndarray]) -> None:
-    """Write a rank's slices into the whole tensors. Elements that no rank writes stay NaN."""
+    """Write a rank's slices into `whole_tensors`, in place; a tensor that is not there yet is added, filled with NaN.
+
+    A step counter is added as it is. A value that does not have its slice's shape is left out.
+    """
     for key, value in _tensors_by_key(state).items():
         local_slice = launch.slice_of(rank, key[1])
         if not value.ndim:
@@ -100,13 +121,17 @@ def _write_slices(launch: Trial, rank: int, state: Resumed, whole_tensors: dict[
 
 
 def resumed_state(trial: Trial, rank: int) -> dict[TensorKey, np.ndarray]:
-    """Return the tensors that a rank had once it had resumed. The check is UNKNOWN where a rank did not record them."""
+    """Return, by (quantity, fqn), the local tensors that a rank had once it had resumed.
+
+    Precondition: the rank recorded them; otherwise the check is UNKNOWN.
+    """
     resumed = trial.ranks[rank].resumed
     assert resumed is not None, rank
     return _tensors_by_key(resumed)
 
 
 def _tensors_by_key(resumed: Resumed) -> dict[TensorKey, np.ndarray]:
+    """Return a rank's parameters and optimizer state in one mapping, by (quantity, fqn)."""
     tensors = {(PARAMETER, fqn): value for fqn, value in resumed.parameters.items()}
     for fqn, state in resumed.optimizer_state.items():
         tensors |= {(name, fqn): value for name, value in state.items()}
@@ -114,7 +139,10 @@ def _tensors_by_key(resumed: Resumed) -> dict[TensorKey, np.ndarray]:
 
 
 def expected_slice(trial: Trial, rank: int, key: TensorKey, whole: np.ndarray) -> np.ndarray:
-    """Return this rank's slice of a saved tensor, where FSDP1 cuts vectors of the vector; a step counter is no rank's slice."""
+    """Return a rank's slice of a saved tensor: of the flattened one where FSDP1 cuts vectors.
+
+    A step counter, and a parameter of which the rank holds no slice, are returned whole.
+    """
     local_slice = trial.slice_of(rank, key[1])
     return (
         view_of_slice(whole.reshape(trial.plan.shapes[key[1]]), local_slice)
@@ -127,9 +155,10 @@ def expected_slice(trial: Trial, rank: int, key: TensorKey, whole: np.ndarray) -
 
 
 def wrong_keys(trial: Trial, rank: int, wanted: dict[TensorKey, np.ndarray]) -> list[TensorKey]:
-    """Return the keys of tensors that a rank should have got from the checkpoint, and has not, in the model's order.
+    """Return (quantity, fqn) of each tensor that a rank should have from the checkpoint and has not.
 
-    Where a rank holds nothing of a parameter, its optimizer need keep no state: FSDP1's does not.
+    They are in the model's order. Parameters of which the rank holds nothing are left out: its optimizer need keep no
+    state, and FSDP1's does not.
     """
     held_tensors = resumed_state(trial, rank)
     held_fqns = {fqn for fqn in trial.plan.slices[rank] if (part := trial.slice_of(rank, fqn)) and numel(part)}
@@ -141,9 +170,9 @@ def wrong_keys(trial: Trial, rank: int, wanted: dict[TensorKey, np.ndarray]) -> 
 
 
 def leftover_state_keys(trial: Trial, rank: int) -> list[TensorKey]:
-    """Return the keys of optimizer state with numbers other than zero, on a rank that starts from weights alone.
+    """Return (quantity, fqn) of optimizer state that is not zero when a launch starts from weights alone.
 
-    A new optimizer has none.
+    A new optimizer has none. Empty for launches that resume all.
     """
     if trial.case.model_of is None:
         return []
@@ -151,6 +180,7 @@ def leftover_state_keys(trial: Trial, rank: int) -> list[TensorKey]:
 
 
 def _leftover_finding(trial: Trial, rank: int, key: TensorKey, held_value: np.ndarray) -> Finding:
+    """Return the finding of optimizer state that is not zero. The note says if it is what was saved."""
     name, fqn = key
     subject: dict[str, Any] = {"kind": "parameter", "name": fqn, "quantity": name, "note": "as the first step begins"}
     if not held_value.ndim:
@@ -173,13 +203,14 @@ def _leftover_finding(trial: Trial, rank: int, key: TensorKey, held_value: np.nd
 
 
 def has_same_bytes(value: np.ndarray | None, wanted: np.ndarray) -> bool:
-    """Return whether both have the same shape and bytes."""
+    """Return whether both have the same shape and bytes. False if `value` is None."""
     return value is not None and value.shape == wanted.shape and value.tobytes() == wanted.tobytes()
 
 
 def _tensor_findings(
     trial: Trial, rank: int, wanted_tensors: dict[TensorKey, np.ndarray], held_tensors: dict[TensorKey, np.ndarray]
 ) -> Iterator[Finding]:
+    """Yield a finding for each tensor of a rank that is not its slice of what was saved."""
     saved_step = trial.saved[-1].case.saved_step
     for key in wrong_keys(trial, rank, wanted_tensors):
         name, fqn = key
@@ -200,7 +231,10 @@ def _tensor_findings(
 
 
 def _describe_difference(value: np.ndarray | None, wanted: np.ndarray) -> tuple[Value, Value, str]:
-    """Return what was expected and observed, and their unit."""
+    """Return (expected, observed, unit) of a finding on a tensor that is not what was saved.
+
+    It tells apart a missing tensor, another shape, another single number, zeros, and a number of entries that differ.
+    """
     if value is None:
         return "what was saved", None, ""
     if value.shape != wanted.shape:
@@ -213,7 +247,7 @@ def _describe_difference(value: np.ndarray | None, wanted: np.ndarray) -> tuple[
 
 
 def _rate_findings(trial: Trial) -> Iterator[Finding]:
-    """Yield a finding of each step whose learning rate is not the one of the schedule that goes on, or starts anew.
+    """Yield a finding for each step whose learning rate is not that of the schedule that goes on, or starts anew.
 
     Every step is judged: for one step the optimizer's own rate hides where a scheduler is.
     """
@@ -223,6 +257,7 @@ def _rate_findings(trial: Trial) -> Iterator[Finding]:
 
 
 def _sample_findings(trial: Trial) -> Iterator[Finding]:
+    """Yield a finding for each rank that received samples of another step in the first step of the launch."""
     first = trial.case.steps.start
     wanted = set(trial.reference.samples[first - 1])
     for rank, ids in received_sample_ids(trial, first).items():
@@ -236,12 +271,16 @@ def _sample_findings(trial: Trial) -> Iterator[Finding]:
 
 
 def _step_note(trial: Trial, ids: list[int | None]) -> str:
+    """Return a note of the step that these samples belong to; empty if they belong to no single one."""
     step = step_of_samples(trial, ids)
     return f"all are of step {step}" if step else ""
 
 
 def step_of_samples(trial: Trial, ids: list[int | None]) -> int | None:
-    """Return the step of the recipe that all these samples belong to. None if there is none, or no sample."""
+    """Return the first step of the recipe, from 1, that all these samples belong to.
+
+    None if there is none, or no sample.
+    """
     if not ids:
         return None
     for step, samples in enumerate(trial.reference.samples, start=1):

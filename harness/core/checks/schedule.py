@@ -17,6 +17,10 @@ NEEDS = frozenset({"structure", "declared"})
 
 
 def check(trial: Trial) -> Result:
+    """Compare the pipeline actions of each rank and step with the requested schedule's.
+
+    NOT APPLICABLE without a pipeline.
+    """
     if trial.case.dims.pp == 1:
         return not_applicable("schedule", "no pipeline: pp 1")
     findings: list[Finding] = []
@@ -30,12 +34,18 @@ def check(trial: Trial) -> Result:
 
 
 def planned_actions(trial: Trial, rank: int) -> tuple[str, ...]:
-    """Return the actions of a rank as torch writes them: stage, kind, microbatch. Accumulation repeats the schedule."""
+    """Return the actions of a rank in a step, in order, as torch writes them: stage, kind, microbatch ("0F1").
+
+    Gradient accumulation repeats the schedule.
+    """
     return tuple(map(str, actions_of_rank(trial.case, rank))) * trial.case.features.accumulation
 
 
 def _compare_actions(rank: int, step: int, wanted: tuple[str, ...], performed: tuple[str, ...]) -> list[Finding]:
-    """Return a finding of the first action that differs, with those that come next. Empty if all are the same."""
+    """Return a finding of the first action that differs or is missing, with those that come next.
+
+    Empty if all are the same.
+    """
     if wanted == performed:
         return []
     index = min(len(wanted), len(performed))
@@ -48,6 +58,6 @@ def _compare_actions(rank: int, step: int, wanted: tuple[str, ...], performed: t
 
 
 def _next_actions_text(actions: tuple[str, ...], index: int) -> str:
-    """Return the next six actions from this one on, in words."""
+    """Return a text of up to six actions from this index on, "nothing more" behind the end, and their number in all."""
     next_actions = " ".join(actions[index : index + 6]) + (" ..." if len(actions) > index + 6 else "")
     return f"{next_actions or 'nothing more'} ({len(actions)} in all)"

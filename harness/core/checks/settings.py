@@ -32,6 +32,7 @@ FREE_SETTINGS = (
 
 
 def check(trial: Trial) -> Result:
+    """Judge the value of every torch switch on every rank, in every step. Examined is the number of values."""
     examined = 0
     for evidence in trial.ranks.values():
         examined += sum(len(step.settings) for step in evidence.steps)
@@ -39,12 +40,12 @@ def check(trial: Trial) -> Result:
 
 
 def setting_findings(trial: Trial) -> list[Finding]:
-    """Return a finding of each rank and switch, those that break what was requested first."""
+    """Return the findings on settings that are not as requested, then those that are not the same everywhere."""
     return [*_changed_findings(trial), *_minority_findings(trial)]
 
 
 def is_free(trial: Trial, name: str) -> bool:
-    """Return whether a trainer may set a switch as it likes, as long as it does so everywhere."""
+    """Return whether a trainer may set a switch as it likes, as long as it does so on all ranks and in all steps."""
     training = trial.case.training
     multiplies_float32 = "float32" in (training.compute_dtype or training.dtype, training.quantize and training.dtype)
     deterministic = trial.case.runs > 1 and name in DETERMINISM
@@ -53,13 +54,19 @@ def is_free(trial: Trial, name: str) -> bool:
 
 
 def permitted_values(trial: Trial, evidence: RankEvidence, name: str) -> tuple[str, ...]:
-    """Return the values that a setting may have. TF32 is as the recipe says; its dtype may be the default of all tensors."""
+    """Return the values that a setting may have on a rank: the one that it started with or that was declared.
+
+    TF32 is as the recipe says. The default dtype may also be the recipe's.
+    """
     requested = "on" if name == TF32 and trial.case.training.tf32 else evidence.settings[name]
     return (requested, trial.case.training.dtype) if name == "default dtype" else (requested,)
 
 
 def _changed_findings(trial: Trial) -> Iterator[Finding]:
-    """Yield, for each rank and switch, a finding of the first step in which it has another value."""
+    """Yield, for each rank and switch, a finding of the first step in which its value is not permitted.
+
+    Switches that a trainer may set are left out.
+    """
     for rank, evidence in sorted(trial.ranks.items()):
         for name in evidence.settings:
             allowed_values = permitted_values(trial, evidence, name)
@@ -72,7 +79,10 @@ def _changed_findings(trial: Trial) -> Iterator[Finding]:
 
 
 def _minority_findings(trial: Trial) -> Iterator[Finding]:
-    """Yield, for each switch that a trainer may set, a finding of the first rank and step that differs from most."""
+    """Yield, for each switch that a trainer may set, a finding of the first rank and step with another value than most.
+
+    The default dtype is compared, too.
+    """
     names: set[str] = set()
     for evidence in trial.ranks.values():
         for step in evidence.steps:

@@ -18,6 +18,10 @@ NOWHERE = "bytes that are nowhere in the seed weight"
 
 
 def check(trial: Trial) -> Result:
+    """Compare the slice that each rank really holds of each parameter with the planned one.
+
+    A parameter that is not on record is left out; the check `completed` reports it.
+    """
     findings: list[Finding] = []
     examined = 0
     for rank, local_slices in sorted(trial.local_slices.items()):

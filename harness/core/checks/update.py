@@ -33,11 +33,16 @@ STAGE = "numbers"
 NEEDS = frozenset({"reference", "values"})
 OF_GRADIENTS = True
 MakeFinding = Callable[..., Finding]  # Finding.at of a rank, a step and a parameter
+"""Finding.at for a rank, a step and a parameter: (expected, observed, fields) -> the finding."""
 
 
 @dataclass
 class _ParameterState:
-    """One parameter on one rank; first and second moments, and their values with nothing cancelling (for the bound)."""
+    """The state of one parameter on one rank while the optimizer is recomputed, in float64.
+
+    first, second: the moments; for Muon the first is its average. first_magnitude: the first moment with absolute
+    values, in which nothing cancels (for the bound). largest_second: the largest second moment so far, for AMSGrad.
+    """
 
     value: np.ndarray
     first: np.ndarray
@@ -47,6 +52,10 @@ class _ParameterState:
 
 
 def check(trial: Trial) -> Result:
+    """Recompute the optimizer on every rank, and compare the parameters after each step and its state after the last.
+
+    UNKNOWN if parameters were not observed after some step, and nothing is wrong.
+    """
     findings = list(update_findings(trial, norms_for_clipping(trial)))
     examined = sum(len(evidence.steps) * len(trial.initial_parameters(rank)) for rank, evidence in trial.ranks.items())
     if not findings and (unseen := _unobserved_time(trial)):
@@ -55,22 +64,28 @@ def check(trial: Trial) -> Result:
 
 
 def passes(trial: Trial, norms: dict[int, float]) -> bool:
-    """Return whether `check` would return PASS with these norms. It ends at the first mistake."""
+    """Return whether `check` would pass with these norms, by step. It ends at the first finding.
+
+    False if a step was not observed.
+    """
     return is_every_step_observed(trial) and next(update_findings(trial, norms), None) is None
 
 
 def is_every_step_observed(trial: Trial) -> bool:
-    """Return whether parameters were observed after every step."""
+    """Return whether it was observed what parameters were after every step, before the next one."""
     return not _unobserved_time(trial)
 
 
 def norms_for_clipping(trial: Trial) -> dict[int, float]:
-    """Return, by step, the global norm for clipping; 0 where what was clipped was not seen."""
+    """Return, by step, the global norm by which gradients are clipped.
+
+    0, which clips nothing, where the gradients on record are clipped ones.
+    """
     return {step: 0.0 if is_clipped_unseen(trial, step) else norm_of(trial, step) for step in trial.case.steps}
 
 
 def update_findings(trial: Trial, norms: dict[int, float]) -> Iterator[Finding]:
-    """Yield, by rank, findings of wrong rates and of the first step at which each parameter is wrong.
+    """Yield, rank by rank, a finding for each wrong rate, then one of the first step at which each parameter is wrong.
 
     norms: by step, the global gradient norm.
     """
@@ -84,13 +99,13 @@ def update_findings(trial: Trial, norms: dict[int, float]) -> Iterator[Finding]:
 
 
 def _unobserved_time(trial: Trial) -> str:
-    """Return the time of the first step after which parameters were not observed, in words. Empty if all were."""
+    """Return a text of the time after the first step whose later parameters were not observed. Empty if all were."""
     unseen = [step for _, step, _ in trial.steps() if step.changed is None]
     return time_after_step(trial, unseen[0].step) if unseen else ""
 
 
 def time_after_step(trial: Trial, step: int) -> str:
-    """Return the time after a step, in words."""
+    """Return a text of the time between a step and the next: "after the last step", "between steps 1 and 2"."""
     if step == trial.case.steps[-1]:
         return "after the last step"
     text = f"between steps {step} and {step + 1}"
@@ -100,7 +115,10 @@ def time_after_step(trial: Trial, step: int) -> str:
 
 
 def later_changes(trial: Trial) -> dict[int, list[tuple[int, str]]]:
-    """Return, by step, the (rank, fqn) that were something else afterwards than what the optimizer had left."""
+    """Return, by step, (rank, fqn) of each parameter that something changed after the optimizer's step.
+
+    The change came before the next step began. Steps without one are left out.
+    """
     changes_by_step: dict[int, list[tuple[int, str]]] = {}
     for rank, step, _ in trial.steps():
         for fqn in step.changed or {}:
@@ -109,12 +127,15 @@ def later_changes(trial: Trial) -> dict[int, list[tuple[int, str]]]:
 
 
 def _requested_steps(trial: Trial, evidence: RankEvidence) -> list[StepEvidence]:
-    """Return the steps that are requested. The check `completed` reports others."""
+    """Return a rank's steps that the case requests. The check `completed` reports others."""
     return [step for step in evidence.steps if step.step in trial.case.steps]
 
 
 def recipe_of_parameter(trial: Trial, fqn: str, step: int = 1) -> TrainingConfig:
-    """Return the recipe of this parameter: without weight decay, if it has one dim and only matrices decay."""
+    """Return the recipe that trains a parameter in a step, or that a hypothesis assumes.
+
+    Weight decay is 0 in it for a parameter with one dim if only matrices decay.
+    """
     if trial.assumption.optimizer.recipe:
         return trial.assumption.optimizer.recipe(step, fqn)
     training = trial.case.training
@@ -123,7 +144,10 @@ def recipe_of_parameter(trial: Trial, fqn: str, step: int = 1) -> TrainingConfig
 
 
 def is_right_rate(trial: Trial, rank: int, step: StepEvidence, wanted: float) -> bool:
-    """Return whether the optimizer shows this rate, or another one that is assumed of some of its parameters."""
+    """Return whether a step's observed rate is `wanted`, or one that a hypothesis assumes of some parameter.
+
+    False if none was read.
+    """
     if step.lr is None:
         return False
     assumed = trial.assumption.optimizer.rate
@@ -132,6 +156,7 @@ def is_right_rate(trial: Trial, rank: int, step: StepEvidence, wanted: float) ->
 
 
 def _rate_findings(trial: Trial, rank: int, step: StepEvidence, wanted: float) -> list[Finding]:
+    """Return a finding if a step's learning rate is not right. Empty if it is."""
     if is_right_rate(trial, rank, step, wanted):
         return []
     return [Finding.at(rank, wanted, step.lr, step=step.step, quantity="learning rate")]
@@ -145,7 +170,11 @@ def _replay_findings(
     rates: dict[int, float],
     matrices: MuonUpdates,
 ) -> list[Finding]:
-    """Return a finding of the first step at which this parameter is not what the optimizer makes of it."""
+    """Return a finding of the first step at which a rank's parameter is not what the optimizer makes of it.
+
+    Empty if it always is. Compared are its value and its optimizer state, and that nothing changed it later. It is not
+    judged if it, its gradient or another rank's for Muon is not on record: the check `completed` reports that.
+    """
     state = _starting_state(trial, evidence, fqn)
     assumed = trial.assumption.optimizer
     for step in _requested_steps(trial, evidence):
@@ -187,12 +216,16 @@ def _replay_findings(
 
 
 def _rate_of(trial: Trial, rank: int, step: int, fqn: str, requested: float) -> float:
+    """Return the learning rate that a hypothesis assumes of a parameter in a step, else the requested one."""
     rate = trial.assumption.optimizer.rate
     return rate(rank, step, fqn) if rate else requested
 
 
 def _gradient_given(trial: Trial, rank: int, step: StepEvidence, fqn: str, norm: float) -> np.ndarray | None:
-    """Return the clipped gradient that the optimizer is given, or what is assumed instead."""
+    """Return the clipped gradient of a rank's slice that the optimizer is given, float64, or what a hypothesis assumes.
+
+    None if the hypothesis assumes that the optimizer leaves the parameter alone. norm: the global norm for clipping.
+    """
     gradient = step.gradients[fqn].astype(np.float64)
     if trial.assumption.optimizer.given:
         return trial.assumption.optimizer.given(rank, step.step, fqn, gradient)
@@ -200,7 +233,10 @@ def _gradient_given(trial: Trial, rank: int, step: StepEvidence, fqn: str, norm:
 
 
 def _gradient_gathered(trial: Trial, norms: dict[int, float], rank: int, step: StepEvidence, fqn: str) -> np.ndarray:
-    """Return the gradient that others gather of a rank, also of one whose own optimizer is assumed to do nothing."""
+    """Return the clipped gradient of a rank's slice that other ranks gather for Muon, float64.
+
+    It is there even if a hypothesis assumes that the rank's own optimizer leaves the parameter alone.
+    """
     given_gradient = _gradient_given(trial, rank, step, fqn, norms[step.step])
     if given_gradient is not None:
         return given_gradient
@@ -209,7 +245,7 @@ def _gradient_gathered(trial: Trial, norms: dict[int, float], rank: int, step: S
 
 
 def _starting_state(trial: Trial, evidence: RankEvidence, fqn: str) -> _ParameterState:
-    """Return the value and the averages of a parameter before the first step.
+    """Return the value and the averages of a rank's slice of a parameter before the launch's first step.
 
     Averages begin at zero, or where the checkpoint left them, whatever that is: the check `resume` judges that.
     """
@@ -225,7 +261,10 @@ def _starting_state(trial: Trial, evidence: RankEvidence, fqn: str) -> _Paramete
 
 
 def is_explained_by_clip(trial: Trial, evidence: RankEvidence, tensor: TensorEvidence, *, clip: float) -> bool:
-    """Return whether the first step left what the optimizer makes of this parameter's gradient times `clip`."""
+    """Return whether a rank's first step left what the optimizer makes of this parameter's gradient times `clip`.
+
+    False if value or gradient is not on record.
+    """
     first = evidence.steps[0]
     if tensor.fqn not in first.gradients or tensor.fqn not in first.parameters:
         return False
@@ -237,10 +276,10 @@ def is_explained_by_clip(trial: Trial, evidence: RankEvidence, tensor: TensorEvi
 def expected_after_first_step(
     trial: Trial, evidence: RankEvidence, tensor: TensorEvidence, *, clip: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what the optimizer makes of this parameter's gradient times `clip`, and the bound on its distance to that.
+    """Return (value after a rank's first step with this parameter's gradient times `clip`, the bound on each entry).
 
-    It is NaN with a bound of 0 if the gradient is missing or of another shape. It is NaN, too, where Muon's step is not
-    known.
+    The value is NaN, which explains nothing, if the gradient is missing or has another shape. It is NaN, too, where
+    Muon's step is not known.
     """
     first = evidence.steps[0]
     state = _starting_state(trial, evidence, tensor.fqn)
@@ -276,7 +315,8 @@ def _advance(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the value after an optimizer step, and the sum of absolute values of all that went into it.
 
-    Without a gradient, the value stays. For Muon, only what needs no whole matrix is done.
+    Advances `state`'s moments. Without a gradient (None) the value stays. For Muon only the average and the weight
+    decay are done, which need no whole matrix.
     """
     if gradient is None:
         return state.value, np.abs(state.value)
@@ -304,7 +344,11 @@ def _advance(
 def _compare_values(
     finding_of: MakeFinding, observed: np.ndarray, expected: np.ndarray, bound: np.ndarray | None, before: np.ndarray
 ) -> Finding | None:
-    """Return a finding if a parameter is not within the bound of what is expected. bound: None if it is frozen."""
+    """Return a finding if a parameter is not within the bound of what is expected, or has another shape.
+
+    None if it is right. bound: by entry; None if the parameter is frozen, which must not change at all. before: its
+    value before the step. The finding has the move of the worst entry.
+    """
     if observed.shape != expected.shape:
         return finding_of(expected.shape, observed.shape, quantity="value", unit="shape")
     if bound is None:
@@ -326,16 +370,16 @@ def _compare_values(
 
 
 def _is_within_bound(observed: np.ndarray, expected: np.ndarray, bound: np.ndarray) -> np.ndarray:
-    """Return, entry by entry, whether both are within the bound, or both NaN.
+    """Return, entry by entry, whether both are within the bound, or both NaN, or equal.
 
-    What is made of gradients that are not finite is not finite: the check `finite` reports that.
+    An update by gradients that are not finite is not finite: the check `finite` reports that.
     """
     is_same = (observed == expected) | (np.isnan(observed) & np.isnan(expected))
     return is_same | (np.abs(observed - expected) <= bound)
 
 
 def _frozen_finding(finding_of: MakeFinding, observed: np.ndarray, before: np.ndarray) -> Finding | None:
-    """Return a finding if a frozen parameter changed by a single bit."""
+    """Return a finding if any entry of a frozen parameter changed in a step. None if none did."""
     if np.array_equal(observed, before):
         return None
     largest_move = number_text(float(np.max(np.abs(observed - before))), 2)
@@ -348,9 +392,9 @@ FROZEN_RULE = "frozen"
 
 
 def _compare_with_later_value(finding_of: MakeFinding, trial: Trial, step: StepEvidence, fqn: str) -> Finding | None:
-    """Return a finding if a parameter was something else later than what the optimizer had left.
+    """Return a finding if a parameter was changed after the optimizer's step, before the next one. None if it was not.
 
-    Only what differed was put on record, so its presence is enough: there is no bound.
+    Only changed parameters are put on record, so there is no bound.
     """
     later_value = (step.changed or {}).get(fqn)
     if later_value is None:
@@ -377,9 +421,10 @@ KEPT_ELSEWHERE = (
 def _compare_moments(
     finding_of: MakeFinding, trial: Trial, rule: str, observed_state: dict[str, np.ndarray], state: _ParameterState
 ) -> Finding | None:
-    """Return a finding if the optimizer's state is not within the bound of what is expected. Only for steps that have one.
+    """Return a finding of the first optimizer state that is missing, or not within the bound of what is expected.
 
-    State is recorded in the last step, and where a checkpoint is written: these are averages over all steps until then.
+    None if all are. Precondition: the step has state on record, as the last one and one that a checkpoint follows have.
+    These are averages over all steps until then. A frozen parameter must have none.
     """
     first = (state.first, state.first_magnitude)
     second = (state.second, state.second)

@@ -1,4 +1,4 @@
-"""How many bytes more or less a step gathers, by FSDP's own policy, because evaluation passes came before it."""
+"""The bytes that a step gathers more or less, by FSDP's own policy, because evaluation passes came before it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from harness.core.plan.slices import BYTES, padded_numel
 
 
 def prefetched_unit_bytes(trial: Trial, rank: int, step: int, key: TrafficKey) -> set[int]:
-    """Return the bytes of the unit that backward gathers once more, without use, because an evaluation came before.
+    """Return the bytes of the unit that backward of `step` gathers once more, without use. At most one number.
 
-    The set has at most one number. FSDP2 gathers ahead in backward by the order in which units ended all forward passes since
-    the last backward. After an evaluation the first unit of the training pass gathers the unit that ended evaluation. The
-    root's unit is freed after all of backward, so the set is empty for it.
+    FSDP2 gathers ahead in backward by the order in which units ended all forward passes since the last backward. So the
+    first unit of the training pass gathers the unit that ended evaluation. The root's unit is freed after all of
+    backward and not gathered. Empty without an evaluation before the step, without FSDP2, and for any key but the shard
+    group's all_gather in backward.
     """
     ranks, op, phase = key
     evaluated = any(record.step == step - 1 for record in trial.ranks[rank].after_evaluation)
@@ -28,7 +29,10 @@ def prefetched_unit_bytes(trial: Trial, rank: int, step: int, key: TrafficKey) -
 
 
 def _unit_that_ended_last(trial: Trial, rank: int) -> tuple[str, ...]:
-    """Return the unit whose modules' forward ends last, by the model's order; empty if that is the root module's."""
+    """Return the fqns of the unit whose modules' forward ends last, by the model's order.
+
+    Empty if the root module wraps parameters, for then its unit ends last.
+    """
     last_fqn = list(trial.plan.slices[rank])[-1]
     root = trial.ranks[rank].structure.get("")
     if root and root.parameters:
@@ -37,7 +41,10 @@ def _unit_that_ended_last(trial: Trial, rank: int) -> tuple[str, ...]:
 
 
 def unit_gather_bytes(trial: Trial, rank: int, unit: tuple[str, ...]) -> int:
-    """Return the bytes of one all_gather of a unit: FSDP2 pads each parameter to equal parts, FSDP1 the vector of all."""
+    """Return the bytes of one all_gather of a unit, with padding.
+
+    FSDP2 pads each parameter to equal parts, FSDP1 the vector of all.
+    """
     case = trial.case
     tp_index = coordinate_of_rank(trial.plan.dims, rank)["tp"]
     element_bytes = BYTES[case.training.compute_dtype or case.training.dtype]
@@ -48,10 +55,11 @@ def unit_gather_bytes(trial: Trial, rank: int, unit: tuple[str, ...]) -> int:
 
 
 def extra_forward_bytes(trial: Trial, rank: int, step: int) -> dict[TrafficKey, int]:
-    """Return how many bytes each collective of the next forward moves more or less than without an evaluation.
+    """Return, by (ranks, op, phase), the bytes that forward gathers more, or fewer (negative), after an evaluation.
 
-    A unit that evaluation left as the policy keeps it after forward is not gathered. If the policy keeps it in slices over
-    some of the ranks, it is gathered over these instead.
+    A unit that evaluation left as the policy keeps it after forward is not gathered. If the policy keeps it in slices
+    over some of the ranks, it is gathered over these instead. Empty if no unit was left so. step: the one after the
+    evaluation.
     """
     kept_after_forward = trial.plan.after_forward[rank]
     extra_bytes = Counter[TrafficKey]()
@@ -70,11 +78,15 @@ def extra_forward_bytes(trial: Trial, rank: int, step: int) -> dict[TrafficKey, 
 
 
 def policy_keeps(trial: Trial, rank: int, retained: tuple[int, str, int]) -> bool:
-    """Return whether the policy keeps as much after forward as evaluation left: (step before, parameter, bytes)."""
+    """Return whether the policy keeps more than the rank's slice after forward, and as many bytes as evaluation left.
+
+    retained: (step before, fqn, bytes) of a parameter.
+    """
     _, fqn, left_bytes = retained
     kept = trial.plan.after_forward[rank][fqn]
     return kept.degree < trial.case.shards and left_bytes <= kept.bytes
 
 
 def _shard_group(trial: Trial, rank: int) -> tuple[int, ...]:
+    """Return the ranks over which this rank's units are gathered; empty if it has none."""
     return trial.plan.peers(rank, trial.plan.shard_axis) if trial.plan.units[rank] else ()

@@ -1,7 +1,7 @@
-"""Whole gradients put together from the slices that ranks hold, and how far each is from the reference's.
+"""Whole gradients put together from the slices that ranks hold, and their distances from the reference's gradients.
 
-A rank holds a slice, and a bound on a whole parameter says little of one: a sum over few entries varies more. So slices
-are put together, as often as there are holders of each: every rank's slice is in one of these copies.
+A bound on a whole parameter says little of a slice, because a sum over few entries varies more. So slices are put
+together, as often as there are holders of each: every rank's slice is in one of these copies.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from harness.reference.record import ReferenceStep
 
 @dataclass(frozen=True)
 class Misfit:
-    """The difference between one copy of a parameter's gradient and the reference's gradient, with the bounds that noise sets.
+    """The difference between one copy of a parameter's gradient and the reference's gradient, with its bounds by noise.
 
-    scale: the best-fitting factor. residual: the distance from that multiple of the reference's, relative to the longer of
-    both.
+    ranks: those whose slices the copy is put together from. distance: relative to the reference's length. scale: the
+    best-fitting factor. residual: the distance from that multiple of the reference's, relative to the longer of both.
+    scale_bound: on |scale - 1|.
     """
 
     fqn: str
@@ -40,11 +41,15 @@ class Misfit:
 
     @property
     def ratio_to_bound(self) -> float:
-        """Return the difference divided by its bound, the larger of distance and fit. NaN where the gradient has a NaN."""
+        """Return the larger ratio to its bound: that of distance, or that of |scale - 1|.
+
+        NaN where the gradient has a NaN.
+        """
         return float(np.max([self.distance / self.distance_bound, abs(self.scale - 1) / self.scale_bound]))
 
     @property
     def is_within_bound(self) -> bool:
+        """Return whether distance and scale are both within their bounds. False for a NaN."""
         return self.ratio_to_bound <= 1
 
     @property
@@ -54,9 +59,10 @@ class Misfit:
 
 
 def misfits(trial: Trial, number: int, bounds: Bounds | None = None) -> tuple[list[Misfit], list[str]]:
-    """Return the misfits of every copy of every parameter in a step, and parameters without a whole gradient.
+    """Return the misfit of each copy of each parameter's gradient in a step, and the fqns without a whole gradient.
 
-    bounds: None for those of the trial. Raises NoBound.
+    Copies within their bounds are returned, too. bounds: None for those of the trial. Raises NoBound if the noise of a
+    parameter was never measured.
     """
     reference = trial.reference_step(number)
     by_parameter = (bounds or trial.bounds).by_parameter
@@ -79,6 +85,7 @@ def misfits(trial: Trial, number: int, bounds: Bounds | None = None) -> tuple[li
 def _misfit_of_copy(
     fqn: str, reference: ReferenceStep, bounds: ParameterBounds, ranks: tuple[int, ...], whole: np.ndarray
 ) -> Misfit:
+    """Return the misfit of one whole copy of a gradient. ranks: those that hold it."""
     expected = reference.gradients[fqn]
     fit = best_fit(whole, expected)
     rest = relative_distance(whole - (fit - 1) * expected, expected) / max(1.0, abs(fit))
@@ -97,9 +104,9 @@ def _misfit_of_copy(
 def _whole_copies(
     trial: Trial, number: int, fqn: str, full: np.ndarray
 ) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """Yield each copy of the whole gradient, with the ranks whose slices it is put together from.
+    """Yield (ranks, gradient) of each whole copy made of the ranks' slices, as many as a slice has holders at most.
 
-    Yield nothing if the slices do not make up the whole, each entry once.
+    Nothing is yielded if the slices do not make up the whole, each entry once.
     """
     holders_by_slice = _holders_by_slice(trial, number, fqn)
     times_covered = np.zeros(full.shape, dtype=int)
@@ -119,7 +126,10 @@ def _whole_copies(
 
 
 def _holders_by_slice(trial: Trial, number: int, fqn: str) -> dict[Slice, list[tuple[int, np.ndarray]]]:
-    """Return, by slice, the ranks that hold it, and their values. Empty slices, and those found nowhere, are left out."""
+    """Return, by slice, (rank, its gradient) of each rank that holds it.
+
+    Left out are empty slices, gradients that were not observed or have another shape, and slices that are not known.
+    """
     holders_by_slice: dict[Slice, list[tuple[int, np.ndarray]]] = {}
     for rank, evidence in sorted(trial.ranks.items()):
         part = trial.gradient_slice_of(rank, fqn)
@@ -130,6 +140,7 @@ def _holders_by_slice(trial: Trial, number: int, fqn: str) -> dict[Slice, list[t
 
 
 def _gradient_in_step(steps: tuple[StepEvidence, ...], number: int, fqn: str) -> np.ndarray | None:
+    """Return a rank's local gradient of a parameter in a step. None if step or gradient is not on record."""
     return next((step.gradients.get(fqn) for step in steps if step.step == number), None)
 
 
@@ -138,9 +149,9 @@ def _shape_of_slice(part: Slice) -> tuple[int, ...]:
 
 
 def gradient_distance(trial: Trial, rank: int, fqn: str, gradient: np.ndarray, full: np.ndarray) -> float:
-    """Return the largest difference between a rank's gradient slice and the reference's.
+    """Return the largest absolute difference between a rank's gradient and its slice of the reference's, `full`.
 
-    The number is relative to the whole gradient's largest entry. It is inf if the rank should hold nothing of the parameter.
+    The number is relative to the largest entry of `full`. It is inf if the rank should hold nothing of the parameter.
     """
     part = trial.gradient_slice_of(rank, fqn)
     if part is None:

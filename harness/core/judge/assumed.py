@@ -1,4 +1,4 @@
-"""Assumptions of a hypothesis that is put to the test, where neither the case nor its plan says them."""
+"""Assumptions that a hypothesis makes and that neither a case nor a plan can express: the input of judging again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.reference.record import ReferenceRun
 
 @dataclass(frozen=True)
 class AssumedOptimizer:
-    """An assumption about the optimizer on some ranks or parameters. A field that is None: as requested."""
+    """An assumption about the optimizer on some ranks or parameters. A field with its default: as requested."""
 
     given: Callable[[int, int, str, np.ndarray], np.ndarray | None] | None = None
     """(rank, step, fqn, gradient) -> what it is given in place of the clipped gradient; None: it leaves the parameter alone."""
@@ -42,7 +42,7 @@ class AssumedOptimizer:
     def combined_with(self, other: AssumedOptimizer) -> AssumedOptimizer:
         """Return both assumptions together. Where both set a field, the other's is taken.
 
-        A parameter that either of them leaves alone is left alone.
+        A parameter that either of them leaves alone (`given` returns None) is left alone.
         """
         overrides = {key: value for key, value in vars(other).items() if value}
         first = self.given
@@ -54,7 +54,7 @@ class AssumedOptimizer:
 
 @dataclass(frozen=True)
 class Assumption:
-    """All assumptions about one trial."""
+    """All assumptions about one trial. Fields with their defaults assume nothing."""
 
     optimizer: AssumedOptimizer = AssumedOptimizer()
     """What the optimizer does."""
@@ -77,7 +77,7 @@ class Assumption:
         reports: Mapping[str, Callable[[int, int], float]] | None = None,
         **instead: Any,
     ) -> Assumption:
-        """Return this assumption with the optimizer's and the reports' added; all other fields are replaced by those given."""
+        """Return this assumption with the optimizer's and the reports added. instead: other fields, replaced."""
         merged_reports = {**self.reports, **(reports or {})}
         return replace(self, optimizer=self.optimizer.combined_with(optimizer), reports=merged_reports, **instead)
 

@@ -9,7 +9,11 @@ from harness.core.plan.slices import Slice, chunk
 
 
 def claimed_slice(rank: int, tensor: TensorEvidence) -> Slice | None:
-    """Return the slice that a DTensor claims, the whole tensor for a plain one. None if its shape differs from the value's."""
+    """Return the slice that a DTensor's mesh and placements claim, as intervals by dim.
+
+    It is the whole tensor for a plain one, and for a rank outside the mesh. None if the slice's shape is not the
+    value's.
+    """
     intervals = [(0, size) for size in tensor.global_shape]
     for dim, parts, index in _cuts_of_tensor(rank, tensor):
         intervals[dim] = chunk(intervals[dim], parts, index)
@@ -20,7 +24,7 @@ def claimed_slice(rank: int, tensor: TensorEvidence) -> Slice | None:
 def _cuts_of_tensor(rank: int, tensor: TensorEvidence) -> list[tuple[int, int, int]]:
     """Return (dim, number of parts, index of the part) of each cut, in the order in which the tensor is cut.
 
-    A strided shard is cut after those inside of it.
+    Strided shards come last, the innermost mesh axis first. Empty for a plain tensor, or for a rank outside the mesh.
     """
     mesh = np.array(tensor.mesh if tensor.mesh is not None else [])
     if rank not in mesh:
@@ -39,5 +43,5 @@ def _cuts_of_tensor(rank: int, tensor: TensorEvidence) -> list[tuple[int, int, i
 
 
 def _dim_of_placement(placement: str) -> int:
-    """Return the tensor dim of a placement as it is recorded: "Shard(1)"."""
+    """Return the tensor dim of a shard's placement as it is recorded: 1 for "Shard(1)"."""
     return int(placement.split("(")[1].rstrip(")"))

@@ -21,7 +21,11 @@ from harness.core.judge.trial import Trial
 
 
 def steps_clipped_late(trial: Trial) -> set[int]:
-    """Return the steps in which clipping was given what the optimizer was given; none without bounds."""
+    """Return the steps in which the gradients after the multiplication, and not those before, are the reference's.
+
+    The reference's clipped gradients count as well. Empty if no gradients were multiplied, or if no bounds can be
+    given.
+    """
     scaled_steps = {step.step for _, step, _ in trial.steps() if gradient_factor(step) not in (None, 1.0)}
     trial_after = dataclasses.replace(trial, run=with_gradients_after(trial.run, scaled_steps))
     late = set()
@@ -37,14 +41,21 @@ def steps_clipped_late(trial: Trial) -> set[int]:
 
 
 def gradient_factor(step: StepEvidence) -> float | None:
-    """Return the number that multiplied all gradients; None if it was not recorded, or if there was not one number."""
+    """Return the number that multiplied all gradients of a rank after backward.
+
+    None if torch's clipping ran, or if the gradients were not all multiplied by one number.
+    """
     return None if step.scaled is None or math.isnan(step.scaled) else step.scaled
 
 
 def with_gradients_after(run: Run, steps: set[int]) -> Run:
-    """Return the run with the gradients that the optimizer was given in these steps."""
+    """Return the run with the gradients of these steps as the optimizer was given them.
+
+    Each is multiplied by its rank's gradient_factor. A rank without one keeps its gradients.
+    """
 
     def after(step: StepEvidence) -> StepEvidence:
+        """Return a rank's step with its gradients multiplied, or unchanged if it is not one of `steps`."""
         multiplier = gradient_factor(step)
         if step.step not in steps or multiplier is None:
             return step
@@ -59,7 +70,11 @@ def with_gradients_after(run: Run, steps: set[int]) -> Run:
 
 
 def gradients_match(trial: Trial, number: int, *, clipped: bool = False) -> bool:
-    """Return whether all gradients of a step are the reference's; clipped: the reference's times its clip coefficient."""
+    """Return whether all ranks' gradients of a step are within the bound of the reference's. Raises tolerance.NoBound.
+
+    clipped: compare with the reference's times its clip coefficient. False for a gradient of which the rank should hold
+    no slice or the reference has none. True if no rank has the step.
+    """
     reference = trial.reference_step(number)
     bound = trial.bounds.gradient[number]
     coefficient = tolerance.clip_coefficient(reference.grad_norm, trial.case.training.max_norm) if clipped else 1.0
@@ -77,6 +92,9 @@ def gradients_match(trial: Trial, number: int, *, clipped: bool = False) -> bool
 
 
 def is_clipped_unseen(trial: Trial, number: int) -> bool:
-    """Return whether the gradients were altered after backward, unseen, and are the reference's clipped ones."""
+    """Return whether every rank's gradients were altered after backward, and only as clipped ones are the reference's.
+
+    Their norm before clipping is then not known. Raises tolerance.NoBound.
+    """
     altered = all(step.scaled not in (None, 1.0) for _, step, _ in trial.steps() if step.step == number)
     return altered and not gradients_match(trial, number) and gradients_match(trial, number, clipped=True)

@@ -1,4 +1,7 @@
-"""Code that torch.compile ran on a rank: blocks where a case requests them, helpers or a loss where the trainer declares it."""
+"""Judgement of the code that torch.compile ran on a rank.
+
+A case requests compiled blocks. A trainer may also declare that it compiles helpers or a loss.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,11 @@ FindingsOrRight = Iterator[Finding | None]
 
 
 def judge_compiled_code(trial: Trial, rank: int) -> FindingsOrRight:
-    """Judge what a rank compiled: number of graphs, graph breaks, code that runs eagerly again, graphs that were recompiled.
+    """Judge what a rank compiled, and yield a finding or None (right) for each comparison.
 
-    Where a trainer declares what it compiles, graph breaks are its choice, too.
+    Compared are the number of graphs, graph breaks, code that runs eagerly again, and graphs that were recompiled
+    later. With compiled blocks at least one graph is expected, otherwise at most as many as the trainer declares. If it
+    declares some, graph breaks are its choice and are not judged.
     """
     compiler = trial.ranks[rank].compiler
     allowed_graphs = allowed_graph_count(trial)
@@ -39,27 +44,32 @@ RECOMPILED = "graphs recompiled"
 
 
 def _compile_finding(right: bool, rank: int, quantity: str, expected: Value, observed: Value) -> Finding | None:
+    """Return the finding on torch.compile, or None if `right`."""
     if right:
         return None
     return Finding.at(rank, expected, observed, kind="feature", name="torch.compile", quantity=quantity)
 
 
 def allowed_graph_count(trial: Trial) -> int:
-    """Return how many graphs a rank may compile where the case requests no compiled blocks."""
+    """Return how many graphs the trainer's allowances let a rank compile. 0 where the case requests compiled blocks."""
     if trial.case.features.compile:
         return 0
     return most_of(allowed_graphs(trial))
 
 
 def reasons_of_eager_fallback(trial: Trial, rank: int) -> Iterator[str]:
-    """Return why code that was compiled once now runs eagerly."""
+    """Return the reasons that the compiler of a rank gave for running compiled code eagerly again.
+
+    Empty if it never did.
+    """
     return (key.removeprefix("gave up: ") for key in trial.ranks[rank].compiler if key.startswith("gave up: "))
 
 
 def judge_recompilations(trial: Trial, rank: int) -> FindingsOrRight:
-    """Judge each step in which no new graph is expected.
+    """Judge each step in which no new graph is expected: yield a finding if its count of graphs changed, else None.
 
-    Compilers settle in the first two steps of a launch. Later only a sequence length that is new is compiled anew.
+    Not judged are the first two steps of a launch, in which compilers settle, and steps without a count of graphs. A
+    step is left out, too, if its sequence length, or that of the step before, was not compiled earlier.
     """
     steps = trial.ranks[rank].steps
     for before, step in itertools.pairwise(steps):

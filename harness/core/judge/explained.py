@@ -1,4 +1,4 @@
-"""Differences from the plan that are explained: by the plan itself, or by what the case or the adapter allows.
+"""The amounts by which a run may differ from its plan's exact numbers, as plan, case or adapter allow.
 
 Allowances are read here alone. A check adds up the differences of one kind, and states which allowances it used.
 """
@@ -29,17 +29,17 @@ class ExplainedDifference:
 
 
 def allowances(trial: Trial, kind: str) -> list[Allowance]:
-    """Return the allowances of one kind, as in allowance.AMOUNT_KEYS."""
+    """Return the allowances of one kind that case and trainer declare. kind: a key of allowance.AMOUNT_KEYS."""
     return [allowance for allowance in trial.allow if allowance.what == kind]
 
 
 def by_plan(amounts: Mapping[Any, int]) -> list[ExplainedDifference]:
-    """Return what the plan explains. amounts: by what differs."""
+    """Return one difference for each amount, explained by the plan. amounts: by what differs."""
     return [ExplainedDifference(what, amount) for what, amount in amounts.items()]
 
 
 def allowed_bytes(trial: Trial, rank: int, kind: str) -> list[ExplainedDifference]:
-    """Return what is kept, gathered or copied by allowance."""
+    """Return the bytes that a rank may keep, gather or copy: one difference for each allowance of this kind."""
     parameters = trial.plan.parameter_bytes[rank][1]
     return [
         ExplainedDifference(kind, allowance.byte_limit(parameters), allowance) for allowance in allowances(trial, kind)
@@ -47,7 +47,10 @@ def allowed_bytes(trial: Trial, rank: int, kind: str) -> list[ExplainedDifferenc
 
 
 def allowed_traffic(trial: Trial, rank: int) -> list[ExplainedDifference]:
-    """Return what a rank moves in a step by allowance, by ranks, op and phase of the collective."""
+    """Return the bytes that a rank may move in a step by allowance: one difference for each allowance.
+
+    Each difference's `what` is (ranks, op, phase) of the collective.
+    """
     parameters = trial.plan.parameter_bytes[rank][1]
     world = tuple(range(trial.plan.dims.world_size))
     differences = []
@@ -59,29 +62,35 @@ def allowed_traffic(trial: Trial, rank: int) -> list[ExplainedDifference]:
 
 
 def allowed_matmuls(trial: Trial, forward: int) -> list[ExplainedDifference]:
-    """Return what a step computes outside of its passes by allowance. forward: the matmuls of its forward passes."""
+    """Return the matmuls that a step may compute outside of its passes: one difference for each allowance.
+
+    forward: the matmuls of its forward passes, of which an allowance may be a share.
+    """
     allowed = allowances(trial, "computed")
     return [ExplainedDifference("computed", allowance.matmul_limit(forward), allowance) for allowance in allowed]
 
 
 def allowed_graphs(trial: Trial) -> list[ExplainedDifference]:
-    """Return what a rank compiles in a launch by allowance."""
+    """Return the graphs that a rank may compile in a launch: one difference for each allowance."""
     allowed = allowances(trial, "compiled")
     return [ExplainedDifference("compiled", allowance.graphs, allowance) for allowance in allowed]
 
 
 def allowed_hooks(trial: Trial) -> set[str]:
-    """Return the owners of hooks on tensors saved for backward that are allowed."""
+    """Return the owners ("module.function") of the hooks on tensors saved for backward that are allowed.
+
+    Empty if none are.
+    """
     return {allowance.name for allowance in allowances(trial, "hooks")}
 
 
 def most_of(differences: Iterable[ExplainedDifference]) -> int:
-    """Return how much all of these explain together."""
+    """Return the sum of what these differences explain: bytes, matmuls or graphs."""
     return sum(difference.most for difference in differences)
 
 
 def most_by_what(differences: Iterable[ExplainedDifference]) -> dict[Any, int]:
-    """Return how much is explained, by what differs."""
+    """Return, by what differs, the sum of what these differences explain."""
     amounts: dict[Any, int] = {}
     for difference in differences:
         amounts[difference.what] = amounts.get(difference.what, 0) + difference.most
@@ -89,13 +98,16 @@ def most_by_what(differences: Iterable[ExplainedDifference]) -> dict[Any, int]:
 
 
 def unexplained(observed: Mapping[Any, int], differences: Iterable[ExplainedDifference]) -> int:
-    """Return how much was observed beyond what these explain, of all together. observed: by what differs."""
+    """Return the sum of what was observed beyond what these differences explain, 0 if all is explained.
+
+    observed: amounts by what differs. What one kind has left does not make up for another.
+    """
     explained = most_by_what(differences)
     return sum(max(amount - explained.get(key, 0), 0) for key, amount in observed.items())
 
 
 def without_allowances(differences: Iterable[ExplainedDifference], kind: str) -> list[ExplainedDifference]:
-    """Return the differences that no allowance of this kind explains."""
+    """Return the differences but for those that an allowance of this kind explains."""
     kept = []
     for difference in differences:
         if difference.allowance is None or difference.allowance.what != kind:
@@ -104,9 +116,10 @@ def without_allowances(differences: Iterable[ExplainedDifference], kind: str) ->
 
 
 def allowances_text(trial: Trial, used: Mapping[str, Used]) -> str:
-    """Return a note of what is allowed of these kinds, and which of it nothing uses: an unused allowance should be deleted.
+    """Return a note of the allowances of these kinds, each with ", not used" if nothing uses it.
 
-    used: by kind, whether something uses an allowance.
+    Empty without allowances. used: by kind, a function that returns whether an allowance is used. One that is not used
+    should be deleted.
     """
     texts = []
     for allowance in dict.fromkeys(trial.allow):

@@ -1,6 +1,6 @@
 """The contents that an export should have: the weights after the last step under Hugging Face's names.
 
-Rows are in the requested order, and adapters are merged with their matrices.
+Rows of q and k are in the order that the case requests, and LoRA's adapters are added to their matrices.
 """
 
 from __future__ import annotations
@@ -32,13 +32,19 @@ EXPORTED_NAMES = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
+"""The reference's name of a module, without its layer -> Hugging Face's."""
 FUSED_MATRICES = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
+"""Hugging Face's name of a fused module -> the last part of the names of the matrices that it joins, in order."""
 EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 OUTPUT_WEIGHT = "lm_head.weight"
 
 
 def export_weights_after(trial: Trial, step: int) -> dict[str, np.ndarray]:
-    """Return whole weights after a step, 0 for those before training, in the reference's order of rows and its shapes."""
+    """Return whole weights by fqn, as ranks held them after a step, in the reference's own order of rows and shapes.
+
+    Step 0: the weights before training. A parameter that is not on record is left out; an entry that no rank held is
+    NaN.
+    """
     stored = whole_weights_after(trial, step) if step else trial.reference.weights
     weights = {}
     for fqn, shape in trial.case.model.parameter_shapes().items():
@@ -51,7 +57,7 @@ def export_weights_after(trial: Trial, step: int) -> dict[str, np.ndarray]:
 
 
 def exported_name(fqn: str) -> str:
-    """Return Hugging Face's name of a parameter."""
+    """Return Hugging Face's name of a weight. Raises KeyError for a module that EXPORTED_NAMES lacks."""
     layer, plain = re.fullmatch(r"(layers\.\d+\.)?(.+)\.weight", fqn).groups()  # type: ignore[union-attr]
     return f"{'model.' + layer if layer else ''}{EXPORTED_NAMES[plain]}.weight"
 
@@ -59,9 +65,10 @@ def exported_name(fqn: str) -> str:
 def expected_export(
     case: Case, weights: Arrays, orders: Mapping[str, Sequence[int]] = MappingProxyType({})
 ) -> dict[str, np.ndarray]:
-    """Return the tensors of an export of these weights, by exported name.
+    """Return the tensors that the case's kind of export makes of these weights, by exported name.
 
-    orders: by fused name, another order of its parts.
+    Rows of q and k are permuted unless the export is "hf_interleaved". orders: by fused name, the order in which its
+    parts are joined, as indices; by default that of FUSED_MATRICES.
     """
     return export_with_rows(case, weights, permuted=case.features.export != "hf_interleaved", orders=orders)
 
@@ -69,9 +76,10 @@ def expected_export(
 def export_with_rows(
     case: Case, weights: Arrays, *, permuted: bool, orders: Mapping[str, Sequence[int]] = MappingProxyType({})
 ) -> dict[str, np.ndarray]:
-    """Return the tensors of an export whose rows of q and k are in a given order.
+    """Return the tensors of the case's export by exported name, with rows of q and k permuted or not.
 
-    permuted: whether in the order for a rotary embedding that turns halves. orders: by fused name, another order of its parts.
+    Adapters are merged, a tied output is added, and "hf_fused" joins matrices. permuted: each head's rows in the order
+    0 2 4 .. 1 3 5 .., for a rotary embedding that turns halves. orders: as in expected_export.
     """
     exported = {exported_name(fqn): value for fqn, value in merge_adapters(case.model.lora, weights).items()}
     if permuted:
@@ -83,7 +91,10 @@ def export_with_rows(
 
 
 def merge_adapters(lora: Lora | None, weights: Arrays) -> dict[str, np.ndarray]:
-    """Return the weights with each adapter added to its matrix."""
+    """Return the weights by fqn, with each LoRA product times its scale added to its matrix.
+
+    The adapters themselves are left out.
+    """
     merged_weights = {fqn: value for fqn, value in weights.items() if ".lora_" not in fqn}
     for fqn in merged_weights:
         a, b = (weights.get(f"{fqn.removesuffix('weight')}lora_{letter}.weight") for letter in "ab")
@@ -94,9 +105,10 @@ def merge_adapters(lora: Lora | None, weights: Arrays) -> dict[str, np.ndarray]:
 
 
 def rounding_units(case: Case, weights: Arrays) -> dict[str, np.ndarray]:
-    """Return, by exported name, by how many units of rounding each entry of an export may be off.
+    """Return, by exported name, an array of how many units of rounding each entry of an export may be off.
 
-    A matrix with an adapter merged into it is a sum in any order. The number is 0 for all other tensors.
+    An entry of a matrix with a merged adapter is a sum in any order: rank + 4, times the sum of its terms' magnitudes.
+    Entries of other tensors are 0. Empty for a model without LoRA.
     """
     if case.model.lora is None:
         return {}
@@ -108,12 +120,15 @@ def rounding_units(case: Case, weights: Arrays) -> dict[str, np.ndarray]:
 
 
 def rows_in_half_order(value: np.ndarray, size: int) -> np.ndarray:
-    """Return the matrix with the rows of each head in the order 0 2 4 .. 1 3 5 .. size: rows of a head."""
+    """Return a new matrix with the rows of each head in the order 0 2 4 .. 1 3 5 ... size: rows of a head."""
     return value.reshape(-1, size // 2, 2, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
 
 
 def _fuse_matrices(exported: dict[str, np.ndarray], orders: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
-    """Replace the matrices that FUSED_MATRICES names by one each, in place, and return the same dict."""
+    """Replace q, k, v and gate, up of each layer by one fused matrix each, in place, and return the same dict.
+
+    orders: by fused name, the order of its parts as indices; by default that of FUSED_MATRICES.
+    """
     for name in [name for name in exported if name.endswith(("q_proj.weight", "gate_proj.weight"))]:
         module = name.rpartition(".")[0].rpartition(".")[0]
         fused, parts = next(entry for entry in FUSED_MATRICES.items() if module.endswith(entry[0].partition(".")[0]))

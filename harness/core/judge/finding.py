@@ -84,10 +84,10 @@ class Finding:
 
     @classmethod
     def at(cls, rank: int, expected: Value, observed: Value, **fields: Any) -> Self:
-        """Return a finding about a single rank. fields: the other fields of Finding."""
+        """Return a finding about a single rank; `fields` are the other fields of Finding."""
         return cls(ranks=(rank,), expected=expected, observed=observed, **fields)
 
     @property
     def rank(self) -> int | None:
-        """Return the only rank that the finding is about. None if it is about several, or about none."""
+        """Return the global rank that the finding is about. None if it is about several, or about none."""
         return self.ranks[0] if len(self.ranks) == 1 else None

@@ -1,6 +1,7 @@
-"""The reference's own curves, reviewed in git: they guard the reference over time. Render, compare, accept.
+"""The reference's own curves, reviewed in git, which guard the reference over time: named, read, compared and accepted.
 
-A golden belongs to a recipe (model, training and what weights it starts from), whatever the layout of the cases that use it.
+A golden belongs to a recipe (model, training and what weights it starts from), whatever the layout of the cases that
+use it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Golden:
 
 
 def recipe_of(case: Case) -> dict[str, Any]:
-    """Return the options of model and training that differ from the defaults, as JSON.
+    """Return the fields of model and training that differ from their defaults, as JSON values, and `model_of` if set.
 
     A new option with a default changes no recipe without it, so the goldens of these stay valid.
     """
@@ -61,9 +62,10 @@ def recipe_of(case: Case) -> dict[str, Any]:
 
 
 def launches_with_reference(case: Case) -> list[Case]:
-    """Return a launch for each reference that the case is judged by, that of the last launch at the end.
+    """Return one launch for each reference that judges the case, that of the last launch at the end.
 
-    A launch that starts from weights alone has a reference of its own.
+    There are two if a launch starts from weights alone, because it has a reference of its own; otherwise it is the case
+    itself.
     """
     return [case] if case.model_of is None else [case.from_the_seed, case]
 
@@ -75,32 +77,33 @@ def _non_default_fields(config: Any, default: Any) -> dict[str, Any]:
 
 
 def recipe_name(case: Case) -> str:
-    """Return the name of a recipe's golden, stable and readable: model, optimizer, dtype, eight digits of the recipe's hash."""
+    """Return the name of a recipe's golden: model, optimizer, dtype, and eight digits of the recipe's hash."""
     digest = hashlib.sha256(json.dumps(recipe_of(case), sort_keys=True).encode()).hexdigest()[:8]
     return f"{case.model.name}-{case.training.optimizer}-{case.training.dtype}-{digest}"
 
 
 def golden_folder(case: Case) -> Path:
-    """Return the folder of the goldens of a case: golden/ beside cases/. This project's if the case is of no file."""
+    """Return the folder of a case's goldens: golden/ beside cases/. This project's if the case comes from no file."""
     return case_files.repository_folder(case.file) / BUILTIN_GOLDEN_FOLDER.name if case.file else BUILTIN_GOLDEN_FOLDER
 
 
 def golden_file(case: Case, folder: Path | None = None) -> Path:
-    """Return the path of the golden of the case's recipe, whether the file exists or not."""
+    """Return the path of the golden of the case's recipe, whether it exists or not, by default in golden_folder."""
     return (folder or golden_folder(case)) / f"{recipe_name(case)}.json"
 
 
 def golden_from_reference(reference: ReferenceRun) -> Golden:
-    """Return the golden of a reference run."""
+    """Return the golden that a reference run would be accepted as; nothing is written."""
     losses = tuple(step.loss for step in reference.steps)
     norms = tuple(step.grad_norm for step in reference.steps)
     return Golden(losses, norms, dict(reference.environment), dict(reference.noise))
 
 
 def load_golden(case: Case, folder: Path | None = None) -> Golden:
-    """Read the golden of a case from `folder`, by default from its home or else from this project's goldens.
+    """Read and return the golden of a case from `folder`.
 
-    Raises GoldenError where there is none, or it is damaged.
+    By default it is read from the case's golden folder, or if the file is not there from this project's. Raises
+    GoldenError if there is none, if it is damaged, or if it was made for another recipe.
     """
     path = golden_file(case, folder)
     builtin_path = golden_file(case, BUILTIN_GOLDEN_FOLDER)
@@ -128,17 +131,17 @@ def load_golden(case: Case, folder: Path | None = None) -> Golden:
 
 
 def accept_command(case: Case, *more: str) -> str:
-    """Return the command that accepts the golden of a case, wherever its file lies. more: further arguments."""
+    """Return the shell command that accepts goldens of the case's file of cases. more: further arguments."""
     return shlex.join(["harness", "golden", "--accept", *case_files.cases_arguments(case.file), *more])
 
 
 def accept_case_command(case: Case) -> str:
-    """Return the command that accepts the golden of this case alone. Without its name it would accept every recipe's."""
+    """Return the shell command that accepts the golden of this case alone."""
     return accept_command(case, "-k", case.name)
 
 
 def review_command(case: Case) -> str:
-    """Return the command that shows how the goldens of the case's folder differ from those in git, new ones included."""
+    """Return the shell command that shows how a case's goldens differ from those in git, new ones included."""
     folder = golden_folder(case)
     working_directory = Path.cwd()
     if folder.is_relative_to(working_directory):
@@ -170,6 +173,7 @@ def _noise_text(noise: Mapping[str, Noise]) -> str:
 
 
 def _noise_json(noise: Noise) -> str:
+    """Return the JSON of one key's noise: number of repeats, spreads, and a line for each parameter."""
     numbers = _spreads_json({name: getattr(noise, name) for name in SPREAD_NAMES})
     lines = []
     for fqn in noise.distance:
@@ -181,7 +185,10 @@ def _noise_json(noise: Noise) -> str:
 
 
 def _spreads_json(by_name: Mapping[str, tuple[float, ...]]) -> str:
-    """Return the JSON of spreads, with two digits a number: a spread over a few repeats is known no better."""
+    """Return the JSON members of spreads, without braces: "name": [numbers].
+
+    Each number has two digits, because a spread over a few repeats is known no better.
+    """
     texts = []
     for name, spread in by_name.items():
         numbers = ", ".join(f"{number:.1e}" for number in spread)
@@ -207,11 +214,11 @@ def golden_text(case: Case, golden: Golden) -> str:
 
 
 def accept_golden(case: Case, reference: ReferenceRun, folder: Path | None = None) -> str:
-    """Rewrite the golden of a case and return what changed: old, new and largest difference.
+    """Write the golden of a case into `folder`, by default its own, and return a text of what changed.
 
-    Raises GoldenError in CI, and for a golden that comes with the installed harness. Raises it for a loss or norm of the
-    reference that is not finite, and for a NaN in a repeat. Raises EvidenceError if a file that is no golden lies there.
-    The old golden counts as none if it cannot be loaded.
+    Raises GoldenError in CI, and for a golden that comes with the installed harness. Raises it for a loss or norm of
+    the reference that is not finite, and for a NaN in a repeat. Raises EvidenceError if a file that is no golden lies
+    there. An old golden that cannot be loaded counts as none.
     """
     if os.environ.get("CI", "").lower() not in ("", "0", "false"):
         raise GoldenError("goldens are not accepted in CI (the variable CI is set); accept on your machine and review")
@@ -233,13 +240,19 @@ def accept_golden(case: Case, reference: ReferenceRun, folder: Path | None = Non
 
 
 def _is_golden(text: str) -> bool:
-    """Return whether a file with a golden's name is one, or is one that was cut short or has the marks of a merge in it."""
+    """Return whether the text of a file with a golden's name is one, or a damaged one.
+
+    It may be cut short, or have the marks of a merge in it.
+    """
     damaged = text.startswith("{") and not is_json(text)
     return damaged or has_keys(text, frozenset({"recipe", "environment", "steps"}))
 
 
 def describe_changes(name: str, old: Golden | None, new: Golden) -> str:
-    """Describe, for review, what accepting the new one changes, step by step."""
+    """Return a text of what accepting `new` in place of `old` changes: a line for each number that differs.
+
+    name: the golden's file. old: None if there was none.
+    """
     if old is None:
         return f"{name}: new, losses {', '.join(map(repr, new.losses))}"
     if (old.losses, old.grad_norms) == (new.losses, new.grad_norms):
@@ -264,6 +277,7 @@ def largest_difference(old: Golden, new: Golden) -> float:
 
 
 def _relative_change(before: float, after: float) -> float:
+    """Return |after - before| / |before|; 0 if they are equal. inf if only `before` is 0, or if it is not finite."""
     if before == after:
         return 0.0
     difference = abs(after - before) / abs(before) if before else math.inf

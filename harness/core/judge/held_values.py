@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 def whole_weights_after(trial: Trial, step: int) -> dict[str, np.ndarray]:
-    """Return whole parameters as ranks held them after a step, by fqn. An entry that no rank held is NaN."""
+    """Return whole parameters by fqn, put together from the slices that ranks held after a step.
+
+    An entry that no rank held is NaN. Where replicas differ, the value of the highest rank is taken. Empty if no rank
+    has the step.
+    """
     weights: dict[str, np.ndarray] = {}
     for rank, record in trial.own_steps():
         if record.step != step:
@@ -27,7 +31,10 @@ def whole_weights_after(trial: Trial, step: int) -> dict[str, np.ndarray]:
 
 
 def optimizer_slice(trial: Trial, rank: int, fqn: str, local_shard: np.ndarray) -> np.ndarray:
-    """Return the slice of a local parameter that the rank's own optimizer updates: under ZeRO-1 and 2 not all of it."""
+    """Return the view of a rank's local parameter that its own optimizer updates: under ZeRO-1 and 2 only a part of it.
+
+    The whole local parameter where the optimizer updates all of it, or where the rank holds no slice.
+    """
     part = trial.slice_of(rank, fqn)
     state_slice = trial.plan.state_slices and trial.plan.state_slices[rank].get(fqn)
     if not part or not state_slice or part == state_slice:
@@ -39,10 +46,10 @@ def optimizer_slice(trial: Trial, rank: int, fqn: str, local_shard: np.ndarray) 
 
 
 def reference_order_arguments(trial: Trial) -> dict[str, Any]:
-    """Return how the reference's entries are ordered, as keyword arguments of reference.counterfactual.Changes.
+    """Return the order of the reference's entries as arguments of reference.counterfactual.Changes: `rows`, `columns`.
 
-    The reference's rows are in the trainer's order, and its vectors as tp ranks flatten them. A model that is given such
-    weights needs to know it.
+    A model that is given such weights needs both: rows are in the trainer's order, and flattened matrices as tp ranks
+    flatten them. A key is left out where its order is the usual one.
     """
     order: dict[str, Any] = {}
     if trial.reference.rows:

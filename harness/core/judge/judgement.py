@@ -1,4 +1,4 @@
-"""All results of a case, its verdict and its cause."""
+"""The judgement of a case: the results of all checks, its verdict and its cause."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Judgement:
 
     @property
     def verdict(self) -> Verdict:
-        """Return FAIL if a check fails, else UNKNOWN if any could not be judged, else PASS. UNKNOWN if nothing passed.
+        """Return FAIL if a check fails, else UNKNOWN if one could not be judged, else PASS. UNKNOWN if nothing passed.
 
-        A case that is expected to fail is XFAIL if it fails with exactly its checks and its cause, else FAIL. If no check
-        fails and one could not be judged, it is UNKNOWN.
+        A case with an expected failure is XFAIL if exactly its checks fail, with its cause and error. Otherwise it is
+        FAIL, or UNKNOWN if no check fails and one could not be judged.
         """
         verdicts = {result.verdict for result in self.results}
         if (expected := self.expected_failure) is not None:
@@ -55,7 +55,10 @@ class Judgement:
 
     @property
     def expected_failure(self) -> ExpectedFailure | None:
-        """Return the failure that this run should show. None for a run with a fault, or on a torch without the mistake."""
+        """Return the failure that this run should show.
+
+        None if the case expects none, for a run with a fault, or on a release of torch to which it does not apply.
+        """
         expected = self.case.expected_failure
         if expected is None or self.fault is not None:
             return None
@@ -63,6 +66,11 @@ class Judgement:
         return expected if applies_to_torch else None
 
     def _fails_as_expected(self, expected: ExpectedFailure) -> bool:
+        """Return whether exactly the expected checks fail, with the expected kind of cause and the expected error.
+
+        A check that could not be judged refutes that, unless `completed` fails: ranks that die leave nothing to judge
+        by.
+        """
         failing_checks = {result.check for result in self.results if result.verdict is Verdict.FAIL}
         unknown_checks = {result.check for result in self.results if result.verdict is Verdict.UNKNOWN}
         kinds = self.diagnosis.kinds if self.diagnosis else ()

@@ -1,4 +1,4 @@
-"""Replicas that their optimizer keeps equal, as Dion does: its step moves what it needs, and no gradient is reduced."""
+"""Replicas that an optimizer such as Dion keeps equal: its step moves bytes, and no gradient is reduced."""
 
 from __future__ import annotations
 
@@ -8,22 +8,27 @@ from harness.core.judge.trial import Trial
 
 
 def optimizer_bytes_over_group(trial: Trial, rank: int, step: int, group: tuple[int, ...]) -> int:
-    """Return the bytes that this rank moved over all of the group in the optimizer's step."""
+    """Return the bytes of this rank's collectives over exactly these ranks in a step's optimizer phase. 0 if none."""
     calls = trial.ranks[rank].collectives
     return sum(call.bytes for call in calls if (call.step, call.phase) == (step, "optimizer") and call.ranks == group)
 
 
 def is_joined_by_optimizer(trial: Trial, rank: int, group: tuple[int, ...]) -> bool:
-    """Return whether the optimizer moves bytes between replicas that nothing declares. It may leave them equal or not."""
+    """Return whether this rank's optimizer moves bytes over exactly this group in some step.
+
+    False where a case declares what is moved. The bytes alone do not show whether the optimizer leaves the replicas
+    equal.
+    """
     return "declared" not in trial.provided and any(
         optimizer_bytes_over_group(trial, rank, step, group) for step in trial.case.steps
     )
 
 
 def first_differing_step(trial: Trial, group: tuple[int, ...]) -> int | None:
-    """Return the first step after which the bytes that these ranks hold differ, 0 if there is none.
+    """Return the first step after which the digests of these ranks' parameters differ. 0 if none differ.
 
-    None if the contents of a rank were not read, or if no rank changed its parameters.
+    A rank that lacks a step on record differs in it. None if a rank has no digests, or if no rank's parameters ever
+    changed.
     """
     digests_by_step = [summary.contents.by_step for summary in trial.rank_summaries if summary.rank in group]
     if len(digests_by_step) < len(group) or not all(set(digests) - {0} for digests in digests_by_step):

@@ -1,7 +1,7 @@
-"""The labels that a microbatch's loss was computed from, laid as its samples lie.
+"""The labels that a microbatch's loss was computed from, arranged as its samples are.
 
-A trainer may compute its loss in several calls, each from a part of the rows or of the positions. It may leave out the tokens
-that do not count, or whole chunks of them. How labels were cut is not recorded: the way that fits best is taken.
+A trainer may compute its loss in several calls, each from a part of the rows or of the positions. It may leave out the
+tokens that do not count, or whole chunks of them. How labels were cut is not recorded: the way that fits best is taken.
 """
 
 from __future__ import annotations
@@ -17,14 +17,21 @@ IGNORED = -100
 
 
 def arrange_labels(part: Microbatch, own: np.ndarray) -> np.ndarray | None:
-    """Return a microbatch's labels [samples, positions], laid like `own`, the samples' own labels. None if no way fits."""
+    """Return a microbatch's labels [samples, positions] in the arrangement that agrees best with the samples' own.
+
+    None if no arrangement has a fitting size. The microbatch must have labels. own: the labels that the samples should
+    have.
+    """
     assert part.labels is not None
     candidates = list(_possible_arrangements(part.labels.reshape(-1), part.chunks, own))
     return min(candidates, key=lambda labels: int((labels != own).sum())) if candidates else None
 
 
 def _possible_arrangements(labels: np.ndarray, chunks: tuple[int, ...], own: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the labels laid like `own`, for each way in which a trainer may have cut them."""
+    """Yield the labels in the shape of `own`, once for each way in which a trainer may have cut them.
+
+    Nothing if none fits. chunks: number of labels of each call of the loss, in order; empty for a single call.
+    """
     samples = len(own)
     if labels.size == own.size:
         yield labels.reshape(own.shape)
@@ -43,10 +50,10 @@ def _possible_arrangements(labels: np.ndarray, chunks: tuple[int, ...], own: np.
 
 
 def _arrange_without_chunks(pieces: list[np.ndarray], own: np.ndarray) -> np.ndarray | None:
-    """Return labels of some positions laid like `own`, where whole chunks that do not count are missing.
+    """Return the labels in the shape of `own`, where whole chunks without a valid label are missing. These are IGNORED.
 
-    None if the labels are not the right ones, or not in order. All chunks have the same width, but for one position and for
-    the last chunk.
+    None if the result is not equal to `own`. All chunks have the same width, but for one position and for the last
+    chunk. pieces: the labels of each call of the loss.
     """
     rows, positions = own.shape
     laid = np.full_like(own, IGNORED)
@@ -68,7 +75,7 @@ def _arrange_without_chunks(pieces: list[np.ndarray], own: np.ndarray) -> np.nda
 
 
 def _arrange_by_masks(labels: np.ndarray, own: np.ndarray, masks: list[np.ndarray]) -> np.ndarray:
-    """Return the labels that count laid like `own`: each mask takes the next labels, row by row. IGNORED elsewhere."""
+    """Return labels in the shape of `own`: each mask in turn takes the next labels, row by row. IGNORED elsewhere."""
     spread = np.full_like(own, IGNORED)
     start = 0
     for mask in masks:

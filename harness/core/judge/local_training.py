@@ -1,7 +1,7 @@
-"""Replicas that differ because local training was requested, and replicas of which only some parameters are kept equal.
+"""Local training, by request: replicas that differ, and replicas of which only some parameters are kept equal.
 
-DDP's communication hook of post-local SGD reduces within subgroups only; parameters are averaged from time to time. A trainer
-without hook does the same if it reduces no gradient and averages parameters.
+DDP's communication hook of post-local SGD reduces within subgroups only; parameters are averaged from time to time. A
+trainer without hook does the same if it reduces no gradient and averages parameters.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ AVERAGES = "averages of parameters"
 
 
 def local_training_means(family: Sequence[Summary]) -> str:
-    """Return the means by which all of these ranks train locally: a hook's name, or AVERAGES.
+    """Return the means by which all of these ranks train locally: the name of a hook, or AVERAGES.
 
-    Empty if, as far as is known, some rank does not train locally.
+    AVERAGES: they became equal again after a step, and no collective of backward joins two of them. Empty if neither
+    was observed.
     """
     hooks = [next(filter(LOCAL_HOOK_NAME.search, summary.modules.hooks), "") for summary in family]
     if hooks and all(hooks):
@@ -40,7 +41,10 @@ def _reduces_in_backward(family: Sequence[Summary]) -> bool:
 
 
 def averaging_steps(family: Sequence[Summary]) -> tuple[int, ...]:
-    """Return the steps after which ranks that differed before hold the same again, ascending."""
+    """Return the steps, ascending, after which these ranks hold equal parameters although they had differed before.
+
+    Only steps that all have on record count. Empty if they never differed, or were never equal again.
+    """
     common_steps = sorted(set.intersection(*map(_steps_of, family)))
     equal_steps = set()
     for step in common_steps:
@@ -54,7 +58,10 @@ def averaging_steps(family: Sequence[Summary]) -> tuple[int, ...]:
 
 
 def never_averaged_families(families: Iterable[Sequence[Summary]]) -> list[Sequence[Summary]]:
-    """Return the families that train locally, differ, and were never equal again: the recording may be too short."""
+    """Return the families whose hook trains locally, that differ, and that were never equal again.
+
+    Their recording may be too short.
+    """
     return [
         family
         for family in families
@@ -79,18 +86,18 @@ def _steps_of(summary: Summary) -> set[int]:
 
 @dataclass(frozen=True)
 class PartlyEqual:
-    """Ranks that began with the same parameters, and whose parameters claim no placement."""
+    """Ranks that began with the same parameters, claim no placement, and keep only some of the parameters equal."""
 
     ranks: tuple[int, ...]
     """Global ranks, ascending."""
     equal: tuple[str, ...]
     """Parameters that changed, and are equal on all of these ranks; empty if none."""
     differ: tuple[str, ...]
-    """Parameters that are not."""
+    """Parameters that differ between some of these ranks."""
 
 
 def _sums_like_gradients(family: Sequence[Summary]) -> bool:
-    """Return whether these ranks sum as many bytes as their parameters have, and none in forward.
+    """Return whether the first rank sums at least the bytes of its parameters with others, and none in forward.
 
     Tensor parallelism sums in forward, too.
     """
@@ -111,10 +118,10 @@ def _sums_like_gradients(family: Sequence[Summary]) -> bool:
 
 
 def find_partly_equal(summaries: Iterable[Summary]) -> list[PartlyEqual]:
-    """Return the sets of ranks that began with equal parameters and keep some of them equal, but not all.
+    """Return the sets of ranks that began with equal unclaimed parameters and keep only some of them equal.
 
-    They may keep none equal if they sum as many bytes as gradients have. Stages of a pipeline may begin with equal parameters,
-    too, and sum nothing.
+    A set with none equal is returned only if it sums as many bytes as gradients have: stages of a pipeline may begin
+    with equal parameters, too, and sum nothing. Sets that are averaged are left out.
     """
     families: dict[object, list[Summary]] = defaultdict(list)
     for summary in summaries:

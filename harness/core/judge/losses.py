@@ -1,4 +1,4 @@
-"""The losses that were observed, put together over ranks: sums over sums, never a mean of means. tp peers count once."""
+"""The observed losses put together over ranks: sums over sums, never a mean of means."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from harness.core.judge.trial import Trial
 
 
 def global_loss(trial: Trial, step: int) -> float | None:
-    """Return the sum of local losses over the sum of valid tokens. None without any valid token.
+    """Return the mean loss of a step in nats: the sum of all observed losses over the sum of their valid tokens.
 
-    tp peers compute the same loss, so they count once.
+    tp peers compute the same loss, so they count once. None if no valid token was observed.
     """
     observed_losses: list[tuple[float, int]] = []
     for rank in last_stage_ranks(trial):
@@ -22,7 +22,10 @@ def global_loss(trial: Trial, step: int) -> float | None:
 
 
 def losses_of_rank(trial: Trial, rank: int, step: int) -> list[tuple[float, int]]:
-    """Return (sum of losses, valid tokens) of each of a rank's microbatches whose loss was observed."""
+    """Return (sum of losses in nats, valid tokens) of each microbatch of a rank in a step.
+
+    Those without a loss are left out.
+    """
     observed_losses = []
     for record in trial.ranks[rank].steps:
         if record.step != step:

@@ -13,10 +13,10 @@ from harness.core.evidence.records import RankEvidence, Run
 
 
 def with_measured_traits(case: Case, traits: TrainerTraits, run: Run) -> TrainerTraits:
-    """Return the traits, with those that neither they nor the case declare filled in from the evidence of the ranks.
+    """Return the traits with FSDP2's units, FSDP1's order of parameters and torch's release as the evidence has them.
 
-    A trainer may choose what it wraps together. A policy that the case requests is planned all the same, whatever the
-    wrappers claim.
+    Units are measured only under FSDP2, if neither traits nor case name them; the order only under FSDP1, if the traits
+    do not. A policy that the case requests is planned all the same, whatever the wrappers claim.
     """
     units: Observed | None = None
     if traits.units_of(case) == OBSERVED and case.wrapper == "fsdp2":
@@ -34,7 +34,10 @@ def _without_unknown_parameters(unit: Unit, known: Collection[str]) -> Unit:
 
 
 def undeclared_traits_text(traits: TrainerTraits) -> tuple[str, ...]:
-    """Return what the plan takes from a run because neither the case nor the adapter declares it, one phrase each."""
+    """Return a phrase for each thing that the plan takes from the run, because neither case nor adapter declares it.
+
+    Empty if none.
+    """
     phrases: tuple[str, ...] = ()
     if traits.measured.units is not None:
         phrases += ("FSDP2's units",)
@@ -44,9 +47,9 @@ def undeclared_traits_text(traits: TrainerTraits) -> tuple[str, ...]:
 
 
 def claimed_units(evidence: RankEvidence) -> tuple[Unit, ...]:
-    """Return FSDP2's units as the rank's wrappers claim them, in the order of the wrappers.
+    """Return FSDP2's units as the rank's wrappers claim them, in the order of the wrappers. Empty without FSDP2.
 
-    Modules that were wrapped as one claim the same unit, so it is returned once.
+    Modules that were wrapped as one claim the same unit. It is returned once, with their number.
     """
     claims = evidence.structure.values()
     wrappers = [wrapper for wrapper in claims if wrapper.kind == "fsdp2" and wrapper.parameters]
@@ -59,7 +62,10 @@ def claimed_units(evidence: RankEvidence) -> tuple[Unit, ...]:
 
 
 def claimed_cut_dims(ranks: Iterable[RankEvidence]) -> dict[str, int]:
-    """Return, by fqn, the dim along which FSDP2 cuts a parameter, where it is not the first (shard_placement_fn)."""
+    """Return, by fqn, the dim along which FSDP2 cuts a parameter, where it is not dim 0 (shard_placement_fn).
+
+    Parameters that something else cuts, too, are left out.
+    """
     cut_dims: dict[str, int] = {}
     for evidence in ranks:
         wrapped_fqns: set[str] = set()
@@ -74,10 +80,10 @@ def claimed_cut_dims(ranks: Iterable[RankEvidence]) -> dict[str, int]:
 
 
 def _measured_flat_order(case: Case, traits: TrainerTraits, run: Run) -> tuple[str, ...]:
-    """Return the fqns of parameters in the order in which FSDP1 flattens them, which is that of the model's modules.
+    """Return the fqns of all parameters in the order in which FSDP1 flattens them, by the lowest rank's wrappers.
 
-    Empty if the traits declare the order, or without FSDP1. The first rank's order is taken for all ranks: the checks compare
-    bytes to find what each rank really holds.
+    Empty if the traits declare the order, without FSDP1, or without evidence. The checks compare bytes to find what
+    each other rank really holds.
     """
     if case.wrapper != "fsdp1" or traits.flat_order or not run.ranks:
         return ()
@@ -89,6 +95,9 @@ def _measured_flat_order(case: Case, traits: TrainerTraits, run: Run) -> tuple[s
 
 
 def torch_release(run: Run) -> str:
-    """Return the release of torch that the ranks report; without any evidence, the one installed where they were started."""
+    """Return the first release of torch that a rank reports, else the one installed where they were started.
+
+    Empty if unknown.
+    """
     releases = (evidence.environment.get("torch", "") for evidence in run.ranks.values())
     return next(filter(None, releases), run.made.get("torch", ""))

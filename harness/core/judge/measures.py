@@ -24,9 +24,10 @@ OUTSIDE_THE_PLAN = "no axis of the plan"
 
 
 def measures_of(trial: Trial) -> dict[str, float]:
-    """Return numbers by name, without those that were not observed.
+    """Return a run's measures by their name above, for people to compare. A number that was not observed is left out.
 
-    Bytes held are those between steps. Bytes moved are those of one step in forward and backward, in all and over each axis.
+    Bytes held are those between steps. Bytes moved are those of one step in forward and backward, in all and over each
+    axis. Blocked seconds are given for each axis.
     """
     ranks = list(trial.ranks.values())
     steps = list(itertools.chain.from_iterable(evidence.steps for evidence in ranks))
@@ -42,9 +43,9 @@ def measures_of(trial: Trial) -> dict[str, float]:
 
 
 def _seconds_by_step(ranks: list[RankEvidence]) -> list[list[float]]:
-    """Return a list per step of the seconds of all ranks.
+    """Return, for each step, the seconds that each rank took. Empty if no rank recorded seconds.
 
-    Groups are set up in the first step, so it is left out unless there is no other.
+    The first step is left out unless there is no other, because groups are set up in it.
     """
     by_step: dict[int, list[float]] = {}
     for evidence in ranks:
@@ -56,9 +57,10 @@ def _seconds_by_step(ranks: list[RankEvidence]) -> list[list[float]]:
 
 
 def _bytes_moved(trial: Trial) -> dict[str, float]:
-    """Return the bytes that a rank moved in one step, in all and over each axis: the most of any rank.
+    """Return the bytes that the busiest rank moved in the representative step, by measure: in all, and over each axis.
 
-    Empty if no rank has the step on record.
+    The maximum is taken for each number alone, so axes may be of different ranks. Empty if no rank has the step on
+    record.
     """
     shown_step = representative_step(trial)
     moved_by_rank: list[Counter[str]] = []
@@ -74,9 +76,10 @@ def _bytes_moved(trial: Trial) -> dict[str, float]:
 
 
 def _blocked_seconds(trial: Trial) -> dict[str, float]:
-    """Return the seconds of a step in which collectives of an axis blocked a rank's thread: mean of ranks, median of steps.
+    """Return, by measure, the seconds of a step in which collectives blocked a rank: mean of ranks, median of steps.
 
-    The first step is left out unless there is no other. Empty on GPUs, where streams wait and threads do not.
+    There is one measure for each axis. The first step is left out unless there is no other. Empty if a call's time was
+    not observed, or on GPUs, where streams wait and threads do not.
     """
     calls: list[Collective] = []
     for evidence in trial.ranks.values():
@@ -102,12 +105,18 @@ def _on_gpu(evidence: RankEvidence) -> bool:
 
 
 def representative_step(trial: Trial) -> int:
-    """Return the step whose bytes are shown: the second, in which caches are filled, or the only one."""
+    """Return the number of the step whose bytes are shown: the second of the launch, or its only one.
+
+    Caches are filled in the first.
+    """
     return min(trial.case.steps.start + 1, trial.case.steps.stop - 1)
 
 
 def bytes_moved_by_axis(trial: Trial, evidence: RankEvidence, step: int) -> Counter[str]:
-    """Return the bytes that a rank moved in forward and backward of a step, by the plan's axis."""
+    """Return the bytes that a rank moved in forward and backward of a step, by the plan's axis.
+
+    Bytes over a group that is no axis of the plan count under OUTSIDE_THE_PLAN.
+    """
     moved: Counter[str] = Counter()
     for call in evidence.collectives:
         if call.step == step and is_traffic(call):

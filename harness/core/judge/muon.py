@@ -22,14 +22,14 @@ from harness.reference import muon
 from harness.reference.config import TrainingConfig
 
 Given = Callable[[int, StepEvidence, str], np.ndarray]
-"""(rank, step, fqn) -> the gradient of its slice that the optimizer is given."""
+"""(rank, its record of a step, fqn) -> the gradient of its slice that the optimizer is given."""
 Key = tuple[tuple[int, ...], str]
-"""Ranks whose slices are put together, and the parameter."""
+"""Ranks whose slices are put together, and the parameter's fqn."""
 
 
 @dataclass(frozen=True)
 class MuonUpdate:
-    """The update of a matrix in one step of Muon, without the learning rate."""
+    """The update of a matrix in one step of Muon, before its learning rate, for the ranks that put it together."""
 
     update: np.ndarray
     """What is orthogonalised: the matrix, or the part of it that these ranks have."""
@@ -40,18 +40,21 @@ class MuonUpdate:
 
     @functools.cached_property
     def orthogonalised(self) -> np.ndarray:
-        """Return the update orthogonalised, computed when it is first needed."""
+        """Return the update orthogonalised by Newton-Schulz, computed when it is first needed."""
         orthogonalised: np.ndarray = muon.newton_schulz(self.update)
         return orthogonalised
 
     def slice_of_update(self, part: Slice) -> np.ndarray:
-        """Return the orthogonalised update of a rank's slice of the matrix."""
+        """Return a view of the orthogonalised update at a rank's slice. part: in coordinates of the whole matrix."""
         return view_of_slice(self.orthogonalised, _relative_to(part, self.enclosing_slice))
 
 
 @dataclass
 class MuonUpdates:
-    """The updates of each matrix by step, computed once for all ranks that share it. recipe: by parameter and step."""
+    """The updates of matrices by step, each computed once for all ranks that share it.
+
+    recipe: (fqn, step) -> the recipe. updates_by_key: what was computed so far.
+    """
 
     trial: Trial
     given: Given
@@ -59,9 +62,10 @@ class MuonUpdates:
     updates_by_key: dict[Key, dict[int, MuonUpdate]] = field(default_factory=dict)
 
     def subtracted_and_bound(self, rank: int, step: int, fqn: str, rate: float) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return what Muon subtracts from the rank's slice, without weight decay, and the bound on that, entry by entry.
+        """Return (what Muon subtracts from a rank's slice in a step, without weight decay; the bound on its entries).
 
-        None if a slice or a gradient of the matrix was not observed.
+        Zeros if a hypothesis assumes that the update is lost. None if a slice or a gradient of the matrix was not
+        observed.
         """
         trial = self.trial
         key = (self._ranks_joined(rank, fqn), fqn)
@@ -83,7 +87,10 @@ class MuonUpdates:
         return subtracted, tolerance.update_bound(trial.case, np.abs(subtracted)) + scale * orthogonal_bound
 
     def _ranks_joined(self, rank: int, fqn: str) -> tuple[int, ...]:
-        """Return the ranks of the rank's replica, without those from which a hypothesis says that Muon gathers nothing."""
+        """Return the ranks whose slices Muon puts together with this rank's: its replica's that have the parameter.
+
+        Ranks along an axis over which a hypothesis assumes that Muon gathers nothing are left out.
+        """
         fixed_axes = ("dp_replicate", *self.trial.assumption.optimizer.alone)
         dims = self.trial.case.dims
         own_coordinate = coordinate_of_rank(dims, rank)
@@ -99,7 +106,10 @@ class MuonUpdates:
         return tuple(ranks)
 
     def _updates_by_step(self, ranks: tuple[int, ...], fqn: str) -> list[tuple[int, MuonUpdate]]:
-        """Return (step, update) of each step in which the gradients of all of these ranks were observed."""
+        """Return (step, update) of each step in which the gradients of all of these ranks were observed.
+
+        Empty if a rank's slice is not known.
+        """
         parts = {rank: part for rank in ranks if (part := self.trial.slice_of(rank, fqn)) is not None}
         if len(parts) < len(ranks):
             return []
@@ -127,6 +137,7 @@ class MuonUpdates:
         return updates
 
     def _gradient_given(self, rank: int, number: int, fqn: str) -> np.ndarray | None:
+        """Return the gradient that a rank's optimizer is given in a step. None if step or gradient is not on record."""
         step = next((step for step in self.trial.ranks[rank].steps if step.step == number), None)
         return None if step is None or fqn not in step.gradients else self.given(rank, step, fqn)
 
@@ -146,7 +157,10 @@ def _enclosing_slice(parts: Iterable[Slice]) -> Slice:
 
 
 def _join_slices(parts: dict[int, Slice], enclosing: Slice, values: dict[int, np.ndarray | None]) -> np.ndarray:
-    """Return the ranks' values put together to the enclosing slice, NaN where one is lacking."""
+    """Return an array of the enclosing slice with each rank's values at its slice.
+
+    NaN where a value is lacking or misshapen. A value without dims fills its rank's slice.
+    """
     joined = np.full(tuple(hi - lo for lo, hi in enclosing), np.nan)
     for rank, part in parts.items():
         target = view_of_slice(joined, _relative_to(part, enclosing))

@@ -1,4 +1,4 @@
-"""Norms of what ranks hold, put together as one rank sees it."""
+"""Norms of gradients or parameters, summed over the slices of ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ PARAMETERS = "parameters"
 
 
 def ranks_by_distance(trial: Trial, rank: int) -> list[int]:
-    """Return all ranks, those first whose mesh coordinates differ along the fewest axes: this rank sums its norm with them.
+    """Return all ranks, those first whose mesh coordinates differ from this rank's along the fewest axes but pp.
 
-    The first of several stages comes first, so its copy of a tied weight counts.
+    Of equally near ones the first stage comes first, so its copy of a tied weight counts. A norm takes each slice from
+    the first rank that has it.
     """
     coordinates = {other: coordinate_of_rank(trial.case.dims, other) for other in trial.ranks}
     own = coordinate_of_rank(trial.case.dims, rank)
 
     def order(other: int) -> tuple[int, int, int]:
+        """Return the sort key of a rank: number of axes but pp along which it differs, stage, rank."""
         other_coordinate = coordinates[other]
         differing_axes = sum(own[axis] != index for axis, index in other_coordinate.items() if axis != "pp")
         return (differing_axes, other_coordinate["pp"], other)
@@ -40,10 +42,12 @@ def norm_of(
     power: float = 2,
     quantity: str = GRADIENTS,
 ) -> float:
-    """Return the norm of the slices that these ranks had in a step, each counted once, as the first rank has it.
+    """Return the 2-norm of the gradients or parameters of these ranks in a step. 0 if none is on record.
 
-    again: an axis; slices count once for each coordinate along it. fqns: of these parameters alone. power: of the norm; the sum
-    of powers is returned for any but 2, and the maximum for infinity. quantity: GRADIENTS or PARAMETERS.
+    Each slice counts once, with the values of the first of `ranks` that has it (by default ascending). fqns: only
+    these. again: an axis; slices count once for each coordinate along it. power: 2; for infinity the largest absolute
+    entry is returned. For any other the slices' norms of that power are added up, without a root of the total.
+    quantity: GRADIENTS or PARAMETERS.
     """
     sums: dict[object, float] = {}
     slice_of = trial.gradient_slice_of if quantity == GRADIENTS else trial.slice_of
@@ -64,6 +68,6 @@ def norm_of(
 
 
 def _sum_of_powers(tensor: np.ndarray, power: float) -> float:
-    """Return the sum of squares for 2, else numpy's norm of this power, of all entries."""
+    """Return the sum of squares of all entries for power 2, else numpy's norm of that power."""
     values = tensor.ravel().astype(np.float64)
     return float(np.square(values).sum() if power == 2 else np.linalg.norm(values, power))

@@ -36,22 +36,26 @@ Count = Callable[[Trial, int, int, Number], float]
 
 
 class NotOnRecord(LookupError):
-    """The evidence lacks what a number is about; the message names it."""
+    """The evidence lacks what a number depends on; the message names it."""
 
 
 @dataclass(frozen=True)
 class ExpectedNumbers:
-    """The expected values of numbers in one trial. Losses of validation are computed once."""
+    """The expected values of the numbers that ranks report in one launch.
+
+    Losses of validation are computed once and kept.
+    """
 
     trial: Trial
     """The launch in which the numbers are reported."""
     losses: dict[int, Mapping[ShareCoordinate, LossSum]] = field(default_factory=dict)
-    """By step, the losses of validation that were computed already."""
+    """Step -> share's mesh coordinate -> losses of the validation after it, as computed already."""
 
     def expected_value(self, rank: int, step: int, name: str, number: Number, count: Count | None = None) -> float:
-        """Return the number that a rank should report by that name. Raises NotOnRecord.
+        """Return the value that a rank should report in a step under this name, as the number's meaning defines it.
 
-        count: `received_count` by default, or `requested_count`.
+        NaN for a mean over nothing. Raises NotOnRecord. count: counts samples or tokens; `received_count` by default,
+        or `requested_count`.
         """
         if number.rate and not (number.seconds or 0) > 0:
             raise NotOnRecord("it is a rate, and its seconds are not handed over")
@@ -61,7 +65,11 @@ class ExpectedNumbers:
         return self._unscaled_value(rank, step, name, number, count or received_count) * number.times / divisor
 
     def _unscaled_value(self, rank: int, step: int, name: str, number: Number, count: Count) -> float:
-        """Return the number before it is multiplied, divided by degrees and made a rate. Raises NotOnRecord."""
+        """Return a number by its meaning alone: a count, an epoch, a norm or a mean.
+
+        It is not yet multiplied or divided. NaN for a mean over nothing. A launch with another layout has no such rank,
+        so the number of all its ranks is taken from rank 0. Raises NotOnRecord.
+        """
         if number.of == NORM:
             return self.parameter_norm(rank, step)
         if number.of == VALIDATION:
@@ -94,7 +102,10 @@ class ExpectedNumbers:
         return math.fsum(total for total, _ in means) / divisor if divisor else math.nan
 
     def parameter_norm(self, rank: int, step: int) -> float:
-        """Return the 2-norm of all parameters after a step, as a rank sees it: replicas may differ. Raises NotOnRecord."""
+        """Return the 2-norm of all parameters after a step, from the slices nearest to this rank: replicas may differ.
+
+        Raises NotOnRecord unless every parameter is on record.
+        """
         recorded_fqns: set[str] = set()
         for _, record in self.trial.own_steps():
             if record.step == step:
@@ -104,14 +115,21 @@ class ExpectedNumbers:
         return norm_of(self.trial, step, ranks_by_distance(self.trial, rank), quantity=PARAMETERS)
 
     def _validation_losses(self, step: int) -> Mapping[ShareCoordinate, LossSum]:
-        """Return the losses of the validation after a step, by place. Raises NotOnRecord."""
+        """Return the losses of the validation after a step, by share's mesh coordinate. Raises NotOnRecord.
+
+        They are computed when they are first needed, and kept.
+        """
         if step not in self.losses:
             self.losses[step] = dict(_validation_loss_parts(self.trial, step, validation_batches(self.trial, step)))
         return self.losses[step]
 
 
 def _covered_steps(trial: Trial, step: int, number: Number) -> Iterator[tuple[Trial, int]]:
-    """Yield the steps that a number covers, each with the launch that trained it. Raises NotOnRecord."""
+    """Yield (launch, step) for each step that a number covers, up to `step`, with the last launch that trained it.
+
+    Raises NotOnRecord for a step of no launch. Raises it as well for one of another layout, unless the number is of all
+    ranks.
+    """
     first_step = 1 if number.steps is None else step - number.steps + 1
     for covered_step in range(first_step, step + 1):
         launch = next((launch for launch in reversed(trial.launches) if covered_step in launch.case.steps), None)
@@ -123,9 +141,10 @@ def _covered_steps(trial: Trial, step: int, number: Number) -> Iterator[tuple[Tr
 
 
 def mean_parts_of_rank(trial: Trial, step: int, rank: int, name: str, number: Number) -> list[tuple[float, float]]:
-    """Return the (sum, count) pairs that a rank's mean is put together of. Raises NotOnRecord.
+    """Return the (sum, count) pairs that make up a rank's mean: one for each coordinate along SPLIT.
 
-    There is one pair for each place, which tp ranks share. The pair of the rank's own stage is taken where there is one.
+    Raises NotOnRecord if none. tp ranks share a pair. Of several stages the rank's own comes first, then the nearest
+    rank's.
     """
     parts: dict[ShareCoordinate, tuple[float, float]] = {}
     stage = coordinate_of_rank(trial.case.dims, rank)["pp"]
@@ -144,7 +163,7 @@ def mean_parts_of_rank(trial: Trial, step: int, rank: int, name: str, number: Nu
 
 
 def received_count(trial: Trial, step: int, rank: int, number: Number) -> int:
-    """Return how many samples or tokens ranks received in a step. Raises NotOnRecord."""
+    """Return how many samples, tokens or valid tokens the ranks of a number received in a step. Raises NotOnRecord."""
     ranks = last_stage_ranks(trial) if number.of == "valid tokens" else first_stage_ranks(trial)
     return sum(
         _count_on_rank(trial, sharer, step, number.of) for sharer in _contributing_ranks(trial, rank, number, ranks)
@@ -152,7 +171,11 @@ def received_count(trial: Trial, step: int, rank: int, number: Number) -> int:
 
 
 def requested_count(trial: Trial, step: int, rank: int, number: Number) -> float:
-    """Return how many samples or tokens the recipe gives to these ranks; of valid tokens those of the samples they received."""
+    """Return how many samples or tokens of a step the recipe gives to the ranks of a number.
+
+    It is a fraction if their parts are uneven. Of valid tokens it is the number in the samples that they received, by
+    the recipe's labels. Raises NotOnRecord if these samples are not known.
+    """
     if number.of == "valid tokens":
         sharers = _contributing_ranks(trial, rank, number, first_stage_ranks(trial))
         return sum(_valid_label_count(trial, sharer, step) for sharer in sharers)
@@ -163,9 +186,10 @@ def requested_count(trial: Trial, step: int, rank: int, number: Number) -> float
 
 
 def _contributing_ranks(trial: Trial, rank: int, number: Number, ranks: list[int]) -> list[int]:
-    """Return the ranks whose parts make a rank's number: one for each place, the rank itself for its own place.
+    """Return the ranks whose counts make up a rank's number: one of `ranks` for each of its mesh coordinates.
 
-    cp ranks share samples.
+    Of its own coordinate it is the rank itself, otherwise a rank with tp 0. Of samples cp ranks count once, for they
+    share them.
     """
     over = tuple(axis for axis in number.over if (number.of, axis) != ("samples", "cp"))
     rank_by_place = {
@@ -179,7 +203,10 @@ def _contributing_ranks(trial: Trial, rank: int, number: Number, ranks: list[int
 
 
 def _valid_label_count(trial: Trial, rank: int, step: int) -> int:
-    """Return the number of valid labels, by the recipe, of the samples that a rank received. Raises NotOnRecord."""
+    """Return the number of valid labels, by the recipe, at the positions and of the samples that a rank received.
+
+    Raises NotOnRecord if the rank received none, or tokens that are no sample of the recipe.
+    """
     reference = trial.reference
     sample_ids = received_sample_ids(trial, step).get(rank, [None])
     if None in sample_ids:
@@ -196,7 +223,10 @@ def share_coordinate(trial: Trial, rank: int) -> ShareCoordinate:
 
 
 def _parts_for_rank(parts: Mapping[ShareCoordinate, T], trial: Trial, rank: int, over: tuple[str, ...]) -> list[T]:
-    """Return the parts that a rank's number is put together of: those whose places differ in the axes of `over` alone."""
+    """Return those of the parts whose coordinates differ from the rank's along axes of `over` alone.
+
+    parts: by mesh coordinate along SPLIT.
+    """
     own = share_coordinate(trial, rank)
     common_axes = [index for index, axis in enumerate(SPLIT) if axis not in over]
     selected = []
@@ -207,7 +237,10 @@ def _parts_for_rank(parts: Mapping[ShareCoordinate, T], trial: Trial, rank: int,
 
 
 def _count_on_rank(trial: Trial, rank: int, step: int, quantity: str) -> int:
-    """Return the samples, tokens or valid tokens that a rank received in a step. Raises NotOnRecord."""
+    """Return the samples, tokens or valid tokens of all microbatches of a rank in a step.
+
+    Raises NotOnRecord if one is not known. quantity: "samples", "valid tokens", or anything else for tokens.
+    """
     microbatches = _step_record(trial, rank, step).microbatches
     counts: list[int | None]
     if quantity == "valid tokens":
@@ -222,7 +255,7 @@ def _count_on_rank(trial: Trial, rank: int, step: int, quantity: str) -> int:
 
 
 def _step_record(trial: Trial, rank: int, step: int) -> StepEvidence:
-    """Return a rank's evidence of a step. Raises NotOnRecord."""
+    """Return a rank's evidence of a step. Raises NotOnRecord if it has none."""
     record = next((record for record in trial.ranks[rank].steps if record.step == step), None)
     if record is None:
         raise NotOnRecord(f"step {step} of rank {rank} is not on record")
@@ -232,7 +265,8 @@ def _step_record(trial: Trial, rank: int, step: int) -> StepEvidence:
 def _data_set_size(trial: Trial, number: Number) -> int:
     """Return the number of samples of the data set. Raises NotOnRecord.
 
-    The number is known of a data set made from a seed, and of a file once a sample came again. Else it is as handed over.
+    Data made from a seed have a known size. Of a file it is known once a sample came again; until then it is the
+    number's `data_size`.
     """
     reference = trial.reference
     drawn = list(itertools.chain.from_iterable(reference.samples))
@@ -249,9 +283,10 @@ def _data_set_size(trial: Trial, number: Number) -> int:
 
 
 def validation_batches(trial: Trial, step: int) -> dict[ShareCoordinate, list[Batch]]:
-    """Return the batches that were evaluated after a step, by share. Raises NotOnRecord.
+    """Return, by share, the (tokens, labels) batches that were evaluated after a step.
 
-    They are those that the trainer reports, else those that its passes without gradients received.
+    A share: dp_replicate and dp_shard. They are those that the trainer reports. If it reports none, they are those that
+    passes without gradients received. Raises NotOnRecord.
     """
     return _reported_batches(trial, step) or _evaluated_batches(trial, step)
 
@@ -259,7 +294,7 @@ def validation_batches(trial: Trial, step: int) -> dict[ShareCoordinate, list[Ba
 def count_trained_validation_rows(trial: Trial, step: int) -> tuple[int, int]:
     """Return (evaluated samples that training had used up to this step, all evaluated samples). Raises NotOnRecord.
 
-    The first number is 0 once training has used all data, for no sample is held out then.
+    The first number is 0 once training has used all data, because no sample is held out then.
     """
     reference = trial.reference
     rows: list[np.ndarray] = []
@@ -275,9 +310,10 @@ def count_trained_validation_rows(trial: Trial, step: int) -> tuple[int, int]:
 
 
 def repeated_validation_rows(trial: Trial, step: int) -> dict[ShareCoordinate, tuple[int, int]]:
-    """Return, by share of a validation that has a row twice, (rows that came before, all rows).
+    """Return, by share of a validation that has some rows more often than others, (repetitions, all rows).
 
-    A row whose labels are all ignored does not count. Raises NotOnRecord where the data may have a row twice.
+    Rows whose labels are all ignored do not count. Shares with more rows than the data set has samples are left out.
+    Raises NotOnRecord where the data are a file, which may have a row twice.
     """
     repeated: dict[ShareCoordinate, tuple[int, int]] = {}
     for share, batches in validation_batches(trial, step).items():
@@ -313,7 +349,7 @@ def _refuse_repeated_shares(trial: Trial, step: int, over: tuple[str, ...]) -> N
 
 
 def _reported_batches(trial: Trial, step: int) -> dict[ShareCoordinate, list[Batch]]:
-    """Return the batches that the trainer reports to have validated on, by share."""
+    """Return, by share, the batch that the trainer reports to have validated on. Empty if it reports none."""
     batches: dict[ShareCoordinate, list[Batch]] = {}
     for rank, record in trial.own_steps():
         if record.step != step:
@@ -325,7 +361,10 @@ def _reported_batches(trial: Trial, step: int) -> dict[ShareCoordinate, list[Bat
 
 
 def _evaluated_batches(trial: Trial, step: int) -> dict[ShareCoordinate, list[Batch]]:
-    """Return the batches of passes without gradients after a step, by share; slices that cp cut are put together."""
+    """Return the batches of passes without gradients after a step, by share. Slices of cp ranks are joined.
+
+    Raises NotOnRecord.
+    """
     parts: dict[ShareCoordinate, list[tuple[int, list[Batch]]]] = {}
     for rank in last_stage_ranks(trial):
         if coordinate_of_rank(trial.case.dims, rank)["tp"] == 0:
@@ -344,14 +383,17 @@ def _evaluated_batches(trial: Trial, step: int) -> dict[ShareCoordinate, list[Ba
 
 
 def _batch_of_pass(rank: int, step: int, last: Microbatch, first: Microbatch) -> Batch:
-    """Return the tokens that the first stage received with the labels that the last one used. Raises NotOnRecord."""
+    """Return the tokens that the first stage received, with the labels that the last one used in their shape.
+
+    Raises NotOnRecord.
+    """
     if first.tokens is None or last.labels is None or last.labels.size != first.tokens.size:
         raise NotOnRecord(f"tokens or labels that rank {rank} validated on after step {step} were not seen")
     return first.tokens, last.labels.reshape(first.tokens.shape)
 
 
 def _join_cp_slices(trial: Trial, parts: list[tuple[int, list[Batch]]], n: int) -> Batch:
-    """Return the n-th batch of a share, whole: the slices of all its cp ranks at their positions."""
+    """Return the n-th batch of a share, whole: each cp rank's slice at its positions of the sequence."""
     _, first_batches = parts[0]
     first_tokens, _ = first_batches[n]
     rows, length = first_tokens.shape
@@ -367,9 +409,10 @@ def _join_cp_slices(trial: Trial, parts: list[tuple[int, list[Batch]]], n: int) 
 def _validation_loss_parts(
     trial: Trial, step: int, batches: Mapping[ShareCoordinate, list[Batch]]
 ) -> Iterator[tuple[ShareCoordinate, LossSum]]:
-    """Yield each place with the losses of its part: by the reference's model, with the weights that ranks held after the step.
+    """Yield (mesh coordinate along SPLIT, (sum of losses, valid tokens)) of each part of the validation.
 
-    Raises NotOnRecord.
+    The reference's model computes the losses, with the weights that ranks held after the step. Raises NotOnRecord if
+    there is no batch.
     """
     if not any(batches.values()):
         raise NotOnRecord(f"no pass without gradients was seen after step {step}")
@@ -391,9 +434,9 @@ def _validation_loss_parts(
 def token_losses_of(
     trial: Trial, weights: Mapping[str, np.ndarray], tokens: np.ndarray, labels: np.ndarray
 ) -> np.ndarray:
-    """Return the loss of each token by these weights, float64 [samples, positions].
+    """Return the loss of each token by these weights, in nats, float64 [samples, positions].
 
-    Imports torch, as no other check does.
+    Imports torch, which other checks do not.
     """
     from harness.reference import counterfactual
 

@@ -1,7 +1,7 @@
 """The layout that really ran, from the summaries of a recording's ranks: nothing in it is declared or guessed.
 
-Groups over which the same is done, and of which the same is claimed, are one axis. It has a name only where a wrapper or a
-DTensor names it: FSDP and tensor parallelism use the same collectives.
+Groups over which the same is done, and of which the same is claimed, are one axis. It has a name only where a wrapper
+or a DTensor names it: FSDP and tensor parallelism use the same collectives.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Axis:
-    """Groups over which the same is done, and of which the same is claimed."""
+    """Groups of one size over which the same is done, and of which the same is claimed."""
 
     size: int
     """Number of ranks of each group."""
@@ -57,8 +57,9 @@ class Axis:
 def observed_axes(summaries: Iterable[Summary]) -> tuple[Axis, ...]:
     """Return the axes of the layout, those with the largest groups first.
 
-    Groups of one size and role that issue the same collectives are one axis. Stages of a pipeline differ in what they issue.
-    So groups that share no rank are also one axis if one issues all that the other does.
+    Empty if no rank moved anything in its passes. Groups of one size and role that issue the same collectives are one
+    axis. Stages of a pipeline differ in what they issue. So groups that share no rank are also one axis if one issues
+    all that the other does.
     """
     uses: dict[str, list[Use]] = defaultdict(list)
     roles: dict[str, str] = {}
@@ -106,7 +107,7 @@ class _AxisInProgress:
 
 
 def _traffic_over(groups: Iterable[str], uses: Mapping[str, list[Use]]) -> tuple[Moved, ...]:
-    """Return what the ranks of these groups moved, by phase, collective and dtype."""
+    """Return what the ranks of these groups moved, one record for each phase, collective and dtype."""
     uses_by_kind: dict[tuple[str, str, str], list[Use]] = defaultdict(list)
     for group in groups:
         for use in uses[group]:
@@ -141,7 +142,10 @@ def group_ranks_by(summaries: Iterable[Summary], value_of: Callable[[Summary], H
 
 
 def _grouped(pairs: Iterable[tuple[int, H | None]]) -> dict[H, list[int]]:
-    """Return the ranks of each value, None left out; the value of most ranks first, then that of the lowest rank."""
+    """Return, by value, the ranks that have it: the value of most ranks first, then that of the lowest rank.
+
+    Ranks whose value is None are left out.
+    """
     ranks_by_value: dict[H, list[int]] = defaultdict(list)
     for rank, value in pairs:
         if value is not None:
@@ -150,7 +154,10 @@ def _grouped(pairs: Iterable[tuple[int, H | None]]) -> dict[H, list[int]]:
 
 
 def families_of_replicas(summaries: Iterable[Summary]) -> list[list[Summary]]:
-    """Return the families of several ranks that claim to hold the same slices of the same parameters."""
+    """Return the families of two or more ranks that claim to hold the same slices of the same parameters.
+
+    Ranks without claims are left out.
+    """
     families: dict[tuple[int, int], list[Summary]] = defaultdict(list)
     for summary in summaries:
         if summary.parameters.slices:
@@ -159,7 +166,10 @@ def families_of_replicas(summaries: Iterable[Summary]) -> list[list[Summary]]:
 
 
 def copied_families(summaries: Iterable[Summary]) -> list[list[Summary]]:
-    """Return the ranks of each group, with the contents of parameters that are copied over it, while others are cut."""
+    """Return, for each group, its ranks' summaries with the contents of parameters that are copied over it, not cut.
+
+    Groups of which only one rank is on record are left out.
+    """
     families: dict[str, list[Summary]] = defaultdict(list)
     for summary in summaries:
         for group, contents in summary.contents.copies.items():
@@ -168,9 +178,10 @@ def copied_families(summaries: Iterable[Summary]) -> list[list[Summary]]:
 
 
 def uncut_families(summaries: Iterable[Summary]) -> list[list[Summary]]:
-    """Return the ranks of each group whose uncut parameters began equal, with the contents of these parameters.
+    """Return, for each group, its ranks' summaries with the contents of parameters that they do not cut over it.
 
-    A parameter is uncut if the ranks do not cut it over the group.
+    Left out are groups of which only one rank is on record, and those whose contents were not equal before the first
+    step.
     """
     families: dict[str, list[Summary]] = defaultdict(list)
     for summary in summaries:
@@ -180,20 +191,22 @@ def uncut_families(summaries: Iterable[Summary]) -> list[list[Summary]]:
 
 
 def _began_equal(family: list[Summary]) -> bool:
+    """Return whether all these ranks have the same digest before the first step. False if the first one has none."""
     if 0 not in family[0].contents.by_step:
         return False
     return len({summary.contents.by_step.get(0) for summary in family}) == 1
 
 
 def with_contents(summary: Summary, by_step: dict[int, int]) -> Summary:
-    """Return the summary with the contents of some of its parameters in place of those of all."""
+    """Return the summary with these digests by step as its contents, in place of those of all its parameters."""
     return replace(summary, contents=replace(summary.contents, by_step=by_step))
 
 
 def differing_by_step(families: Iterable[list[Summary]]) -> dict[int, list[tuple[list[int], list[int]]]]:
-    """Return, by step, the families that should hold the same and do not: (ranks with what most hold, all other ranks).
+    """Return, by step, each family that differs after it: (ranks with what most hold, all other ranks).
 
-    Contents before the first step are not compared: they may be anything.
+    Contents before the first step may be anything and are not compared, nor is a rank without the step. Steps in which
+    all families agree are left out.
     """
     pairs_by_step: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
     for family in families:
@@ -205,9 +218,10 @@ def differing_by_step(families: Iterable[list[Summary]]) -> dict[int, list[tuple
 
 
 def split_by_majority(keys: Mapping[int, Hashable | None]) -> tuple[list[int], list[int]] | None:
-    """Return the ranks whose contents have the most frequent key, and those with another one; None where all are alike.
+    """Return the ranks that have the most frequent key, and all ranks with another one. None if all keys are equal.
 
-    keys: by rank, what is equal where contents are: bytes, or a digest. A rank without one, None, is not compared.
+    keys: by rank, bytes or a digest. A rank whose key is None is in neither list. Of two equally frequent keys, that of
+    the lowest rank counts as the most frequent.
     """
     majority, *minorities = _grouped(keys.items()).values() or [[]]
     if not minorities:
@@ -216,9 +230,10 @@ def split_by_majority(keys: Mapping[int, Hashable | None]) -> tuple[list[int], l
 
 
 def groups_out_of_order(summaries: Iterable[Summary]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return (group, its ranks) of the groups whose members did not issue the same collectives in the same order.
+    """Return (group's name, its ranks) of groups whose members did not issue the same collectives in one order.
 
-    Collectives are compared as long as all members had inputs.
+    A recorded member that issued nothing over the group counts as different. Collectives are compared up to the last
+    step for which all members had inputs.
     """
     issued_by_group: dict[tuple[str, str], dict[int, Issued]] = defaultdict(dict)
     joined: dict[int, int | None] = {}
@@ -237,7 +252,7 @@ def groups_out_of_order(summaries: Iterable[Summary]) -> list[tuple[str, tuple[i
 
 
 def _digest_until(issued: Issued, last_step: int | None) -> object:
-    """Return a key of the collectives that were issued up to this step, of all if it is None. Equal keys: the same ones."""
+    """Return a key that is equal for equal collectives up to this step, or in all steps if it is None."""
     if last_step is None:
         return issued.digest
     return tuple((step, digest) for step, digest in issued.steps.items() if step <= last_step)
@@ -245,22 +260,24 @@ def _digest_until(issued: Issued, last_step: int | None) -> object:
 
 @dataclass(frozen=True)
 class Odd:
-    """Ranks whose value of something differs from that of most ranks."""
+    """Ranks that share a value of something, other than that of most ranks."""
 
     what: str
-    """Name of it."""
+    """Name of what was compared: a switch, "torch's version", "optimizer", "steps"."""
     ranks: tuple[int, ...]
-    """Global ranks that have something other."""
+    """Global ranks that have the other value."""
     theirs: str
-    """What they have."""
+    """Their value."""
     most: str
-    """What most ranks have."""
+    """Value that most ranks have."""
 
 
 def find_odd_ranks(summaries: Iterable[Summary]) -> list[Odd]:
-    """Return the ranks that differ from most in something that every layout has equal: switches, versions, optimizers, steps.
+    """Return, for each switch, version, optimizer and number of steps, the ranks whose value is not that of most ranks.
 
-    Stages of a pipeline may have different models, and different groups of parameters, so these are not compared.
+    Only values are compared that every layout has equal, so neither models nor groups of parameters. A rank without a
+    value is not compared. Steps are compared among ranks that ended well, unless ranks ran out of inputs. Empty if all
+    are equal.
     """
     summaries = list(summaries)
     odd: list[Odd] = []
@@ -292,7 +309,10 @@ def _in_environment(table: str, name: str, summary: Summary) -> str | None:
 
 
 def costly_switches(summaries: Iterable[Summary]) -> dict[str, int]:
-    """Return the number of ranks on which a switch that costs time was on, by switch. Switches that were off are left out."""
+    """Return, by switch that costs time, the number of ranks on which it was on.
+
+    Switches that no rank had on are left out.
+    """
     costly_values = {
         "autograd anomaly detection": "on",
         "CUDA_LAUNCH_BLOCKING": "1",

@@ -1,4 +1,8 @@
-"""The reference with its rows in a trainer's order, as it is stored; and all tensors flat where the plan cuts flat ones."""
+"""Conversion of a reference or trial to a trainer's order of entries.
+
+Rows of the reference are put into the order in which a trainer stores them. Tensors become vectors where the plan cuts
+flattened parameters.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,10 @@ USUAL: Mapping[str, int] = MappingProxyType({})
 
 
 def flatten_trial(trial: Trial) -> Trial:
-    """Return the trial with every tensor as a vector if the plan cuts flattened parameters, else the trial itself."""
+    """Return the trial with every tensor of ranks and reference as a vector, if the plan cuts flattened parameters.
+
+    Otherwise the trial itself. Matrices that tp cuts by columns are flattened block by block in the reference.
+    """
     if not trial.plan.flat:
         return trial
     run = _flatten_run(trial.run)
@@ -31,12 +38,17 @@ def flatten_trial(trial: Trial) -> Trial:
 
 
 def reorder_reference(reference: ReferenceRun, rows: Mapping[str, np.ndarray]) -> ReferenceRun:
-    """Return the reference as it is stored for a trainer. rows: by fqn, which of the model's rows each row is to be."""
+    """Return the reference with its weights, gradients, parameters and optimizer state in a trainer's order of rows.
+
+    rows: by fqn, for each row of the trainer's the index of the model's row. Parameters that are not in it stay as they
+    are.
+    """
 
     def reorder_arrays(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {fqn: array[rows[fqn]] if fqn in rows else array for fqn, array in arrays.items()}
 
     def state(fqn: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return a parameter's optimizer state with its rows in the trainer's order."""
         if fqn not in rows:
             return arrays
         return {key: array[rows[fqn]] for key, array in arrays.items()}
@@ -70,6 +82,7 @@ def _flatten_run(run: Run) -> Run:
 
 
 def _flatten_rank(evidence: RankEvidence) -> RankEvidence:
+    """Return the evidence of a rank with parameters, steps and what it resumed as vectors."""
     parameters = tuple(dataclasses.replace(t, value=t.value.ravel()) for t in evidence.parameters)
     steps = tuple(_flatten_step(step) for step in evidence.steps)
     resumed = evidence.resumed and _flatten_state(evidence.resumed)
@@ -81,7 +94,10 @@ def _flatten_step(step: Step, blocks: Mapping[str, int] = USUAL) -> Step:
 
 
 def _flatten_state(record: State, blocks: Mapping[str, int] = USUAL) -> State:
-    """Return the record with parameters and optimizer state as vectors. An optimizer's step counter has no dims and stays."""
+    """Return the record with parameters and optimizer state as vectors, by default each as one block.
+
+    A value of the optimizer without dims, as its step counter, stays as it is.
+    """
     state: dict[str, dict[str, np.ndarray]] = {}
     for fqn, values in record.optimizer_state.items():
         state[fqn] = {

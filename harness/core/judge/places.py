@@ -1,4 +1,4 @@
-"""The ranks of a trial that receive samples, that compute losses, and that represent a share of the samples."""
+"""The ranks of a trial that receive samples, that compute losses, and that represent a data-parallel rank's samples."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from harness.core.plan.grid import coordinate_of_rank
 
 
 def first_stage_ranks(trial: Trial) -> list[int]:
-    """Return the ranks that receive tokens."""
+    """Return the ranks with evidence that run the first pipeline stage and so receive tokens."""
     return [rank for rank in trial.ranks if 0 in trial.plan.stages[rank]]
 
 
 def last_stage_ranks(trial: Trial) -> list[int]:
-    """Return the ranks that compute a loss."""
+    """Return the ranks with evidence that run the last pipeline stage and so compute a loss."""
     return [rank for rank in trial.ranks if trial.case.n_stages - 1 in trial.plan.stages[rank]]
 
 
 def representative_of_shares(trial: Trial) -> list[int]:
-    """Return the ranks that between them received each sample once: first stages at cp 0 and tp 0."""
+    """Return one rank with evidence for each data-parallel share: the one of its first stage at cp 0 and tp 0.
+
+    Together these ranks should have received each sample once.
+    """
     coordinates = {rank: coordinate_of_rank(trial.case.dims, rank) for rank in first_stage_ranks(trial)}
     return [
         rank for rank, mesh_coordinate in coordinates.items() if mesh_coordinate["cp"] == mesh_coordinate["tp"] == 0

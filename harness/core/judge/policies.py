@@ -1,4 +1,4 @@
-"""Mixed precision policies of FSDP2's units, where some differ from the others, and switches that are not as usual."""
+"""Texts on FSDP2's units: mixed precision policies that differ, and switches that are not as usual."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from harness.core.evidence.records import RankEvidence
 from harness.core.judge.trial import Trial
 
 POLICY_FIELDS = {"casts_to": "param_dtype", "reduces_in": "reduce_dtype"}
+"""Field of a wrapper's evidence -> its name in FSDP2's MixedPrecisionPolicy."""
 
 
 def unusual_switches_text(trial: Trial) -> str:
-    """Return a text of the switches of FSDP2 that are not as usual, and of their units; empty where all are as usual."""
+    """Return a text of FSDP2's switches that are not as usual, each with its units on any rank.
+
+    Empty where all are as usual.
+    """
     all_units: set[str] = set()
     units_by_switch: dict[str, dict[str, None]] = {}
     for evidence in trial.ranks.values():
@@ -27,9 +31,9 @@ def unusual_switches_text(trial: Trial) -> str:
 
 
 def matmul_dtypes_text(evidence: RankEvidence, wanted: str, forward: Mapping[str, int]) -> str:
-    """Return a text of forward's matmuls by dtype, where dtypes differ, and of the units whose policy is another one.
+    """Return a text of forward's matmuls by dtype, and of the units that cast to another dtype than wanted.
 
-    forward: by dtype, the number of matmuls.
+    Each half is left out if there is no difference, so the text may be empty. forward: by dtype, the number of matmuls.
     """
     texts = []
     if len(forward) > 1:
@@ -41,9 +45,9 @@ def matmul_dtypes_text(evidence: RankEvidence, wanted: str, forward: Mapping[str
 
 
 def differing_units_text(evidence: RankEvidence, wanted: str, field: str) -> str:
-    """Return a text of the units whose policy has another dtype than wanted, or has none. Empty if no unit differs, or all.
+    """Return a text of a rank's FSDP2 units whose policy has another dtype than wanted, or none.
 
-    field: a key of POLICY_FIELDS.
+    Empty if none differs, or all. field: a key of POLICY_FIELDS. wanted: the dtype's name.
     """
     dtype_by_unit = {}
     for unit, wrapper in evidence.structure.items():

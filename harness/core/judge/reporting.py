@@ -22,7 +22,11 @@ Compare = Callable[[int, StepEvidence, ReferenceStep, float], tuple[float, Findi
 
 
 def judge_reports(trial: Trial, check: str, quantity: str, read: Read, compare: Compare) -> Result:
-    """Return the result of a check of all reported numbers and all missing ones. quantity: the number's name, as "loss"."""
+    """Return the result of a check that compares every reported number, and lists each missing one as a finding.
+
+    NOT APPLICABLE if no number was reported and none of the launch's steps is due. quantity: the number's name in
+    findings, as "loss". read: returns the report of a step, None if it has none.
+    """
     findings: list[Finding] = []
     examined = 0
     worst = 0.0
@@ -46,9 +50,9 @@ def judge_reports(trial: Trial, check: str, quantity: str, read: Read, compare: 
 
 
 def relative_error(reported: float, expected: float) -> float:
-    """Return |reported - expected| / |expected|; inf if `reported` is not finite.
+    """Return |reported - expected| / |expected|. inf if `reported` is not finite, or if only `expected` is 0.
 
-    0 / 0 is no difference: a schedule may end at a rate of zero.
+    Two zeros have no difference: a schedule may end at a rate of zero.
     """
     if not math.isfinite(reported):
         return math.inf
@@ -64,9 +68,9 @@ def ratio_text(reported: float, expected: float) -> str:
 
 
 def shortfall_of_largest(mean: float, largest: float | None) -> float:
-    """Return how far the largest of some values is below their mean, relative to the mean.
+    """Return how far the reported largest of some values is below their mean, relative to the mean.
 
-    0 if the largest is not below, as is right, or is not reported. inf if it is not finite.
+    0 if the largest is at least the mean, as is right, or if it was not reported (None). inf if it is not finite.
     """
     if largest is None or largest >= mean:
         return 0.0
@@ -74,14 +78,17 @@ def shortfall_of_largest(mean: float, largest: float | None) -> float:
 
 
 def steps_due(trial: Trial, rank: int) -> list[int]:
-    """Return the requested steps of which a rank that reports at all must report a number."""
+    """Return the steps in which a rank should report: requested, recorded, and divided by its `reports_every`."""
     evidence = trial.ranks[rank]
     requested = trial.case.steps
     return [step.step for step in evidence.steps if step.step % evidence.reports_every == 0 and step.step in requested]
 
 
 def missing_report_findings(trial: Trial, quantity: str, read: Read) -> list[Finding]:
-    """Return a finding for each step that is due and of which a rank reports no number, though it reports others."""
+    """Return a finding for each due step of which a rank reports no number, though it reports one in another step.
+
+    A rank that never reports the number has none.
+    """
     findings = []
     for rank, evidence in sorted(trial.ranks.items()):
         reported_in = [step.step for step in evidence.steps if read(step) is not None]

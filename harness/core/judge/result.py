@@ -53,7 +53,10 @@ def not_applicable(name: str, reason: str) -> Result:
 def verdict_of(
     name: str, findings: list[Finding], examined: int, note: str = "", *, largest: float | None = None
 ) -> Result:
-    """Return a check's result: FAIL with findings, PASS without. The check's name is put into the findings."""
+    """Return a check's result: FAIL with findings, PASS without. The check's name is put into the findings.
+
+    examined: how many things were compared. Whoever runs the check turns a PASS with 0 into UNKNOWN.
+    """
     verdict = Verdict.FAIL if findings else Verdict.PASS
     named_findings = tuple(replace(finding, check=name) for finding in findings)
     return Result(name, verdict, examined, named_findings, note, largest)
@@ -116,5 +119,5 @@ class Diagnosis:
 
 
 def diagnosis_of_one_cause(text: str, evidence: Lines = (), kind: str = "") -> Diagnosis:
-    """Return a diagnosis with one cause, whose text is a sentence already."""
+    """Return a diagnosis with a single cause whose sentence is `text`. kind: empty if it is none of docs/causes.md."""
     return Diagnosis((Cause(kind, text),), evidence)

@@ -12,12 +12,18 @@ EXEMPT_HOOK_MODULES = ("torch.utils.checkpoint", "torch._functorch", "torch._dyn
 
 
 def saved_tensor_hook_owners(step: StepEvidence) -> set[str]:
-    """Return the owners ("module.function") of hooks on tensors saved for backward, without those of EXEMPT_HOOK_MODULES."""
+    """Return the owners ("module.function") of hooks that a step put on tensors saved for backward.
+
+    Hooks of EXEMPT_HOOK_MODULES are left out. Empty if there are no others.
+    """
     return {
         f"{hook.module}.{hook.owner}" for hook in step.activity.saved if not hook.module.startswith(EXEMPT_HOOK_MODULES)
     }
 
 
 def foreign_hook_owners(trial: Trial, step: StepEvidence) -> list[str]:
-    """Return the owners of hooks that neither the case nor the trainer allows."""
+    """Return the owners of a step's hooks on saved tensors that no allowance names, sorted.
+
+    Hooks of EXEMPT_HOOK_MODULES are left out.
+    """
     return sorted(saved_tensor_hook_owners(step) - allowed_hooks(trial))

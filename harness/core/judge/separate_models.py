@@ -1,8 +1,9 @@
 """Ranks that begin with the same parameters and train them separately: nothing reduces gradients between them.
 
 It is reported where all of it was observed: equal bytes before the first step, other bytes after a later one, and no
-collective that joins the ranks. In forward and backward any collective joins them. Outside of these phases, or in another
-thread, a collective joins them if it moves as many bytes as parameters or gradients may need. A norm and a loss do not.
+collective that joins the ranks. In forward and backward any collective joins them. Outside of these phases, or in
+another thread, a collective joins them if it moves as many bytes as parameters or gradients may need. A norm and a loss
+do not.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SMALLEST_JOINING_SHARE = (
 
 @dataclass(frozen=True)
 class SeparateModels:
-    """Sets of ranks that nothing joins."""
+    """Sets of ranks that no collective joins, though ranks of several sets began with the same parameters."""
 
     sets: tuple[tuple[int, ...], ...]
     """Global ranks of each set, which are joined with each other."""
@@ -36,9 +37,10 @@ class SeparateModels:
 
 
 def find_separate_models(summaries: Sequence[Summary]) -> SeparateModels | None:
-    """Return the first family of ranks that begin with equal parameters and train them separately. None if there is none.
+    """Return the first family of ranks that begin with equal parameters and train them separately.
 
-    None as well if some rank recorded no step, for it is unknown what it did.
+    None if there is none. Families that train locally by request are left out. None as well if some rank recorded no
+    step, because it is unknown what it did.
     """
     sets = _sets_by_known_groups(summaries)
     set_of_rank: dict[int, int] = {}
@@ -60,7 +62,7 @@ def find_separate_models(summaries: Sequence[Summary]) -> SeparateModels | None:
 
 
 def _families_equal_at_first(summaries: Iterable[Summary]) -> Iterator[list[Summary]]:
-    """Yield the families of ranks whose slices of one model had the same bytes before the first step."""
+    """Yield the families of two or more ranks whose parameters of one model had equal digests before the first step."""
     families: dict[tuple[int, int], list[Summary]] = defaultdict(list)
     for summary in summaries:
         if 0 in summary.contents.by_step:
@@ -79,9 +81,9 @@ def connected_rank_sets(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], 
 
 
 def _sets_by_known_groups(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
-    """Return the sets of ranks that groups in use connect, as if groups whose ranks torch does not list joined no ranks.
+    """Return the sets of ranks that groups in use connect, each ascending.
 
-    Empty if some rank recorded no step.
+    Groups whose ranks torch does not list connect none. Empty if some rank recorded no step, or left no summary.
     """
     world_size = max((summary.world for summary in summaries), default=0)
     if any(not summary.saw_a_step for summary in summaries) or len(summaries) < world_size:
@@ -90,6 +92,7 @@ def _sets_by_known_groups(summaries: Sequence[Summary]) -> tuple[tuple[int, ...]
     parent = {summary.rank: summary.rank for summary in summaries}
 
     def root_of(rank: int) -> int:
+        """Return the root of the set that has this rank. Paths to it are shortened on the way."""
         while parent[rank] != rank:
             parent[rank] = parent[parent[rank]]
             rank = parent[rank]
@@ -109,7 +112,10 @@ def _sets_by_known_groups(summaries: Sequence[Summary]) -> tuple[tuple[int, ...]
 
 
 def _joining_groups(summary: Summary) -> Iterator[str]:
-    """Yield the groups over which a rank moved enough bytes to join their ranks, in the words of ranks_key."""
+    """Yield the groups that join their ranks, in the words of ranks_key; one may come several times.
+
+    A group joins if it was used in forward or backward, or if enough bytes moved over it elsewhere.
+    """
     yield from (use.ranks for use in summary.traffic.uses)
     other_uses: tuple[Use | Outside, ...] = (*summary.traffic.outside, *summary.traffic.background)
     yield from (

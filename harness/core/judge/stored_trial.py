@@ -27,9 +27,10 @@ T = TypeVar("T")
 
 
 def load_trial(folder: Path) -> Trial:
-    """Return the trial of the last launch in a case's folder, with the earlier launches in it.
+    """Return the trial of the last launch in a case's folder, with the earlier launches in its `saved`.
 
-    Raises EvidenceError if the folder is not one that `harness run` wrote.
+    Tensors are flattened and samples are cut as the plan has them. Raises EvidenceError if the folder is not one that
+    `harness run` wrote, or if a file is damaged. A golden that cannot be loaded leaves its reason in `golden_problem`.
     """
     case, chosen = load_case(folder)
     references = {}
@@ -54,11 +55,15 @@ def load_trial(folder: Path) -> Trial:
 
 
 def reference_file(launched: Case) -> str:
-    """Return the name of the file of a launch's reference, in the folder of the case."""
+    """Return the name of the file of a launch's reference, in the folder of the case.
+
+    A launch that starts from weights alone has another one.
+    """
     return "reference.npz" if launched.model_of is None else "reference_model_only.npz"
 
 
 def _reference(folder: Path, launched: Case) -> ReferenceRun:
+    """Return the stored reference of a launch. Raises EvidenceError."""
     return load_stored(folder / reference_file(launched), ReferenceRun)
 
 
@@ -71,10 +76,14 @@ def _golden_or_problem(launched: Case) -> tuple[golden.Golden | None, str]:
 
 
 def load_case(folder: Path) -> tuple[Case, dict[str, TrainerTraits]]:
-    """Return the requested case, and by launch the trainer's traits. Raises EvidenceError."""
+    """Return the requested case, and the trainer's traits by name of launch, as `harness run` stored them.
+
+    Raises EvidenceError.
+    """
     case = _read_json_file(folder / CASE_FILE, loading.from_json)
 
     def of_every_launch(record: dict[str, Any]) -> dict[str, TrainerTraits]:
+        """Return the traits by launch. Raises ValueError if the record lacks a launch."""
         if missing := sorted(case.launches.keys() - record.keys()):
             raise ValueError(f"nothing of {', '.join(missing)}")
         return {name: traits.from_json(record[name]) for name in case.launches}
@@ -83,7 +92,10 @@ def load_case(folder: Path) -> tuple[Case, dict[str, TrainerTraits]]:
 
 
 def _read_json_file(path: Path, build: Callable[[Any], T]) -> T:
-    """Return what `build` makes of a JSON file that `harness run` wrote beside the launches. Raises EvidenceError."""
+    """Return what `build` makes of a JSON file that `harness run` wrote beside the launches.
+
+    Raises EvidenceError, with what to do, if it is missing, damaged, or not of this version.
+    """
     try:
         return build(read_json(path))
     except FileNotFoundError as error:
@@ -99,9 +111,9 @@ def _read_json_file(path: Path, build: Callable[[Any], T]) -> T:
 
 
 def recut_by_sample(trial: Trial) -> Trial:
-    """Return the trial with tokens, labels and positions cut as the plan expects them: each sample alone.
+    """Return the trial with tokens, labels and positions cut by cp as the plan expects: each sample alone.
 
-    A trainer that does so itself gets the trial unchanged.
+    A trial without cp, or whose trainer does not cut a microbatch's samples as one row, is returned unchanged.
     """
     if trial.case.dims.cp == 1 or not trial.traits.cp_cuts_rows:
         return trial
@@ -120,7 +132,10 @@ def _recut_run(trial: Trial, run: Run) -> Run:
 
 
 def _recut_steps(case: Case, line: Mapping[int, RankEvidence]) -> dict[int, tuple[StepEvidence, ...]]:
-    """Return, by rank of a cp group, its steps with the samples cut again: as many steps as all of the ranks have."""
+    """Return, by rank of a cp group, its steps with the samples cut again.
+
+    Steps that not all of the ranks have are dropped. line: the evidence of the group's ranks.
+    """
     recut_steps: dict[int, list[StepEvidence]] = {rank: [] for rank in line}
     for steps_of_ranks in zip(*(evidence.steps for evidence in line.values()), strict=False):
         steps = dict(zip(line, steps_of_ranks, strict=True))
@@ -178,9 +193,10 @@ def _recut_positions(
 
 
 def _recut_arrays(case: Case, arrays: Mapping[int, Any], length: int) -> dict[int, Any]:
-    """Return, by rank of a cp group, its positions of each sample, where its array is cut from all samples in one row.
+    """Return, by rank of a cp group, its positions of each sample, [samples, positions].
 
-    arrays: by rank, or None. length: positions of a sample. Arrays that do not fit are returned as they are.
+    arrays: by rank, the part that it cut from all samples in one row, or None. length: positions of a sample. If an
+    array is None, or sizes do not fit, all are returned as they are.
     """
     sizes = {-1 if array is None else array.size for array in arrays.values()}
     row_size = sizes.pop() * len(arrays)

@@ -93,9 +93,10 @@ class ParameterBounds:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The largest relative differences that rounding explains, by step (from 1). how: their origin, "" if derived.
+    """The largest relative differences that rounding explains, by step (from 1).
 
-    by_parameter: by fqn, of measured bounds only.
+    gradient: of an entry, relative to the parameter's largest. how: where the numbers come from, "" if they are
+    derived. by_parameter: by fqn, of measured bounds only.
     """
 
     loss: dict[int, float]
@@ -105,12 +106,15 @@ class Bounds:
     by_parameter: dict[str, ParameterBounds] = field(default_factory=dict)
 
     def finding_bound(self, bound: float, factor: float = FACTOR) -> Bound:
-        """Return a number of these bounds as a finding stores it, with its derivation. factor: by which it was multiplied."""
+        """Return a bound as a finding stores it, with its derivation. factor: by which the noise was multiplied."""
         return Bound(bound, f"{factor:g} x {self.how}" if self.how else "")
 
 
 def relative_rounding(case: Case, products_per_layer: int) -> float:
-    """Return the relative rounding of a quantity behind all matmuls of the model: the module's gamma."""
+    """Return the relative rounding of a quantity behind all matmuls of the model: `gamma` of this module's docstring.
+
+    products_per_layer: 7 for forward, 21 for forward and backward.
+    """
     model = case.model
     training = case.training
     longest = max(training.global_batch * training.seq_len, model.vocab_size, model.dim, model.ffn_dim)
@@ -123,14 +127,19 @@ def bounds_of_recipe(
 ) -> Bounds:
     """Return the bounds of every step of a run of this recipe. Raises NoBound.
 
-    noise: the reference's own, for all but the exact tier. before: the steps that trained the weights that the run starts
-    from, for it inherits their roundings. Measured noise contains them already.
+    Exact cases have derived bounds, all others measured ones. noise: the reference's own; None if it was never
+    measured. before: the steps that trained the weights that the run starts from, whose roundings it inherits. Measured
+    noise contains them already.
     """
     return derived_bounds(case, reference, before) if case.exact else measured_bounds(case, noise)
 
 
 def measured_bounds(case: Case, noise: Noise | None) -> Bounds:
-    """Return the bounds of a recipe with noise. Raises NoBound where the noise was not measured, or has a NaN."""
+    """Return the bounds of a recipe with noise, by step: factors times the largest distances of the repeats.
+
+    No distance counts as less than a unit in the last place. Raises NoBound if the noise was not measured, or has a
+    NaN.
+    """
     if noise is None:
         accept = f"`{accept_case_command(case)}` measures it"
         raise NoBound(f"the noise of this recipe's reference was never measured; {accept}")
@@ -152,12 +161,15 @@ def measured_bounds(case: Case, noise: Noise | None) -> Bounds:
 
 
 def distance_factor(case: Case, step: int) -> float:
-    """Return the factor between a parameter's largest distance in the repeats and the bound on its distance."""
+    """Return the number by which a parameter's largest distance in the repeats is multiplied to get its bound."""
     return FIRST_FACTOR if step == 1 and not case.training.quantize else FACTOR
 
 
 def derived_bounds(case: Case, reference: ReferenceRun, before: tuple[ReferenceStep, ...] = ()) -> Bounds:
-    """Return the bounds of a float64 recipe. Raises NoBound where rounding alone explains more than the smallest mistake."""
+    """Return the bounds of a float64 recipe, from the reference's own path. Those of the norm are those of gradients.
+
+    Raises NoBound where rounding alone explains more than the smallest mistake, or where the path is not finite.
+    """
     loss, gradient = _bounds_by_step(case, reference, before)
     if not all(map(math.isfinite, (*loss.values(), *gradient.values()))):
         raise NoBound("the reference's own path has a NaN or an infinite number")
@@ -169,7 +181,10 @@ def derived_bounds(case: Case, reference: ReferenceRun, before: tuple[ReferenceS
 def _bounds_by_step(
     case: Case, reference: ReferenceRun, before: tuple[ReferenceStep, ...] = ()
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the bounds of loss and gradients, by step. Differences of parameters by rounding add up from step to step."""
+    """Return the relative bounds of (loss, gradients), each by step, steps of `before` included.
+
+    Differences of parameters by rounding add up from step to step.
+    """
     forward_rounding = relative_rounding(case, 7)
     backward_rounding = relative_rounding(case, 21)
     loss = {}
@@ -195,7 +210,7 @@ def _blunt_bounds_text(
     gradient: dict[int, float],
     before: tuple[ReferenceStep, ...],
 ) -> str:
-    """Return a text of the step in which rounding reaches the smallest mistakes, and of the changes that would avoid it."""
+    """Return a text of how much rounding explains at most, and of the changes to the case that would make it less."""
     largest = {step: max(loss[step], gradient[step]) for step in loss}
     sharp_steps = [step for step in largest if largest[step] < SMALLEST_MISTAKE]
     by_step = f"{max(largest.values()):.1e} by step {max(largest)}"
@@ -213,7 +228,10 @@ def _blunt_bounds_text(
 
 
 def _smallest_sharp_eps(case: Case, reference: ReferenceRun, before: tuple[ReferenceStep, ...]) -> float | None:
-    """Return the smallest power of ten that, as eps, makes the bounds on this path sharp. None if none below 1 does."""
+    """Return the smallest power of ten, above the recipe's eps, that as eps makes the bounds sharp.
+
+    None if none below 1 does.
+    """
     for exponent in range(-12, 0):
         eps = 10.0**exponent
         if eps <= case.training.eps:
@@ -226,7 +244,10 @@ def _smallest_sharp_eps(case: Case, reference: ReferenceRun, before: tuple[Refer
 
 
 def _parameter_noise(step: ReferenceStep, fqn: str, noise: float, training: TrainingConfig) -> np.ndarray:
-    """Return the bound on |delta theta|, entry by entry, after one optimizer step with gradients off by `noise`."""
+    """Return the bound on the change of each entry of a parameter by one optimizer step with gradients off by `noise`.
+
+    noise: relative to a typical entry. An entry that never had a gradient has none under AdamW.
+    """
     gradient = step.gradients[fqn]
     clip = clip_coefficient(step.grad_norm, training.max_norm)
     present = gradient[gradient != 0]
@@ -250,10 +271,10 @@ def _parameter_noise(step: ReferenceStep, fqn: str, noise: float, training: Trai
 
 
 def _curvature(step: ReferenceStep, following: ReferenceStep) -> float:
-    """Return the largest relative change of a gradient between two steps, per unit of distance that the parameters moved.
+    """Return the largest relative change of a gradient between two steps, per unit that the parameters moved.
 
-    The change is relative to the parameter's largest gradient entry in the first step. If all entries were zero, that of the
-    following step is taken, to which the bound applies.
+    The change is relative to the parameter's largest gradient entry in the first step. If all entries were zero, that
+    of the following step is taken, to which the bound applies. 0 if the parameters did not move.
     """
     squares = [np.sum((following.parameters[fqn] - step.parameters[fqn]) ** 2) for fqn in step.parameters]
     distance = math.sqrt(float(np.sum(squares)))
@@ -266,7 +287,7 @@ def _curvature(step: ReferenceStep, following: ReferenceStep) -> float:
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """Return the number by which clipping multiplies gradients; 1 without clipping.
+    """Return the number, at most 1, by which clipping multiplies gradients of this norm. 1 if max_norm is None.
 
     The 1e-6 is torch.nn.utils.clip_grad_norm_'s.
     """
@@ -276,7 +297,10 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
 
 
 def relative_difference(observed: np.ndarray, expected: np.ndarray, scale: float | None = None) -> float:
-    """Return the largest |observed - expected| over the largest |expected| (or `scale`). inf for a NaN, or another shape."""
+    """Return the largest |observed - expected| over the largest |expected|, or over `scale` if given.
+
+    inf for a NaN, for another shape, or for a difference where the scale is 0. 0 for empty arrays.
+    """
     if observed.shape != expected.shape:
         return math.inf
     if observed.size == 0:
@@ -292,12 +316,12 @@ def relative_difference(observed: np.ndarray, expected: np.ndarray, scale: float
 
 
 def max_abs(value: np.ndarray) -> float:
-    """Return the largest absolute entry; 0 where there is none."""
+    """Return the largest absolute entry; 0 for an empty array."""
     return float(np.max(np.abs(value), initial=0.0))
 
 
 def orthogonal_bound(case: Case, shape: Sequence[int], cancelled: float) -> float:
-    """Return the bound on an entry of a matrix that Muon orthogonalised, recomputed from the observed gradients.
+    """Return the absolute bound on an entry of a matrix that Muon orthogonalised, from observed gradients.
 
     cancelled: length of all that was averaged over that of the average. Newton-Schulz magnifies a difference by up to
     STEEPEST_SLOPE, and the roundings within it as well. The difference is spread over all entries.
@@ -308,9 +332,9 @@ def orthogonal_bound(case: Case, shape: Sequence[int], cancelled: float) -> floa
 
 
 def update_bound(case: Case, magnitude: np.ndarray) -> np.ndarray:
-    """Return the bound on parameters recomputed from the observed gradients, entry by entry.
+    """Return the absolute bound on parameters recomputed from the observed gradients, entry by entry.
 
-    It covers a dozen roundings an entry, and those of the clipping norm. magnitude: the sum of the absolute values of all that
-    was added up, entry by entry.
+    It covers a dozen roundings an entry, and those of the clipping norm. magnitude: the sum of the absolute values of
+    all that was added up, entry by entry.
     """
     return (64 + LAMBDA * math.sqrt(case.model.numel)) * UNIT_ROUNDOFF[case.training.dtype] * magnitude

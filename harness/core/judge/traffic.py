@@ -1,4 +1,4 @@
-"""The bytes that ranks moved by collective, and those that the plan has them move."""
+"""The bytes that ranks moved, by collective, and those that the plan says they move."""
 
 from __future__ import annotations
 
@@ -19,23 +19,29 @@ TrafficKey = tuple[tuple[int, ...], str, str]  # ranks, op, phase
 
 
 def planned(trial: Trial, rank: int, step: int) -> dict[TrafficKey, int]:
-    """Return the bytes that the plan has a rank move in one step, by group, collective and phase."""
+    """Return the bytes that the plan has a rank move in forward and backward of one step, by (ranks, op, phase).
+
+    Flows of activations are left out where no case declares the features that they follow from.
+    """
     return _bytes_by_key(trial, rank, _flows_inside(trial, rank, step))
 
 
 def planned_optional(trial: Trial, rank: int, step: int) -> dict[TrafficKey, int]:
-    """Return the bytes of flows that may be left out in one step, by group, collective and phase."""
+    """Return the bytes of planned flows in forward and backward that a trainer may leave out, by (ranks, op, phase)."""
     return _bytes_by_key(trial, rank, [flow for flow in _flows_inside(trial, rank, step) if flow.optional])
 
 
 def _flows_inside(trial: Trial, rank: int, step: int) -> list[Flow]:
-    """Return the flows of forward and backward, without those of activations where nothing is declared."""
+    """Return a rank's planned flows in forward and backward of a step.
+
+    Without a declared case only those of parameters and gradients are returned.
+    """
     inside = [flow for flow in trial.plan.flows_of(rank, step) if flow.phase != OUTSIDE]
     return [flow for flow in inside if "declared" in trial.run.provided or flow.role in PARAMETER_ROLES]
 
 
 def _bytes_by_key(trial: Trial, rank: int, flows: Iterable[Flow]) -> dict[TrafficKey, int]:
-    """Return the bytes of these flows together, by group, collective and phase."""
+    """Return the bytes of these flows, summed by (ranks, op, phase)."""
     totals: dict[TrafficKey, int] = defaultdict(int)
     for flow in flows:
         totals[_key_of_flow(trial, rank, flow)] += flow.bytes
@@ -43,7 +49,10 @@ def _bytes_by_key(trial: Trial, rank: int, flows: Iterable[Flow]) -> dict[Traffi
 
 
 def planned_bytes_outside(trial: Trial, rank: int, step: int) -> dict[tuple[TrafficKey, str], int]:
-    """Return the least bytes that a step moves outside of forward and backward, by collective and purpose."""
+    """Return the least bytes that a rank moves in a step outside of its passes, by ((ranks, op, phase), role).
+
+    Flows of Muon's matrices are left out over an axis along which a hypothesis assumes that no matrix is put together.
+    """
     alone = trial.assumption.optimizer.alone
     flows = [flow for flow in trial.plan.flows_of(rank, step) if flow.phase == OUTSIDE]
     flows = [flow for flow in flows if flow.role != MATRICES_ROLE or flow.axis not in alone]
@@ -53,9 +62,10 @@ def planned_bytes_outside(trial: Trial, rank: int, step: int) -> dict[tuple[Traf
 def observed_bytes_outside(
     evidence: RankEvidence, step: int, pairs: Collection[tuple[int, ...]] = ()
 ) -> dict[TrafficKey, int]:
-    """Return the bytes that a rank moved outside of forward and backward, integers among them, by collective.
+    """Return the bytes that a rank moved outside of forward and backward, by (ranks, op, OUTSIDE). Integers count.
 
-    pairs: groups of two ranks. What one of the two sends to the other counts for the pair, whatever group carries it.
+    Groups of one rank are left out. pairs: groups of two ranks. What one of the two sends to the other counts for the
+    pair, whatever group carries it.
     """
     totals: dict[TrafficKey, int] = defaultdict(int)
     for call in evidence.collectives:
@@ -66,7 +76,10 @@ def observed_bytes_outside(
 
 
 def gathered_after_evaluation(trial: Trial, rank: int) -> list[tuple[int, str, int]]:
-    """Return (step before, fqn, bytes) of each parameter that evaluation left gathered, beyond the rank's own slices."""
+    """Return (step before, fqn, bytes) of each parameter of which evaluation left more than the rank's own slice.
+
+    Parameters that the plan never gathers are left out.
+    """
     parameters = []
     for record in trial.ranks[rank].after_evaluation:
         for fqn in record.gathered:
@@ -76,7 +89,10 @@ def gathered_after_evaluation(trial: Trial, rank: int) -> list[tuple[int, str, i
 
 
 def own_bytes(trial: Trial, rank: int, fqn: str) -> int:
-    """Return the bytes of a rank's own slice of a parameter."""
+    """Return the bytes of a rank's own slice of a parameter by the plan.
+
+    Raises KeyError for a parameter that it has none of.
+    """
     return numel(trial.plan.slices[rank][fqn]) * BYTES[trial.case.training.dtype]
 
 
@@ -85,7 +101,10 @@ def _key_of_flow(trial: Trial, rank: int, flow: Flow) -> TrafficKey:
 
 
 def observed(trial: Trial, evidence: RankEvidence, step: int) -> dict[TrafficKey, int]:
-    """Return the bytes that a rank moved in one step, by group, collective and phase."""
+    """Return the bytes that a rank moved in the passes of one step, by (ranks, op, phase).
+
+    Only calls that is_traffic accepts count. Bytes sent between two stages count for the whole pipeline's ranks.
+    """
     totals: dict[TrafficKey, int] = defaultdict(int)
     for collective in evidence.collectives:
         if collective.step == step and is_traffic(collective):
@@ -97,8 +116,8 @@ def observed(trial: Trial, evidence: RankEvidence, step: int) -> dict[TrafficKey
 def _pipeline_of_call(trial: Trial, rank: int, call: Collective) -> tuple[int, ...]:
     """Return the ranks of the pipeline that both ends of a send or receive belong to. Empty for all other calls.
 
-    The pipeline is taken whatever group carries the call. (Megatron sends one way through the world's group, so that the two
-    ways do not wait for each other.)
+    The group that carries the call does not count: Megatron sends one way through the world's group, so that the two
+    ways do not wait for each other.
     """
     pipeline = trial.plan.peers(rank, "pp")
     if call.op in ("send", "recv") and call.peer != rank and call.peer in pipeline:
@@ -107,9 +126,10 @@ def _pipeline_of_call(trial: Trial, rank: int, call: Collective) -> tuple[int, .
 
 
 def is_traffic(collective: Collective) -> bool:
-    """Return whether a call moves floating-point numbers between ranks in forward, backward or the pipeline.
+    """Return whether a call moves floating-point numbers between several ranks in forward, backward or the pipeline.
 
-    torch 2.11 sends one number to the neighbours of a pipeline stage before the first pass. It does not count.
+    torch 2.11 sends one number to the neighbours of a pipeline stage before the first pass. A send or receive of so few
+    bytes is no traffic.
     """
     greeting = collective.op in ("send", "recv") and collective.bytes <= BYTES["float64"]
     inside = collective.phase in INSIDE_PHASES and len(collective.ranks) > 1
@@ -117,7 +137,10 @@ def is_traffic(collective: Collective) -> bool:
 
 
 def axis_text(trial: Trial, ranks: tuple[int, ...]) -> str:
-    """Return a text of a group's ranks, with the plan's axis that they form, if any."""
+    """Return a text of a group's ranks: with the plan's axis that they form, or with "no axis of the plan".
+
+    The axis over which slices after forward are gathered is not named, because no configuration names it.
+    """
     axis = axis_of(trial, ranks)
     if axis.startswith("post_forward"):  # slices after forward are gathered over it; no configuration names it
         return ranks_text(ranks)
@@ -127,7 +150,7 @@ def axis_text(trial: Trial, ranks: tuple[int, ...]) -> str:
 
 
 def collective_finding_fields(trial: Trial, key: TrafficKey) -> dict[str, Any]:
-    """Return the fields of a finding on the bytes of a collective: kind, name, phase, axis, group, unit and note."""
+    """Return the fields of a Finding on a collective's bytes: kind, name, phase, axis, group, unit and note."""
     ranks, op, phase = key
     axis = axis_of(trial, ranks)
     return {
@@ -142,10 +165,10 @@ def collective_finding_fields(trial: Trial, key: TrafficKey) -> dict[str, Any]:
 
 
 def axis_of(trial: Trial, ranks: tuple[int, ...]) -> str:
-    """Return the plan's axis that these ranks form; empty if they form none."""
+    """Return the name of the plan's axis of which these ranks are one group; empty if there is none."""
     return next((axis for axis, lines in trial.plan.groups.items() if ranks in lines), "")
 
 
 def bytes_amount_text(count: int) -> str:
-    """Return a text of a number of bytes for a person, with the exact number."""
+    """Return a number of bytes for a person, rounded and exact: "1.051 MB (1051136)". "nothing" for 0."""
     return f"{bytes_text(count)} ({count})" if count else "nothing"

@@ -59,7 +59,10 @@ class Trial:
 
     @property
     def provided(self) -> Provided:
-        """Return the kinds of evidence that checks can use, with the reason for each that is missing."""
+        """Return the kinds of evidence that checks can use, with the reason for each that is missing.
+
+        Most are missing if a rank or step is, and the members of groups if torch lists no ranks of some.
+        """
         provided = self.run.provided
         if reason := unplaced_groups_reason({rank: evidence.own_groups for rank, evidence in self.ranks.items()}):
             provided = provided.without(("members",), reason, unknown=True)
@@ -68,23 +71,26 @@ class Trial:
 
     @property
     def has_claims_or_contents(self) -> bool:
-        """Return whether something other than traffic shows what ranks hold."""
+        """Return whether claims, slices or contents show what ranks hold; otherwise only traffic does."""
         return any(word in self.provided for word in ("claims", "slices", "contents"))
 
     def at_step(self, step: int) -> Trial:
-        """Return the trial with the case as it is in that step."""
+        """Return the trial with the case as it is in that step, where steps differ; otherwise the trial itself."""
         case = self.case.at(step)
         return self if case is self.case else replace(self, case=case)
 
     @property
     def expected_ranks(self) -> list[int]:
-        """Return the ranks that must have evidence: all that were started, without those that another rank represents."""
+        """Return the ranks that must have evidence: all started ones, but for recorded ones that another represents."""
         seen = self.run.recorded_ranks
         return [rank for rank in self.run.started_ranks if rank in self.ranks or rank not in seen]
 
     @functools.cached_property
     def _missing_evidence(self) -> str:
-        """Return a text of the evidence that is missing: ranks, or steps of a rank or of the reference. Empty if none is."""
+        """Return a text of the first evidence that is missing: ranks, or steps of the reference or of a rank.
+
+        Empty if none is.
+        """
         missing_ranks = [rank for rank in self.expected_ranks if rank not in self.ranks]
         if len(missing_ranks) > 1:
             return f"from {len(missing_ranks)} ranks ({', '.join(map(str, missing_ranks[:4]))}...)"
@@ -102,14 +108,14 @@ class Trial:
 
     @functools.cached_property
     def rank_summaries(self) -> list[Summary]:
-        """Return the summary of each rank that was recorded, by rank.
+        """Return the summaries of the ranks that were recorded, sorted by rank.
 
-        It has digests of contents, and digests of inputs if the tokens are not known.
+        A summary has digests of contents, and digests of inputs if the tokens are not known.
         """
         return [summary for _, summary in sorted(self.run.summaries.items())]
 
     def axis_groups_by_rank(self, axis: str) -> dict[int, tuple[int, ...]]:
-        """Return, by rank, the ranks that differ from it in this axis alone, itself included."""
+        """Return, by rank, the ascending ranks that differ from it in this axis alone, itself included."""
         line_of_rank: dict[int, tuple[int, ...]] = {}
         for line in groups_along(self.plan.dims, axis):
             for rank in line:
@@ -118,25 +124,34 @@ class Trial:
 
     @property
     def launches(self) -> tuple[Trial, ...]:
-        """Return the earlier launches that this one continues, each as a trial, and this one."""
+        """Return all launches in order, each as a trial: the earlier ones that this one continues, then this one."""
         return (*self.saved, self)
 
     @functools.cached_property
     def bounds(self) -> Bounds:
-        """Return how far numbers may be from the reference's, by step. Raises tolerance.NoBound."""
+        """Return how far numbers may be from the reference's, by step. Raises tolerance.NoBound.
+
+        Measured noise is the reference's own, or else the golden's.
+        """
         noise = self.reference.noise or (self.golden.noise if self.golden else {})
         measured = noise.get(self.traits.noise_key(self.case))
         return tolerance.bounds_of_recipe(self.case, self.reference, measured, before=self.steps_before)
 
     @property
     def steps_before(self) -> tuple[ReferenceStep, ...]:
-        """Return the steps of the earlier reference up to the weights that this launch starts from; empty otherwise."""
+        """Return the earlier reference's steps up to the weights that this launch starts from.
+
+        Empty unless it starts from weights alone.
+        """
         after = self.case.model_of
         return () if after is None else self.saved[-1].reference.steps[:after]
 
     @property
     def seed_weights(self) -> dict[str, np.ndarray]:
-        """Return the whole weights with which a trainer is built, before it reads a checkpoint, in this launch's shapes."""
+        """Return, by fqn, the whole weights with which a trainer is built before it reads a checkpoint.
+
+        They have this launch's shapes.
+        """
         first_weights = self.launches[0].reference.weights
         own_weights = self.reference.weights
         if all(launch.case.model_of is None for launch in self.launches):
@@ -161,9 +176,9 @@ class Trial:
 
     @functools.cached_property
     def local_slices(self) -> dict[int, dict[str, Slice | None]]:
-        """Return the slice of the seed weights that each rank really holds, by rank and fqn. None if its bytes were not found.
+        """Return, by rank and fqn, the slice of the seed weights that a rank really holds, found by comparing bytes.
 
-        Bytes are compared. Ranks without values are taken to hold what they claim.
+        None for a parameter whose bytes were not found. Ranks without values are taken to hold what they claim.
         """
         if "values" in self.run.provided:
             return {rank: self._locate_slices(rank, evidence) for rank, evidence in self.ranks.items()}
@@ -173,6 +188,10 @@ class Trial:
         return claims
 
     def _locate_slices(self, rank: int, evidence: RankEvidence) -> dict[str, Slice | None]:
+        """Return, by fqn, the slice of the seed weights whose bytes a rank holds. None where no slice has them.
+
+        A rank that had read its checkpoint when it was first observed is compared with the checkpoint's weights, too.
+        """
         slices: dict[str, Slice | None] = {}
         for tensor in evidence.parameters:
             full = self.seed_weights.get(tensor.fqn)
@@ -183,7 +202,7 @@ class Trial:
         return slices
 
     def _is_resumed_at_first(self, evidence: RankEvidence) -> bool:
-        """Return whether the trainer had read its checkpoint when it was first observed, as a script may do.
+        """Return whether a rank held its checkpoint's parameters when it was first observed, as a script's rank may.
 
         Such a rank never showed the seed weights.
         """
@@ -209,17 +228,23 @@ class Trial:
         return {fqn: full.reshape(self.plan.shapes[fqn]) for fqn, full in weights.items()}
 
     def slice_of(self, rank: int, fqn: str) -> Slice | None:
-        """Return the slice that a rank holds of a parameter: where its bytes were found, else by the plan. None if no slice."""
+        """Return the slice that a rank holds of a parameter: where its bytes were found, else the plan's.
+
+        None if neither has one.
+        """
         located = self.local_slices[rank].get(fqn)
         return located if located is not None else self.plan.slices[rank].get(fqn)
 
     def gradient_slice_of(self, rank: int, fqn: str) -> Slice | None:
-        """Return the slice that a rank holds of a parameter's gradient. ZeRO may cut it where the parameter is whole."""
+        """Return the slice that a rank holds of a parameter's gradient. None if it holds none.
+
+        ZeRO may cut the gradient where the parameter is whole; the plan's slice is returned then.
+        """
         gradient_slices = self.plan.gradient_slices
         return gradient_slices[rank].get(fqn) if gradient_slices else self.slice_of(rank, fqn)
 
     def initial_parameters(self, rank: int) -> dict[str, np.ndarray]:
-        """Return the local parameters that a rank begins with: those of the checkpoint if it resumed, else the seed's."""
+        """Return, by fqn, the local parameters that a rank begins with: its checkpoint's if it resumed, or the seed's."""
         evidence = self.ranks[rank]
         if evidence.resumed is not None:
             return evidence.resumed.parameters
@@ -238,11 +263,11 @@ class Trial:
         return next(step for step in self.reference.steps if step.step == number)
 
     def reference_of_rank(self, rank: int) -> ReferenceRun:
-        """Return the reference of a rank: its own, where an assumption gives it one."""
+        """Return the reference of a rank: its own where an assumption gives it one, else the trial's."""
         return self.assumption.references.get(rank, self.reference)
 
     def steps(self) -> Iterator[tuple[int, StepEvidence, ReferenceStep]]:
-        """Yield (rank, its record, the reference's record) of every step that both have."""
+        """Yield (rank, the rank's record, the reference's record) of every step that both have, by rank."""
         for rank, evidence in sorted(self.ranks.items()):
             by_number = {step.step: step for step in self.reference_of_rank(rank).steps}
             for step in evidence.steps:
@@ -250,12 +275,12 @@ class Trial:
                     yield rank, step, by_number[step.step]
 
     def own_steps(self) -> Iterator[tuple[int, StepEvidence]]:
-        """Yield (rank, its record) of every step."""
+        """Yield (rank, the rank's record) of every recorded step, by rank, also of steps that the reference lacks."""
         for rank, evidence in sorted(self.ranks.items()):
             for step in evidence.steps:
                 yield rank, step
 
 
 def launch_label(launch: Trial) -> str:
-    """Return the label of a launch of a case that resumes: saved_1, saved_2. Empty for the last launch."""
+    """Return the label of an earlier launch of a case that resumes: "saved_1", "saved_2". Empty for the last launch."""
     return "" if launch.case.last_step is None else f"saved_{len(launch.saved) + 1}"

@@ -1,4 +1,7 @@
-"""The first difference between two runs of the same launch. On one machine, the same code gives the same numbers."""
+"""The first difference between two runs of the same launch.
+
+On one machine, the same code must give the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ EARLY_PHASES = ("forward", "pipeline")
 
 
 class _Difference(NamedTuple):
-    """A number that differs between two runs on one rank."""
+    """A number that differs between two runs on one rank; the fields are those of FirstDifference."""
 
     step: int
     quantity: str
@@ -54,10 +57,11 @@ class _Difference(NamedTuple):
 
 
 def find_first_difference(first_run: Run, second_run: Run) -> FirstDifference | None:
-    """Return the first difference between two runs. None if all numbers of the steps that both have are equal.
+    """Return the first difference between two runs.
 
-    Where a number changed on one rank, that rank alone passes something else first. What it passed then changes the numbers of
-    other ranks.
+    None if all numbers of the steps and ranks that both have are equal. First is the earliest step, and in it the
+    earliest quantity of QUANTITIES_IN_ORDER. Its names and ranks are all that differ there. If a number changed on one
+    rank, what this rank passes differs before other ranks' numbers do.
     """
     differences: list[tuple[int, _Difference]] = []
     for rank in sorted(first_run.ranks.keys() & second_run.ranks.keys()):
@@ -79,7 +83,11 @@ def find_first_difference(first_run: Run, second_run: Run) -> FirstDifference | 
 
 
 def _differences_on_rank(first_evidence: RankEvidence, second_evidence: RankEvidence) -> Iterator[_Difference]:
-    """Yield each number that differs between two runs of a rank; of collectives the first one of a step."""
+    """Yield each number that differs between two runs of a rank, in the steps that both have.
+
+    Of collectives the first one of a step is yielded that passed other bytes. They are left out if bytes were not
+    recorded, or if both runs did not issue the same calls.
+    """
     steps = {step.step: step for step in second_evidence.steps}
     for step in first_evidence.steps:
         if step.step in steps:
@@ -103,7 +111,11 @@ def _differences_on_rank(first_evidence: RankEvidence, second_evidence: RankEvid
 
 
 def step_differences(first_step: StepEvidence, second_step: StepEvidence) -> Iterator[tuple[str, str]]:
-    """Yield (kind of number, name) of each difference between two runs' evidence of one step on one rank."""
+    """Yield (quantity, name) of each difference between two runs' evidence of one step on one rank.
+
+    quantity is one of QUANTITIES_IN_ORDER. Arrays are compared by their bytes. Tensors that only the second run has are
+    not compared, nor are microbatches that one run lacks, except for their number.
+    """
     if len(first_step.microbatches) != len(second_step.microbatches):
         yield "samples", "microbatches, whose number differs"
     for number, (first, second) in enumerate(zip(first_step.microbatches, second_step.microbatches, strict=False)):
@@ -132,7 +144,10 @@ def _is_same_number(first: float | None, second: float | None) -> bool:
 
 
 def _unequal_names(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]) -> Iterator[str]:
-    """Return the names whose arrays differ, or that only the first has."""
+    """Return the names of arrays whose bytes or shapes differ, or that only the first has.
+
+    Names that only the second has are left out.
+    """
     return (name for name, value in first.items() if not _has_equal_bytes(value, second.get(name)))
 
 

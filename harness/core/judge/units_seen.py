@@ -6,9 +6,9 @@ from harness.core.judge.trial import Trial
 
 
 def unknown_units_reason(trial: Trial) -> str:
-    """Return the reason why nothing that depends on FSDP's units can be judged.
+    """Return the reason why nothing that depends on FSDP's units can be judged: the first rank without claims.
 
-    Empty if units are requested, or wrappers claim them.
+    Empty if the case or the traits name the units, or if the wrappers of each rank claim them.
     """
     observed_units = trial.plan.measured_units or {}
     for rank, units in observed_units.items():
@@ -23,5 +23,8 @@ def unknown_rank_reason(rank: int) -> str:
 
 
 def claimed_unit_sets(trial: Trial, rank: int) -> set[frozenset[str]]:
-    """Return the units that a rank's wrappers claim, as sets of fqns. Modules that were wrapped as one claim the same unit."""
+    """Return the units that a rank's wrappers claim, as sets of fqns. Empty if no wrapper claims parameters.
+
+    Modules that were wrapped as one claim the same unit.
+    """
     return {frozenset(wrapper.parameters) for wrapper in trial.ranks[rank].structure.values() if wrapper.parameters}

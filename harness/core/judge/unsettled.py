@@ -18,12 +18,18 @@ CLIPPING_READS = 1
 
 
 def partial_gradient_bytes(step: StepEvidence) -> int:
-    """Return the bytes that a rank's partial gradients take in addition to its slices."""
+    """Return the bytes that a rank's gradients take in a step in addition to those that they take once summed.
+
+    0 if all lie as their parameters do.
+    """
     return sum(max(gradient.bytes - gradient.settled_bytes, 0) for gradient in step.unsettled.values())
 
 
 def partial_sum_bytes(trial: Trial, rank: int, number: int) -> dict[TrafficKey, int]:
-    """Return, by collective, the most bytes that the sums of a step's partial gradients move."""
+    """Return, by (ranks, op, phase), the most bytes that sums of a step's partial gradients move outside of its passes.
+
+    Each operator of clipping and optimizer that reads such a gradient may sum it again.
+    """
     largest_bytes = Counter[TrafficKey]()
     reads = CLIPPING_READS + GRADIENT_READS[trial.case.training.optimizer]
     for step in trial.ranks[rank].steps:
