@@ -98,10 +98,10 @@ def cause_of(found: Diagnosis | None) -> str:
     """The first line. What stands below it begins with a check's name or one of a few words, and is there."""
     assert found is not None, "no check fails"
     known = {*all_checks(), *WORDS, *(f"rank {rank}" for rank in range(16))}
-    below = [label for label, text in evidence_rows(found.evidence) if label in (*known, "assuming this") and text]
+    below = [label for label, text in evidence_rows(found.evidence) if label in (*known, "explains") and text]
     rest = {label for label, _ in found.evidence if label not in known}
     proven = {
-        "assuming this",
+        "explains",
         "or else",
         "and",
         "tried",

@@ -89,7 +89,7 @@ def diagnosed(trial: Trial) -> Diagnosis:
 def proven(trial: Trial) -> tuple[str, str]:
     """The kinds of causes, and how many checks pass under them."""
     found = diagnosed(trial)
-    return ", ".join(found.kinds), dict(evidence_rows(found.evidence)).get("assuming this", "")
+    return ", ".join(found.kinds), dict(evidence_rows(found.evidence)).get("explains", "")
 
 
 def with_inputs(trial: Trial, alter: Alter) -> Trial:

@@ -47,7 +47,7 @@ def test_hsdp_run_as_fsdp_over_16_ranks_is_named_although_losses_gradients_and_g
     assert report[:6] == [
         "FAIL hsdp_2x8+hsdp_runs_as_fsdp",
         "  HSDP ran as FSDP: parameters are sharded over 16 ranks, requested 8, replicated 2 times",
-        "  assuming this     5 of 5 failing checks pass, and no passing check fails",
+        "  explains          5 of 5 failing checks: if that is assumed, they pass, and no passing check fails",
         "  shard groups      expected [0-7] [8-15]   observed [0-15]",
         "  replicate groups  expected [0,8] [1,9] .. [7,15]",
         "                    observed none in use (the groups exist, no collective ran over them)",

@@ -89,7 +89,7 @@ def test_tokens_and_positions_that_are_cut_alike_are_no_wrong_positions(out: Pat
     assert "samples" in ran.broken
     assert {"peers differ", "positions"}.isdisjoint(ran.diagnosis.kinds)
     assert ran.diagnosis.kinds[0] == "sequence cut otherwise"
-    assert "assuming this" not in ran.said  # what was received is no cause of itself
+    assert "explains" not in ran.said  # what was received is no cause of itself
     (finding,) = ran.results["samples"].findings
     assert (finding.rank, finding.step) == (1, 2) and "16-23" in finding.observed and "8-15" in finding.expected
 

@@ -22,7 +22,7 @@ from harness.core.evidence.reading import read_json
 from harness.core.evidence.store import load_stored
 from harness.core.judge.judgement import Judgement
 from harness.core.judge.losses import global_loss
-from harness.core.judge.result import Diagnosis, Result, Verdict
+from harness.core.judge.result import EXPLAINS, Diagnosis, Result, Verdict
 from harness.core.judge.stored_trial import load_trial
 from harness.core.judge.trial import Trial
 from harness.core.report.cause_text import diagnosis_line, evidence_rows
@@ -194,7 +194,7 @@ def explain_order(trial: Trial, judgement: Judgement, options: Options) -> Itera
         yield "model", "its numbers are off by no more than another order of operations leaves of the reference's"
         yield "", "adapter: def traits(self, case): return TrainerTraits(own_model=True)"
         yield "", "from harness.core.case.traits import TrainerTraits"
-        yield "assuming this", f"{len(broken)} of {len(broken)} failing checks pass: {', '.join(sorted(broken))}"
+        yield EXPLAINS, f"{len(broken)} of {len(broken)} failing checks: {', '.join(sorted(broken))}"
 
 
 def _explain_model(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
@@ -223,7 +223,7 @@ def _explain_model(trial: Trial, judgement: Judgement, options: Options) -> Iter
         yield "", f"case: training: {{rates: [{', '.join(as_yaml(rate) for rate in rates)}]}}"
     still_failing = _failing_checks(best_supposed.results)
     if numbers := sorted(broken - still_failing):
-        yield "assuming this", f"{len(numbers)} of {len(broken)} failing checks pass: {', '.join(numbers)}"
+        yield EXPLAINS, f"{len(numbers)} of {len(broken)} failing checks: {', '.join(numbers)}"
     if not still_failing:
         return
     remaining_results = [result for result in best_supposed.results if result.check != "golden"]

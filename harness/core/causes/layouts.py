@@ -344,7 +344,9 @@ def wrong_slices_line(trial: Trial) -> Lines:
     flat = bool(trial.plan.flat)
     observed = slice_text(part, shape, flat=flat) if part is not None else "bytes that are nowhere in it"
     expected = slice_text(trial.plan.slices[rank][fqn], shape, flat=flat)
-    count = f"{len({fqn for _, fqn, _ in wrong})} of {len(trial.plan.shapes)} parameters"
+    count = (
+        f"{len({fqn for _, fqn, _ in wrong})} of {len(trial.plan.shapes)} parameters are held otherwise than planned"
+    )
     return (("contents", f"{count}; {fqn} on rank {rank}: expected {expected}, observed {observed}"),)
 
 

@@ -12,7 +12,7 @@ from harness.core.causes.hypothesis import Fact, Hypothesis
 from harness.core.causes.localise import UNEXPLAINED, localise
 from harness.core.causes.words import Broken
 from harness.core.checks import all_checks, run_check
-from harness.core.judge.result import Cause, Diagnosis, Line, Lines, Result, Verdict
+from harness.core.judge.result import EXPLAINS, Cause, Diagnosis, Line, Lines, Result, Verdict
 from harness.core.judge.trial import Trial, launch_label
 
 HARMLESS_CHECKS = frozenset({"memory", "traffic"})
@@ -190,7 +190,8 @@ def _assumption_lines(explanation: Explanation, results: Sequence[Result]) -> Li
     fails = "no passing check fails"
     if proof.tolerated_failures:
         fails += f" but {', '.join(proof.tolerated_failures)}, which is left aside"
-    return (("assuming this", f"{len(proven)} of {broken} failing checks pass, and {fails}{ending}"),)
+    text = f"{len(proven)} of {broken} failing checks: if that is assumed, they pass, and {fails}"
+    return ((EXPLAINS, f"{text}{ending}"),)
 
 
 def weaker_test_lines(results: Sequence[Result]) -> Lines:
@@ -208,8 +209,14 @@ def weaker_test_lines(results: Sequence[Result]) -> Lines:
         blind = ": a loss-curve test passes here" if "loss" in passing and "reported_loss" not in broken else ""
         close = f"within {worst:.1e}" if worst else "exactly"
         lines.append((", ".join(numbers), f"equal to the reference {close}{blind}"))
-    if "process_groups" in passing and broken & {"shard_contents", "placements", "traffic"}:
+    if "process_groups" in passing and (broken & {"placements"} or _lacks_collective(results)):
         lines.append(("groups", "every group of the plan exists: a listing of process groups passes here"))
     if "golden" in broken and len(broken) > 1:
         lines.append(("golden", "the reference moved as well: model, data, recipe or torch changed"))
     return tuple(lines)
+
+
+def _lacks_collective(results: Sequence[Result]) -> bool:
+    """Return whether the check of traffic has a finding on a planned collective that did not run."""
+    findings = [finding for result in results if result.check == "traffic" for finding in result.findings]
+    return any(finding.kind == "collective" and finding.observed == 0 for finding in findings)

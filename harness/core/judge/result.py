@@ -69,6 +69,10 @@ def verdict_of_all(results: Iterable[Result]) -> Verdict:
     return next((verdict for verdict in ordered if verdict in verdicts), Verdict.UNKNOWN)
 
 
+EXPLAINS = "explains"
+"""Label of the line on which failing checks pass under the assumption of a cause. A cause without it is not proven."""
+
+
 @dataclass(frozen=True)
 class Cause:
     """One cause of failing checks, as data. harness/core/report makes the sentence of it."""

@@ -192,14 +192,18 @@ def numel(part: Slice) -> int:
 def slice_text(part: Slice, shape: tuple[int, ...], *, flat: bool = False) -> str:
     """Return a slice as a person reads it: "1/8 of dim 0 [0:32]", "1/8 of its elements [0:2048]" or "whole".
 
+    One that is no such part is "[0:8208] of 16384 elements" or "[0:3] of 7 in dim 0".
     An empty one is "nothing of dim 0 [32:32]". flat: whether the shape is that of a flattened parameter.
     """
     cuts = []
     for dim, ((start, stop), size) in enumerate(zip(part, shape, strict=True)):
         if (start, stop) != (0, size):
-            parts = size / (stop - start) if stop > start else math.inf
-            share = "nothing" if stop == start else f"1/{parts:.3g}"
-            cuts.append(f"{share} of {'its elements' if flat else f'dim {dim}'} [{start}:{stop}]")
+            interval = f"[{start}:{stop}]"
+            if stop > start and size % (stop - start):
+                cuts.append(f"{interval} of {size} elements" if flat else f"{interval} of {size} in dim {dim}")
+                continue
+            share = f"1/{size // (stop - start)}" if stop > start else "nothing"
+            cuts.append(f"{share} of {'its elements' if flat else f'dim {dim}'} {interval}")
     return ", ".join(cuts) or "whole"
 
 

@@ -26,9 +26,12 @@ MAX_SHOWN_FINDINGS = 8
 
 
 def findings_text(result: Result, indent: str) -> list[str]:
-    """Return the texts of a check's first MAX_SHOWN_FINDINGS findings, indented, and a line with how many more there
-    are."""
-    texts = [finding_text(finding, indent) for finding in result.findings[:MAX_SHOWN_FINDINGS]]
+    """Return the texts of MAX_SHOWN_FINDINGS findings of a check, indented, and a line with how many more there are.
+
+    Those of the first step come first, as later ones mostly follow from them; within a step, as the check orders them.
+    """
+    by_step = sorted(result.findings, key=lambda finding: finding.step or 0)
+    texts = [finding_text(finding, indent) for finding in by_step[:MAX_SHOWN_FINDINGS]]
     hidden = len(result.findings) - MAX_SHOWN_FINDINGS
     if hidden > 0:
         texts.append(f"{indent}and {hidden} more")
@@ -40,8 +43,11 @@ def finding_sentence(finding: Finding) -> str:
 
     It is one line, unless what was observed has several.
     """
-    expected = value_text(finding, finding.expected)
-    observed = value_text(finding, finding.observed)
+    if isinstance(finding.expected, float) and isinstance(finding.observed, float) and not finding.unit:
+        expected, observed = _distinct_number_texts(finding.expected, finding.observed)
+    else:
+        expected = value_text(finding, finding.expected)
+        observed = value_text(finding, finding.observed)
     text = f"{where_text(finding)}: expected {expected}, observed {observed}"
     bound = ""
     if finding.bound:
@@ -51,6 +57,15 @@ def finding_sentence(finding: Finding) -> str:
     if remarks := "; ".join(filter(None, (finding.note, bound))):
         text += f" ({remarks})"
     return text
+
+
+def _distinct_number_texts(expected: float, observed: float) -> tuple[str, str]:
+    """Return two numbers with six digits, or with as many more as show three digits of their difference."""
+    digits = 6
+    if math.isfinite(expected) and math.isfinite(observed) and expected != observed:
+        relative = abs(expected - observed) / max(abs(expected), abs(observed))
+        digits = min(17, max(digits, 3 - math.floor(math.log10(relative))))
+    return f"{expected:.{digits}g}", f"{observed:.{digits}g}"
 
 
 def where_text(finding: Finding) -> str:

@@ -14,6 +14,7 @@ from harness.core.case.repository import path_from_here
 from harness.core.case.trainer_spec import TrainerSpec
 from harness.core.causes import declarable
 from harness.core.checks import check_sentence
+from harness.core.evidence.text import count_text
 from harness.core.judge.result import Firing, Result, Verdict
 from harness.core.report.cause_text import diagnosis_line, evidence_rows
 from harness.core.report.finding_text import findings_text
@@ -26,6 +27,8 @@ Rows = list[tuple[str, str]]
 """Label and text."""
 WIDTH = 100  # columns of a terminal
 INDENT = " " * 20  # below a label and the text beside it
+ORDER_OF_VERDICTS = [Verdict.FAIL, Verdict.UNKNOWN, *(verdict for verdict in Verdict)]
+"""In which order checks are listed: what needs a look comes first."""
 MARKS = {Verdict.PASS: "P", Verdict.FAIL: "F", Verdict.UNKNOWN: "?", Verdict.NOT_APPLICABLE: "-"}
 
 
@@ -252,19 +255,26 @@ def _label_line(label: str, text: str) -> str:
 
 
 def _check_lines(results: Sequence[Result]) -> list[str]:
-    """Return a line for each check; more than two checks that could not be judged for the same reason share a line."""
+    """Return a line for each check, those that fail first, then those that could not be judged.
+
+    More than two checks that could not be judged for the same reason share a line, the last one.
+    """
     reasons = [result.note for result in results if result.verdict is Verdict.UNKNOWN]
     shared = {note for note in reasons if reasons.count(note) > 2}
-    lines = [check_line(result) for result in results if result.note not in shared]
+    ordered = sorted(results, key=lambda result: ORDER_OF_VERDICTS.index(result.verdict))
+    lines = [check_line(result) for result in ordered if result.note not in shared]
     return lines + [
         f"  {f'{reasons.count(note)} other checks':<17} {Verdict.UNKNOWN:<14}  {note}" for note in sorted(shared)
     ]
 
 
 def check_line(result: Result) -> str:
-    """Return the line of a check: verdict, number of comparisons, largest difference, note; each of these if there is
-    one."""
+    """Return the line of a check: verdict, number of comparisons and of findings, largest difference, note.
+
+    Each of these if there is one.
+    """
     examined = f"{result.examined} examined" if result.examined else ""
+    findings = count_text(len(result.findings), "finding") if result.findings else ""
     largest = "" if result.largest is None else f"largest difference {result.largest:.1e}"
-    detail = ", ".join(text for text in (examined, largest, result.note) if text)
+    detail = ", ".join(text for text in (examined, findings, largest, result.note) if text)
     return f"  {result.check:<17} {result.verdict:<14}  {detail}"

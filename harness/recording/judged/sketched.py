@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from harness.core.causes.engine import Explanation, explain
 from harness.core.causes.hypothesis import FactsOf, Proof, SuspectsOf, facts_of_unproven
-from harness.core.judge.result import Cause, Diagnosis, Line, Lines, Verdict
+from harness.core.judge.result import EXPLAINS, Cause, Diagnosis, Line, Lines, Verdict
 from harness.recording.judged.judge_same_training import Comparison
 from harness.recording.judged.judge_sketched import Numbers
 from harness.recording.judged.sketched_gradients import (
@@ -141,8 +141,10 @@ def _lines_of_proofs(evidence: TwoRecordings, explanation: Explanation) -> Lines
     if not explanation.proofs:
         return ()
     first, *others = explanation.proofs
-    text = f"the check {evidence.first.check} passes up to step {evidence.step}, and no passing check fails"
-    lines: list[Line] = [("assuming this", f"{text}; later checks and steps may follow, and are not judged")]
+    text = f"the failing check {evidence.first.check}: if that is assumed, it passes up to step {evidence.step}"
+    lines: list[Line] = [
+        (EXPLAINS, f"{text}, and no passing check fails; later checks and steps may follow, and are not judged")
+    ]
     for hypothesis in first.hypotheses:
         lines += hypothesis.lines
     for proof in others:

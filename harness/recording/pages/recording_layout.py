@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from harness.core.case.dims import ParallelDims
-from harness.core.judge.result import Diagnosis, Result, Verdict, verdict_of_all
+from harness.core.judge.result import EXPLAINS, Diagnosis, Result, Verdict, verdict_of_all
 from harness.core.report.cause_text import diagnosis_line, evidence_rows
 from harness.core.report.finding_text import finding_sentence
 from harness.core.report.text import WIDTH, check_line, label_lines, wrap_text
@@ -66,7 +66,7 @@ def layout_report(dims: ParallelDims, results: Sequence[Result], diagnosis: Diag
         lines += [*wrap_text(diagnosis_line(diagnosis), "  "), *label_lines(evidence_rows(diagnosis.evidence))]
     elif explaining_result := next(failing, None):
         lines += wrap_text(f"{explaining_result.check}: {_first_finding_text(explaining_result)}", "  ")
-    explained = diagnosis is not None and any(label == "assuming this" for label, _ in diagnosis.evidence)
+    explained = diagnosis is not None and any(label == EXPLAINS for label, _ in diagnosis.evidence)
     for result in results:
         if result.verdict is not Verdict.NOT_APPLICABLE:
             lines += _check_lines(result, with_finding=not explained and result is not explaining_result)

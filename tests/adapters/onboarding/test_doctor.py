@@ -42,7 +42,7 @@ def test_what_an_adapter_has_wrong_is_said_with_the_line_and_then_two_ranks_are_
     said = capsys.readouterr().out
     assert "case: model: {norm_eps: 1.0e-06}" in said
     assert "case: training: {rates: [0.001, 0.002, 0.003]}" in said
-    assert "3 of 3 failing checks pass: gradients, loss, update" in said
+    assert "3 of 3 failing checks: gradients, loss, update" in said
     assert "not run after this: fsdp_2" in said
     told = "{rates: [0.001, 0.002, 0.003], all_valid: true}\n  model: {norm_eps: 1.0e-06}"
     cases.write_text(cases.read_text().replace("{all_valid: true}\n  model: {}", told))

@@ -37,7 +37,7 @@ def cause_of(trial: Trial) -> Cause:
     assert found is not None and len(found.causes) == 1, found
     failed = {result.check for result in results if result.verdict is Verdict.FAIL}
     assert set(found.causes[0].explains) == failed
-    assert dict(found.evidence)["assuming this"].startswith(f"{len(failed)} of {len(failed)} failing checks pass")
+    assert dict(found.evidence)["explains"].startswith(f"{len(failed)} of {len(failed)} failing checks: ")
     return found.causes[0]
 
 

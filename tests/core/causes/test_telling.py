@@ -22,6 +22,9 @@ from harness.core.report.cause_text import cause_line, evidence_rows
 RIGHT = fsdp_4()
 
 
+JUDGED_AGAIN = "if that is assumed, they pass, and no passing check fails"
+
+
 def cause(name: str) -> Cause:
     return Cause(f"kind of {name}", name)
 
@@ -57,7 +60,7 @@ def of(*names: str) -> Lines:
 
 def assuming(explained: int, broken: int, rest: str = "") -> tuple[str, str]:
     more = f"; seen, not proven: {rest}" if rest else ""
-    return "assuming this", f"{explained} of {broken} failing checks pass, and no passing check fails{more}"
+    return "explains", f"{explained} of {broken} failing checks: {JUDGED_AGAIN}{more}"
 
 
 # ---- the order of causes
@@ -188,17 +191,24 @@ def test_where_even_that_raises_the_first_finding_is_told_as_it_is(monkeypatch: 
 # ---- what weaker tests say
 
 
-@pytest.mark.parametrize("check", ["shard_contents", "placements", "traffic"])
-def test_a_listing_of_groups_passes_where_contents_placements_or_traffic_are_wrong(check: str) -> None:
+def traffic_result(observed: int) -> Result:
+    finding = Finding(check="traffic", ranks=(0,), expected=8, observed=observed, kind="collective", unit="bytes")
+    return Result("traffic", Verdict.FAIL, 1, (finding,))
+
+
+@pytest.mark.parametrize("failing", [result("placements"), traffic_result(0)])
+def test_a_listing_of_groups_passes_where_placements_are_wrong_or_a_collective_did_not_run(failing: Result) -> None:
     groups = result("process_groups", Verdict.PASS)
-    assert dict(weaker_test_lines([groups, result(check)])).keys() == {"groups"}
-    assert weaker_test_lines([groups, result("memory")]) == weaker_test_lines([result(check)]) == ()
+    assert dict(weaker_test_lines([groups, failing])).keys() == {"groups"}
+    assert weaker_test_lines([failing]) == ()
+
+
+@pytest.mark.parametrize("failing", [result("memory"), result("shard_contents"), traffic_result(16)])
+def test_a_listing_of_groups_is_not_mentioned_where_groups_are_not_the_question(failing: Result) -> None:
+    assert weaker_test_lines([result("process_groups", Verdict.PASS), failing]) == ()
 
 
 def test_a_passing_check_that_fails_under_what_is_assumed_is_told() -> None:
     aside = replace(proof("samples"), tolerated_failures=("reported_numbers",))
     _, lines = said(Explanation((aside,)), "loss")
-    assert (
-        lines[0][1]
-        == "1 of 1 failing checks pass, and no passing check fails but reported_numbers, which is left aside"
-    )
+    assert lines[0][1] == f"1 of 1 failing checks: {JUDGED_AGAIN} but reported_numbers, which is left aside"

@@ -66,11 +66,11 @@ def test_a_mistake_in_a_case_is_one_message_with_file_case_and_key(
     [
         (
             ["run", "hsdp_2x9"],
-            "no case is named 'hsdp_2x9'; did you mean 'hsdp_2x2', 'hsdp_2x4' or 'hsdp_2x8'?; `harness matrix --list` lists them",
+            "no case is named 'hsdp_2x9'; did you mean 'hsdp_2x2', 'hsdp_2x4' or 'hsdp_2x8'?; `harness matrix",
         ),
         (
             ["plan", "hsdp_2x9"],
-            "no case is named 'hsdp_2x9'; did you mean 'hsdp_2x2', 'hsdp_2x4' or 'hsdp_2x8'?; `harness matrix --list` lists them",
+            "no case is named 'hsdp_2x9'; did you mean 'hsdp_2x2', 'hsdp_2x4' or 'hsdp_2x8'?; `harness matrix",
         ),
         (
             ["run", "single", "--trainer", "lama"],

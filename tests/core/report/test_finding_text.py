@@ -76,7 +76,7 @@ SENTENCES = {
     ),
     "an earlier launch, with a note": (
         Finding.at(0, 0.5, 1.0, launch="saved_1", step=1, quantity="gradient norm", note="ratio 2"),
-        "saved_1, rank 0, step 1, gradient norm: expected 0.5, observed 1.0 (ratio 2)",
+        "saved_1, rank 0, step 1, gradient norm: expected 0.5, observed 1 (ratio 2)",
     ),
     "samples of no rank": (
         Finding(step=2, quantity="samples", expected=(0, 1, 2), observed=()),

@@ -42,21 +42,15 @@ PASS tiny
 
   completed         PASS            4 examined
   collective_order  PASS            108 examined
-  exchange          NOT APPLICABLE  neither tensor, context nor pipeline parallelism
   features          PASS            160 examined
   memory            PASS            36 examined
   placements        PASS            72 examined
   process_groups    PASS            8 examined
   reshard           PASS            144 examined
-  schedule          NOT APPLICABLE  no pipeline: pp 1
   settings          PASS            84 examined
   shard_contents    PASS            48 examined
   traffic           PASS            60 examined
-  checkpoint        NOT APPLICABLE  this launch writes none
-  export            NOT APPLICABLE  no export is requested
   initial_weights   PASS            12 examined
-  positions         NOT APPLICABLE  the model receives none: it counts from 0, or reads them from a table
-  resume            NOT APPLICABLE  nothing is resumed
   samples           PASS            24 examined
   determinism       PASS            12 examined
   finite            PASS            16 examined
@@ -66,9 +60,15 @@ PASS tiny
   loss              PASS            3 examined, largest difference 0.0e+00
   replica_agreement PASS            144 examined
   reported_loss     PASS            12 examined, largest difference 0.0e+00
-  reported_numbers  NOT APPLICABLE  this trainer reports no others
   reported_rate     PASS            12 examined, largest difference 0.0e+00
-  update            PASS            144 examined""",
+  update            PASS            144 examined
+  exchange          NOT APPLICABLE  neither tensor, context nor pipeline parallelism
+  schedule          NOT APPLICABLE  no pipeline: pp 1
+  checkpoint        NOT APPLICABLE  this launch writes none
+  export            NOT APPLICABLE  no export is requested
+  positions         NOT APPLICABLE  the model receives none: it counts from 0, or reads them from a table
+  resume            NOT APPLICABLE  nothing is resumed
+  reported_numbers  NOT APPLICABLE  this trainer reports no others""",
     )
 
 
@@ -99,12 +99,12 @@ def test_a_case_that_fails_begins_with_the_cause_and_what_shows_it(failed: list[
         """\
 FAIL tiny+hsdp_runs_as_fsdp
   HSDP ran as FSDP: parameters are sharded over 4 ranks, requested 2, replicated 2 times
-  assuming this     5 of 5 failing checks pass, and no passing check fails
+  explains          5 of 5 failing checks: if that is assumed, they pass, and no passing check fails
   shard groups      expected [0,1] [2,3]   observed [0-3]
   replicate groups  expected [0,2] [1,3]
                     observed none in use (the groups exist, no collective ran over them)
-  contents          12 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/2 of dim 0
-                      [0:4], observed 1/4 of dim 0 [0:2]
+  contents          12 of 12 parameters are held otherwise than planned; tok_embeddings.weight on
+                      rank 0: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
   traffic           parameters: all_gather over dp_shard in forward: expected 1.888 kB in step 1,
                       observed 0 B
                     parameters: all_gather over dp_shard in backward: expected 1.6 kB in step 1,
@@ -124,35 +124,35 @@ def test_below_the_cause_each_check_has_a_line(failed: list[str]) -> None:
     assert_expected_inline(
         failed[1],
         """\
+  memory            FAIL            36 examined, 12 findings
+  placements        FAIL            72 examined, 76 findings
+  reshard           FAIL            144 examined, 144 findings
+  shard_contents    FAIL            48 examined, 48 findings
+  traffic           FAIL            60 examined, 84 findings
+  replica_agreement UNKNOWN         ranks [0,2] should hold the same slice of tok_embeddings.weight and do not (24 of 24 such slices); see `shard_contents`
   completed         PASS            4 examined
   collective_order  PASS            84 examined
-  exchange          NOT APPLICABLE  neither tensor, context nor pipeline parallelism
   features          PASS            156 examined
-  memory            FAIL            36 examined
-  placements        FAIL            72 examined
   process_groups    PASS            8 examined
-  reshard           FAIL            144 examined
-  schedule          NOT APPLICABLE  no pipeline: pp 1
   settings          PASS            84 examined
-  shard_contents    FAIL            48 examined
-  traffic           FAIL            60 examined
-  checkpoint        NOT APPLICABLE  this launch writes none
-  export            NOT APPLICABLE  no export is requested
   initial_weights   PASS            12 examined
-  positions         NOT APPLICABLE  the model receives none: it counts from 0, or reads them from a table
-  resume            NOT APPLICABLE  nothing is resumed
   samples           PASS            24 examined
-  determinism       NOT APPLICABLE  the case requests one run (runs: 2 repeats it)
   finite            PASS            16 examined
   golden            PASS            6 examined
   grad_norm         PASS            12 examined, largest difference 0.0e+00
   gradients         PASS            144 examined, largest difference 0.0e+00
   loss              PASS            3 examined, largest difference 0.0e+00
-  replica_agreement UNKNOWN         ranks [0,2] should hold the same slice of tok_embeddings.weight and do not (24 of 24 such slices); see `shard_contents`
   reported_loss     PASS            12 examined, largest difference 0.0e+00
-  reported_numbers  NOT APPLICABLE  this trainer reports no others
   reported_rate     PASS            12 examined, largest difference 0.0e+00
-  update            PASS            144 examined""",
+  update            PASS            144 examined
+  exchange          NOT APPLICABLE  neither tensor, context nor pipeline parallelism
+  schedule          NOT APPLICABLE  no pipeline: pp 1
+  checkpoint        NOT APPLICABLE  this launch writes none
+  export            NOT APPLICABLE  no export is requested
+  positions         NOT APPLICABLE  the model receives none: it counts from 0, or reads them from a table
+  resume            NOT APPLICABLE  nothing is resumed
+  determinism       NOT APPLICABLE  the case requests one run (runs: 2 repeats it)
+  reported_numbers  NOT APPLICABLE  this trainer reports no others""",
     )
 
 
@@ -195,7 +195,7 @@ FAIL tiny    rank 1 raised: ValueError: no
   again             harness run tiny
   evidence          out/tiny
 
-  completed         FAIL            2 examined
+  completed         FAIL            2 examined, 2 findings
   28 other checks   UNKNOWN         no evidence from rank 1; see `completed`
 
   completed: Every rank exited by itself with code 0, left evidence of every requested step and parameter, and left no process behind.
@@ -269,7 +269,7 @@ def test_a_finding_that_runs_over_several_lines_is_indented() -> None:
 
 def test_a_finding_shows_its_bound() -> None:
     finding = Finding(step=1, expected=2.0, observed=2.1, bound=Bound(1e-14))
-    assert finding_text(finding) == "step 1: expected 2.0, observed 2.1 (bound 1.0e-14)"
+    assert finding_text(finding) == "step 1: expected 2, observed 2.1 (bound 1.0e-14)"
 
 
 def test_what_stands_above_the_checks_fits_a_terminal_of_100_columns_but_for_what_is_copied_from_it() -> None:

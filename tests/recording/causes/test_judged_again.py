@@ -41,7 +41,7 @@ def with_sketches(recording: Numbers, sketches: Mapping[Key, np.ndarray]) -> Num
 
 def test_what_is_proven_says_what_was_judged_and_what_is_seen_says_nothing_of_it() -> None:
     proven = diagnosis_of(RIGHT, numbers(of(GRADIENT, 0.5)))
-    assert (proven.kinds, labels(proven)) == (("gradients scaled",), ["assuming this"])
+    assert (proven.kinds, labels(proven)) == (("gradients scaled",), ["explains"])
     assert proven.causes[0].explains == ("gradients",)
     seen = diagnosis_of(RIGHT, numbers(of(GRADIENT, 0.0)))
     assert (diagnosis_line(seen), labels(seen)) == ("gradients are zero in every parameter", [])
@@ -57,7 +57,7 @@ def test_two_that_explain_as_much_stand_side_by_side() -> None:
     key, other = (1, GRADIENT, "layers.1.up"), (1, GRADIENT, "layers.0.up")
     baseline = with_sketches(RIGHT, {key: 2 * RIGHT.whole[other].sums})
     found = diagnosis_of(baseline, with_sketches(baseline, {key: RIGHT.whole[other].sums}))
-    assert (found.kinds, labels(found)) == (("gradients scaled",), ["assuming this", "or else"])
+    assert (found.kinds, labels(found)) == (("gradients scaled",), ["explains", "or else"])
     (also,) = [value for label, value in found.evidence if label == "or else"]
     assert isinstance(also, Cause) and also.kind == "another tensor"
 
@@ -65,7 +65,7 @@ def test_two_that_explain_as_much_stand_side_by_side() -> None:
 @pytest.mark.parametrize("kept", [0.0, 1e-5])
 def test_a_gradient_that_is_hardly_there_is_not_that_of_the_step_before(kept: float) -> None:
     found = diagnosis_of(RIGHT, numbers(of(GRADIENT, kept, "output", since=2)))
-    assert (found.kinds, labels(found)) == (("gradients scaled",), ["assuming this"])
+    assert (found.kinds, labels(found)) == (("gradients scaled",), ["explains"])
     assert dict(found.causes[0].details)["factor"] == pytest.approx(kept)
 
 
@@ -151,7 +151,7 @@ def late() -> RankSketches:
 
 def test_a_state_that_is_lost_is_proven_where_the_settings_say_how_much_of_it_remains() -> None:
     proven = diagnosis_of(*resumed("betas (0.9, 0.95)"))
-    assert (proven.kinds, labels(proven)) == (("optimizer state lost",), ["assuming this"])
+    assert (proven.kinds, labels(proven)) == (("optimizer state lost",), ["explains"])
     for seen in (resumed("a schedule of betas"), resumed("betas (0.9, 0.95)", lost=0.5)):
         stated = diagnosis_of(*seen)
         assert (stated.kinds, labels(stated)) == (("optimizer state lost",), [])
