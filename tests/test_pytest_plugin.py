@@ -206,7 +206,7 @@ def test_cuda_without_gpus_is_skipped_with_the_reason_and_not_green(in_project: 
     done = in_project("-k", "pair", "--harness-device", "cuda", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1, cause(done)
     count = len(all_checks())
-    assert re.search(rf"SKIPPED \[{count}\] .*: not run: needs 2 GPUs, 0 visible", done.stdout)
+    assert re.search(rf"SKIPPED \[{count}\] .*: not run: needs 2 GPUs, and 0 are visible", done.stdout)
     assert f"{count} skipped" in done.stdout and NOTHING in done.stdout
 
 
@@ -214,7 +214,7 @@ def test_a_mistake_in_a_file_is_its_message_and_nothing_else(in_project: Pytest,
     (tmp_path / "cases" / "bad.yaml").write_text("cases: {pair: {why: x, dim: {tp: 2}}}")
     done = in_project()
     assert done.returncode == 2, cause(done)
-    assert "bad.yaml: case 'pair': unknown key 'dim'; did you mean 'dims'?" in done.stdout
+    assert "bad.yaml: case 'pair': unknown key 'dim' (did you mean 'dims'?)" in done.stdout
     assert "Traceback" not in cause(done) and "raise " not in done.stdout
 
 

@@ -181,9 +181,9 @@ def why_no_evidence(directory: Path, command: Sequence[str], code: int = 0) -> s
         return f"no Python process {whose_process} took PYTHONPATH from it ({why}, or a script that sets its own)"
     if not states["torch"]:
         none_imported_torch = f"{_processes_text(states['started'])} ran, and none imported torch"
-        return none_imported_torch + (
-            f"; {_most_frequent_error(states['raised'])}" if states["raised"] and code else ""
-        )
+        if states["raised"] and code:
+            return f"{none_imported_torch}; {_most_frequent_error(states['raised'])}"
+        return f"{none_imported_torch}; give the command that trains"
     with_torch = {file.stem for file in states["torch"]}
     if raised := [file for file in states["raised"] if file.stem in with_torch] or states["raised"] * bool(code):
         silent = with_torch - {file.stem for file in raised}

@@ -90,7 +90,7 @@ def test_a_fault_that_did_not_fire_is_reported(out: Path, tmp_path: Path) -> Non
 
 
 def test_an_unknown_fault_is_refused_with_the_known_names() -> None:
-    with pytest.raises(FaultError, match="no fault is named 'hsdp_as_fsdp'; did you mean 'hsdp_runs_as_fsdp'?"):
+    with pytest.raises(FaultError, match=r"no fault is named 'hsdp_as_fsdp' \(did you mean 'hsdp_runs_as_fsdp'\?\)"):
         load_fault("hsdp_as_fsdp")
 
 

@@ -156,11 +156,11 @@ def test_an_act_imports_its_target_when_it_comes_to_that() -> None:
 @pytest.mark.parametrize(
     "does, message",
     [
-        (op.skip_call("operated_on:scale"), "'operated_on:scale': operated_on has no 'scale'; did you mean 'scaled'?"),
-        (op.skip_call("operated_on:Trainer.stop"), "Trainer has no 'stop'; did you mean 'step'?"),
+        (op.skip_call("operated_on:scale"), "'operated_on:scale': operated_on has no 'scale' (did you mean 'scaled'?)"),
+        (op.skip_call("operated_on:Trainer.stop"), "Trainer has no 'stop' (did you mean 'step'?)"),
         (op.skip_call("harness.faults.operator:call"), "did you mean 'harness.faults.operators'?"),
         (op.skip_call("operated_on.scaled"), "'operated_on.scaled': one is given as 'module:attribute'"),
-        (op.override_argument(SCALED, rank=1), "'operated_on:scaled' has no argument 'rank'; did you mean 'ranks'?"),
+        (op.override_argument(SCALED, rank=1), "'operated_on:scaled' has no argument 'rank' (did you mean 'ranks'?)"),
     ],
 )
 def test_a_target_that_does_not_exist_is_refused_with_the_nearest_name(does: op.Operator, message: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,9 @@ def find_case(name: str, cases: Iterable[Case]) -> Case:
     """Return the case of that name. Raises CaseError, with the nearest name, if there is none."""
     known = {case.name: case for case in cases}
     if name not in known:
-        raise CaseError(f"no case is named {name!r}{did_you_mean(name, known)}; `harness matrix --list` lists them")
+        first_file = next((case.file for case in known.values()), "")
+        command = shlex.join(["harness", "matrix", "--list", *case_files.cases_arguments(first_file)])
+        raise CaseError(f"no case is named {name!r}{did_you_mean(name, known)}; `{command}` lists them")
     return known[name]
 
 

@@ -49,7 +49,7 @@ def validate(case: Case, world_size: Any, location: str) -> None:
         if getattr(model, key) % dims.tp:
             raise CaseError(
                 f"{location}: {key} {getattr(model, key)} is not divisible by tp {dims.tp};"
-                f" request a tp that divides n_heads {model.n_heads} and n_kv_heads {model.n_kv_heads}"
+                f" request a tp of {_divisors_text(math.gcd(model.n_heads, model.n_kv_heads))}"
             )
     shares = dims.dp * case.features.accumulation * case.microbatches
     if training.global_batch % shares:
@@ -77,6 +77,12 @@ def validate(case: Case, world_size: Any, location: str) -> None:
     _validate_blocks(case, location)
     if case.runs not in (1, 2) or not isinstance(case.runs, int) or isinstance(case.runs, bool):
         raise CaseError(f"{location}: runs must be 1, or 2 to compare a repeat, got {case.runs!r}")
+
+
+def _divisors_text(number: int) -> str:
+    """Return the divisors of a number, ascending: "1, 2 or 4"; "1" of 1."""
+    *others, last = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _nearest_multiples(number: int, divisor: int) -> str:

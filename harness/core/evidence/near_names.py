@@ -15,13 +15,13 @@ SHORTEST_SHARED_WORD = 4  # "dp" and "of" stand in too many names to tell which 
 
 
 def did_you_mean(word: object, known: Iterable[object]) -> str:
-    """Return "; did you mean 'tp'?" with up to three near names, the shortest first; empty if no name is near."""
+    """Return " (did you mean 'tp'?)" with up to three near names, the shortest first; empty if no name is near."""
     offered = [repr(name) for name in near_names(str(word), [str(name) for name in known])]
     if not offered:
         return ""
     if len(offered) == 1:
-        return f"; did you mean {offered[0]}?"
-    return f"; did you mean {', '.join(offered[:-1])} or {offered[-1]}?"
+        return f" (did you mean {offered[0]}?)"
+    return f" (did you mean {', '.join(offered[:-1])} or {offered[-1]}?)"
 
 
 def near_names(word: str, known: Iterable[str]) -> list[str]:

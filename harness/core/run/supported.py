@@ -44,8 +44,10 @@ def reason_unsupported(case: Case, options: Options) -> str | None:
         world_size = max(launched.dims.world_size for launched in case.launches.values())
         wanted = communication.gpus_needed(world_size, options)
         if wanted > visible_count:
-            remedy = "CUDA_VISIBLE_DEVICES, more machines, or several ranks on one: --ranks-per-gpu"
-            return f"needs {wanted} GPUs, {visible_count} visible ({remedy})"
+            remedy = "use more machines, or let ranks share a GPU with --ranks-per-gpu"
+            if not visible_count:
+                remedy = "check CUDA_VISIBLE_DEVICES, or leave out --device cuda to run on CPU"
+            return f"needs {wanted} GPUs, and {visible_count} are visible; {remedy}"
     return communication.reason_against_backend(case, options) or None
 
 

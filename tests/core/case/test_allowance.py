@@ -222,7 +222,7 @@ def test_allowances_are_stored_with_the_case() -> None:
         ({"what": "hooks", "reason": "why"}, "entry 1: name is required"),
         ({"what": "compiled", "graphs": 0, "reason": "why"}, "graphs 0: a number above 0"),
         ({"what": "compiled", "bytes": 8, "graphs": 1, "reason": "why"}, "compiled has no bytes: say graphs"),
-        ({"what": "kept", "byte": 8, "reason": "why"}, "entry 1: unknown key 'byte'; did you mean 'bytes'?"),
+        ({"what": "kept", "byte": 8, "reason": "why"}, "entry 1: unknown key 'byte' (did you mean 'bytes'?)"),
     ],
 )
 def test_an_allowance_without_reason_or_limit_is_refused_with_its_key(entry, problem: str) -> None:

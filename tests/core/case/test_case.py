@@ -149,12 +149,12 @@ WRONG_LINES = {
     "resume: {after: 1}": "resume: expected a list (lines that begin with '-'), got {'after': 1}",
     "resume: [{dims: {tp: 2}}]": "resume: entry 1: 'after' is missing: the step after which that launch saves",
     "resume: [{after: 0}]": "resume: entry 1: after must be at least 1, got 0",
-    "resume: [{after: 1, dim: {tp: 2}}]": "resume: entry 1: unknown key 'dim'; did you mean 'dims'?;"
+    "resume: [{after: 1, dim: {tp: 2}}]": "resume: entry 1: unknown key 'dim' (did you mean 'dims'?);"
     " known: after, dims, features, until, cut_short, model_only",
     "resume: [{after: 3}]": "resume: launches end after steps 3, 3; each must train at least one step",
     "resume: [{after: 2}, {after: 1}]": "resume: launches end after steps 2, 1, 3; each must train at least one step",
     "resume: [{after: 1, dims: {tp: 16}}]": "resume: saved_1: n_heads 8 is not divisible by tp 16;"
-    " request a tp that divides n_heads 8 and n_kv_heads 4",
+    " request a tp of 1, 2 or 4",
     "resume: [{after: 2, until: 2}]": "resume: entry 1: until must be above after 2, got 2",
     "resume: [{after: 2, cut_short: true}]": "resume: entry 1: cut_short needs until: the step after which"
     " the interrupted save begins",
@@ -174,9 +174,9 @@ WRONG_LINES = {
     " the launches before it",
     "last_step: 2": "'last_step' is not written in a case; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists"
     " the launches before it",
-    "dims: {dp_shrad: 2}": "dims: unknown key 'dp_shrad'; did you mean 'dp_shard'?;"
+    "dims: {dp_shrad: 2}": "dims: unknown key 'dp_shrad' (did you mean 'dp_shard'?);"
     " known: pp, dp_replicate, dp_shard, cp, tp",
-    "dim: {tp: 2}": "unknown key 'dim'; did you mean 'dims'?;"
+    "dim: {tp: 2}": "unknown key 'dim' (did you mean 'dims'?);"
     " known: why, dims, model, training, features, runs, tier, expected_failure, resume, allow,"
     " traits, world_size",
     "training: {zzz: 1}": "training: unknown key 'zzz'; known: steps, seed, dtype, global_batch, seq_len, optimizer,"
@@ -193,8 +193,8 @@ WRONG_LINES = {
     " add '*.lora_?.weight'",
     "dims: {dp_shard: 4}\nworld_size: 8": "pp 1 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 1 = 4 ranks,"
     " but world_size says 8",
-    "dims: {tp: 16}": "n_heads 8 is not divisible by tp 16; request a tp that divides n_heads 8 and n_kv_heads 4",
-    "dims: {tp: 8}": "n_kv_heads 4 is not divisible by tp 8; request a tp that divides n_heads 8 and n_kv_heads 4",
+    "dims: {tp: 16}": "n_heads 8 is not divisible by tp 16; request a tp of 1, 2 or 4",
+    "dims: {tp: 8}": "n_kv_heads 4 is not divisible by tp 8; request a tp of 1, 2 or 4",
     "dims: {dp_replicate: 2, dp_shard: 2}\nfeatures: {accumulation: 3}": "global_batch 16 is not divisible by"
     " dp_replicate 2 x dp_shard 2 x accumulation 3 = 12; request 12 or 24",
     "dims: {tp: 4}\ntraining: {seq_len: 30}": "seq_len 30 is not divisible by cp 1 x tp 4 (sequence parallel);"
@@ -242,11 +242,11 @@ WRONG_LINES = {
     " leave it out",
     "features: {defer_sync: never}": "features: defer_sync 'never': choose true, false or all_reduce",
     "features: {accumulation: 0}": "features: accumulation must be at least 1, got 0",
-    "model: 80B": "model: unknown preset '80B'; did you mean '8B'?; known: debug, 1B, 3B, 8B, 70B, 405B",
-    "model: {preset: [8B]}": "model: unknown preset ['8B']; did you mean '8B'?; known: debug, 1B, 3B, 8B, 70B, 405B",
+    "model: 80B": "model: unknown preset '80B' (did you mean '8B'?); known: debug, 1B, 3B, 8B, 70B, 405B",
+    "model: {preset: [8B]}": "model: unknown preset ['8B'] (did you mean '8B'?); known: debug, 1B, 3B, 8B, 70B, 405B",
     "model: {dim: 60}": "model: dim 60 is not divisible by n_heads 8: it is n_heads * head_dim",
     "model: {n_heads: 0}": "model: n_heads must be at least 1, got 0",
-    "model: {rope_scaling: {fcator: 8}}": "model: rope_scaling: unknown key 'fcator'; did you mean 'factor'?;"
+    "model: {rope_scaling: {fcator: 8}}": "model: rope_scaling: unknown key 'fcator' (did you mean 'factor'?);"
     " known: factor, low_freq_factor, high_freq_factor, original_max_position",
     "runs: 3": "runs must be 1, or 2 to compare a repeat, got 3",
     "runs: true": "runs must be 1, or 2 to compare a repeat, got True",
@@ -269,7 +269,7 @@ WRONG_FILES = {
     "": MAPPING,
     "- a": MAPPING,
     "cases: {}": "no case in it; add one under 'cases:' or a cross product under 'matrix:'",
-    "case: {x: {}}": "top level: unknown key 'case'; did you mean 'cases'?; known: defaults, cases, matrix",
+    "case: {x: {}}": "top level: unknown key 'case' (did you mean 'cases'?); known: defaults, cases, matrix",
     "cases: [x]": "cases: expected a mapping of keys to values, got ['x']",
     "cases: {x: 3}": "case 'x': expected a mapping of keys to values, got 3",
     "defaults: 3\ncases: {x: {why: because}}": "defaults: expected a mapping of keys to values, got 3",
@@ -297,10 +297,10 @@ WRONG_FILES = {
     "matrix: [{each: {}}]": "matrix entry 1: 'each' must name at least one axis with labels",
     "matrix: [{each: {dp: [ddp]}}]": "matrix entry 1: dp: expected a mapping of keys to values, got ['ddp']",
     "matrix: [{each: {dp: {ddp: 3}}}]": "matrix entry 1: dp: ddp: expected a mapping of keys to values, got 3",
-    "matrix: [{eech: {}}]": "matrix entry 1: unknown key 'eech'; did you mean 'each'?; known: each, exclude, include",
-    EACH + "  exclude: [{dp: dpd}]": "matrix entry 1: exclude: axis 'dp' has no label 'dpd'; did you mean 'ddp'?",
-    EACH + "  exclude: [{dq: ddp}]": "matrix entry 1: exclude: unknown axis 'dq'; did you mean 'dp'?",
-    EACH + "  exclude: [{dp: [ddp]}]": "matrix entry 1: exclude: axis 'dp' has no label ['ddp']; did you mean 'ddp'?",
+    "matrix: [{eech: {}}]": "matrix entry 1: unknown key 'eech' (did you mean 'each'?); known: each, exclude, include",
+    EACH + "  exclude: [{dp: dpd}]": "matrix entry 1: exclude: axis 'dp' has no label 'dpd' (did you mean 'ddp'?)",
+    EACH + "  exclude: [{dq: ddp}]": "matrix entry 1: exclude: unknown axis 'dq' (did you mean 'dp'?)",
+    EACH + "  exclude: [{dp: [ddp]}]": "matrix entry 1: exclude: axis 'dp' has no label ['ddp'] (did you mean 'ddp'?)",
     EACH + "  exclude: {dp: ddp}": "matrix entry 1: exclude: expected a list (lines that begin with '-'),"
     " got {'dp': 'ddp'}",
     EACH + "  include: [{dp: zzz}]": "matrix entry 1: include: axis 'dp' has no label 'zzz'",
@@ -355,7 +355,7 @@ def test_one_case_is_found_in_whatever_file_and_way_it_is_written(tmp_path: Path
     (tmp_path / "c.yaml").write_text("matrix: [{each: {by: {cp_1: {why: all}, cp_2: {why: all, dims: {cp: 2}}}}}]")
     found = {case.name: case for case in load_all(tmp_path)}
     assert len(found) == 4 and all(load_case_named(name, tmp_path) == case for name, case in found.items())
-    with pytest.raises(CaseError, match="no case is named 'xx'; did you mean 'x'"):
+    with pytest.raises(CaseError, match=r"no case is named 'xx' \(did you mean 'x'"):
         load_case_named("xx", tmp_path)
     (tmp_path / "d.yaml").write_text(one(""))
     with pytest.raises(CaseError, match="case 'x' also exists in"):
@@ -368,7 +368,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(CaseError) as error:
         find_case("hsdp_2x4", cases)
     assert str(error.value) == (
-        "no case is named 'hsdp_2x4'; did you mean 'hsdp_2x8'?; `harness matrix --list` lists them"
+        "no case is named 'hsdp_2x4' (did you mean 'hsdp_2x8'?); `harness matrix --list` lists them"
     )
 
 

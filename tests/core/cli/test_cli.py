@@ -41,7 +41,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("cases: {pair: {why: x, dim: {tp: 2}}}", "case 'pair': unknown key 'dim'; did you mean 'dims'?; known: "),
+        ("cases: {pair: {why: x, dim: {tp: 2}}}", "case 'pair': unknown key 'dim' (did you mean 'dims'?); known: "),
         (
             "cases: {pair: {why: x, dims: {dp_shard: 4, tp: 2}, world_size: 16}}",
             "case 'pair': pp 1 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 2 = 8 ranks, but world_size says 16",
@@ -66,11 +66,11 @@ def test_a_mistake_in_a_case_is_one_message_with_file_case_and_key(
     [
         (
             ["run", "hsdp_2x9"],
-            "no case is named 'hsdp_2x9'; did you mean 'hsdp_2x2', 'hsdp_2x4' or 'hsdp_2x8'?; `harness matrix",
+            "no case is named 'hsdp_2x9' (did you mean 'hsdp_2x2', 'hsdp_2x4' or 'hsdp_2x8'?); `harness matrix",
         ),
         (
             ["plan", "hsdp_2x9"],
-            "no case is named 'hsdp_2x9'; did you mean 'hsdp_2x2', 'hsdp_2x4' or 'hsdp_2x8'?; `harness matrix",
+            "no case is named 'hsdp_2x9' (did you mean 'hsdp_2x2', 'hsdp_2x4' or 'hsdp_2x8'?); `harness matrix",
         ),
         (
             ["run", "single", "--trainer", "lama"],
@@ -102,7 +102,7 @@ def test_a_usage_error_can_not_be_taken_for_a_failing_check(capsys: Any) -> None
     assert main(["run", "--bisect"]) == 125
     assert main(["run", "no_such_case", "--bisect"]) == 125
     assert main(["run", "single", "--bis"]) == 2  # not read as --bisect by one and not by the other
-    assert "harness run: error: unrecognized arguments: --bis; did you mean '--bisect'?" in capsys.readouterr().err
+    assert "harness run: error: unrecognized arguments: --bis (did you mean '--bisect'?)" in capsys.readouterr().err
     assert main(["--nothing", "run", "single"]) == 2
     assert "harness: error: unrecognized arguments: --nothing" in capsys.readouterr().err
 
@@ -216,7 +216,7 @@ def test_cuda_without_gpus_is_skipped_with_the_reason_and_not_green(
     monkeypatch: Any, tmp_path: Path, capsys: Any
 ) -> None:
     monkeypatch.setattr("harness.core.run.supported.visible_gpus", lambda: 0)
-    reason = "needs 2 GPUs, 0 visible (CUDA_VISIBLE_DEVICES, more machines, or several ranks on one: --ranks-per-gpu)"
+    reason = "needs 2 GPUs, and 0 are visible; check CUDA_VISIBLE_DEVICES, or leave out --device cuda to run on CPU"
     assert main(["run", "ddp_2", "--device", "cuda", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"harness: skipped, nothing was judged: {reason}\n"
     assert main(["matrix", "-k", "ddp_2", "--device", "cuda", "--out", str(tmp_path)]) == 2

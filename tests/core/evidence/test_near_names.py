@@ -29,6 +29,6 @@ def test_near_names_are_those_that_begin_alike_or_are_spelled_alike_or_share_a_p
 
 
 def test_the_question_names_all_near_names():
-    assert did_you_mean("hsdp", CASES) == "; did you mean 'hsdp_2x2', 'hsdp_2x8' or 'hsdp_4x2'?"
-    assert did_you_mean("max_nrom", TRAINING_KEYS) == "; did you mean 'max_norm'?"
+    assert did_you_mean("hsdp", CASES) == " (did you mean 'hsdp_2x2', 'hsdp_2x8' or 'hsdp_4x2'?)"
+    assert did_you_mean("max_nrom", TRAINING_KEYS) == " (did you mean 'max_norm'?)"
     assert did_you_mean("nonsense", CASES) == ""

@@ -93,9 +93,15 @@ def test_on_cpu_local_ranks_are_what_they_are(monkeypatch: pytest.MonkeyPatch) -
 def test_a_case_that_needs_more_gpus_is_told_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     one_gpu(monkeypatch)
     nccl(monkeypatch, 2, 28, 9)
-    remedy = "(CUDA_VISIBLE_DEVICES, more machines, or several ranks on one: --ranks-per-gpu)"
-    assert supported.reason_unsupported(FSDP, CUDA) == f"needs 4 GPUs, 1 visible {remedy}"
+    remedy = "use more machines, or let ranks share a GPU with --ranks-per-gpu"
+    assert supported.reason_unsupported(FSDP, CUDA) == f"needs 4 GPUs, and 1 are visible; {remedy}"
     assert supported.reason_unsupported(FSDP, replace(CUDA, ranks_per_gpu=4)) is None
+
+
+def test_where_no_gpu_is_visible_the_message_says_how_to_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supported, "visible_gpus", lambda: 0)
+    reason = supported.reason_unsupported(FSDP, CUDA)
+    assert reason is not None and reason.endswith("or leave out --device cuda to run on CPU")
 
 
 def test_gloo_sends_no_tensors_of_gpus_so_no_pipeline_runs_by_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ YAML = "cases:\n  x:\n    why: because\n    expected_failure: {%s}\n"
             "because: a, checks: b, named: c, script: upstream_bugs/zero_bubble_ddp.py, torch: '2.15'",
             'expected_failure: torch: \'2.15\': expected "<" or ">=" and a release, such as "<2.15"',
         ),
-        ("becos: a", "expected_failure: unknown key 'becos'; did you mean 'because'?"),
+        ("becos: a", "expected_failure: unknown key 'becos' (did you mean 'because'?)"),
     ],
 )
 def test_an_expectation_without_evidence_is_refused(tmp_path: Path, written: str, message: str) -> None:

@@ -304,7 +304,7 @@ def test_the_command_line_answers_a_wrong_world_size_with_the_arithmetic(cases: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["::ones"], "no case is named 'ones'; did you mean 'one'?"),
+        (["::ones"], "no case is named 'ones' (did you mean 'one'?)"),
         ([""], "expected FILE::NAME"),
         (["::one", "--resume"], "--resume and --checkpoint-every need --checkpoint-dir"),
         (["::one", "--resume", "--checkpoint-dir", "/nowhere"], "/nowhere: no complete checkpoint"),

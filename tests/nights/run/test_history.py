@@ -241,7 +241,7 @@ def test_an_entry_that_does_nothing_is_told_with_its_reason(
     [
         ("- {case: a, cause: b, reason: c, until: 2026-03-05}", "entry 1: 'person' must be some text"),
         ("- {case: a, cause: b, reason: c, person: d, until: soon}", "entry 1: 'until' must be a day, 2026-04-01"),
-        ("- {case: a, raeson: b}", "entry 1: unknown key 'raeson'; did you mean 'reason'?"),
+        ("- {case: a, raeson: b}", "entry 1: unknown key 'raeson' (did you mean 'reason'?)"),
         ("case: a", "expected a list of entries"),
     ],
 )

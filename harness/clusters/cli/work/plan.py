@@ -58,5 +58,5 @@ def parse_gigabytes(text: str) -> float:
     """Return the number in "80", "80GB" or "80 GB". BadInput for other texts and for 0."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:GB)?\s*", text, re.IGNORECASE)
     if not match or not float(match[1]):
-        raise BadInput(f"--gpu-memory {text!r}: expected GB, such as 80")
+        raise BadInput(f"--gpu-memory {text!r}: expected a size such as 80GB")
     return float(match[1])
