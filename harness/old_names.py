@@ -102,6 +102,7 @@ NOW = {
     "record.changed": "recording.numbers",
     "record.declared": "recording.recorder",
     "record.errors": "recording.ends",
+    "record.inputs": "core.probe.inputs",
     "record.scalers": "recording.numbers",
     "report": "core.report",
     "report.catalogue": "faults.catalogue_text",

@@ -22,6 +22,7 @@ from harness.core.case.dims import ParallelDims
 from harness.core.case.features import Features
 from harness.core.case.traits import TrainerTraits
 from harness.core.checks import all_checks, run_check
+from harness.core.evidence.provided import RECORDED
 from harness.core.evidence.records import Collective, Exit, Run
 from harness.core.judge import golden
 from harness.core.judge.measured import with_measured_traits
@@ -92,6 +93,19 @@ ALL_IN_ONE_LINE = (  # nothing more is known where these are said
     "did not|do not|does not|has no|holds|trained|launched|left no evidence|too slow|raised|vanished|NaN"
     "|another shape|different bytes|memory held|wrappers or placements|outside forward and backward"
 )
+
+
+class LayoutCase(Case):
+    """A case of which only the layout is requested, as of a recorded job."""
+
+    is_complete = False
+
+
+def of_layout_alone(trial: Trial) -> Trial:
+    """Return the trial of the same ranks, recorded, of which only the layout is requested."""
+    case = LayoutCase(**{field.name: getattr(trial.case, field.name) for field in dataclasses.fields(Case)})
+    run = replace(trial.run, provided=RECORDED)
+    return replace(trial, case=case, plan=replace(trial.plan, is_exact=False), run=run)
 
 
 def cause_of(found: Diagnosis | None) -> str:

@@ -29,7 +29,7 @@ def not_compiled(function: F) -> F:
 
 
 def compiler_imported() -> None:
-    """Tell torch's compiler, which is now imported, to skip the recorder's functions."""
+    """Tell torch's compiler, which is now imported, to skip all functions that `not_compiled` got so far."""
     for code in _skipped_codes:
         sys.modules[COMPILER].skip_code(code)
 

@@ -1,4 +1,4 @@
-"""Which samples a rank's data loaders draw: after augmentation, equal samples are other inputs on each rank."""
+"""Samples that a rank's data loaders draw: after augmentation, equal samples are other inputs on each rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class DrawnSamples:
         self._trained: list[list[int]] = []
 
     def install(self, timed: Callable[..., Any]) -> None:
-        """Wrap torch's iterator of loaders, so that the indices it draws are noted."""
+        """Wrap torch's iterator of loaders, so that the indices it draws are noted. Nothing if this torch has another way.
+
+        timed: calls a function in chosen steps only.
+        """
         draw = getattr(getattr(dataloader, "_BaseDataLoaderIter", None), "_next_index", None)
         if draw is None:  # a torch that has another way, then nothing is noted
             return

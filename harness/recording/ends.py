@@ -1,4 +1,4 @@
-"""How this process ends, and those that it started: hooks on the ways out of Python, none of which changes what happens."""
+"""Ends of this process, and of those that it started: hooks on the ways out of Python, none of which changes what happens."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ class ProcessEnd:
         self._interrupted = False
 
     def install(self) -> None:
+        """Patch the ways out of this process. Ctrl-C only in the main thread, where nobody else handles it."""
         self._see_errors()
         self._see_sys_exit()
         self._see_os_exit()

@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from harness.core.probe.clipping import CLIP_BY_GIVEN_NORM, CLIP_FUNCTIONS, MAKE_NORM, observe_clipping
 from harness.core.probe.clock import Account, Clock
 from harness.core.probe.structure import local_tensor_of, sharded_parameters
-from harness.core.probe.values import CLIP_FUNCTIONS
 from harness.recording.boxes import DeclaredSharding, LocalShard, local_shards_of, rows_between, shard_of_dtensor
 from harness.recording.compiling import not_compiled
 from harness.recording.digests import digest, generator_digest, packed_digests, row_digests, token_sum
@@ -105,10 +105,6 @@ MOST_PASSES = 64
 """Passes of a step after which accumulated gradients are looked at."""
 INEXACT_FROM = 1 << 12
 """Elements from which on torch's norm on CPU may be off by more than sums in another order are."""
-CLIPS_BY_NORM = "clip_grads_with_norm_"
-"""torch's function that is given a norm to clip by."""
-MAKES_NORM = "get_total_norm"
-"""torch's function that makes a norm, of a rank's own gradients if these are plain."""
 MOST_SAMPLES = 32
 """Digests of single samples that are kept of a step."""
 TimedCall = Callable[..., Any]
@@ -186,10 +182,7 @@ class NumbersRecorder:
 
         timed: calls a function in chosen steps only, and counts the time. parts: returns the models.
         """
-        functions = itertools.product((torch.nn.utils, torch.nn.utils.clip_grad), CLIP_FUNCTIONS)
-        for owner, name in (*functions, (FullyShardedDataParallel, "clip_grad_norm_")):
-            if (original := getattr(owner, name, None)) is not None:
-                setattr(owner, name, self._with_norm_noted(original, name, timed, parts))
+        observe_clipping(lambda name, original: self._with_norm_noted(original, name, timed, parts), CLIP_FUNCTIONS)
         self._watch_autocast(timed)
         watch_scalers(self.clock, lambda scale: timed(self.note_scale, scale))
 
@@ -228,8 +221,8 @@ class NumbersRecorder:
             timed(self.note_gradients, parts())
             timed(self.note_norms_off, parts())
             returned = original(*args, **kwargs)
-            norm = _given_norm(*args, **kwargs) if name == CLIPS_BY_NORM else returned
-            if name != MAKES_NORM:
+            norm = _given_norm(*args, **kwargs) if name == CLIP_BY_GIVEN_NORM else returned
+            if name != MAKE_NORM:
                 timed(self._note_norm, norm)
             return returned
 

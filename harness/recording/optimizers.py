@@ -1,9 +1,11 @@
-"""Which optimizers a job steps. One that has others step for it is none itself: a container of several, or ZeRO's, which after
-that sends to each rank what others stepped."""
+"""Optimizers that a job steps, with their settings and the parameters that they step on.
+
+One that has others step for it is none itself: a container of several, or ZeRO's, which after that sends to each rank what
+others stepped.
+"""
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from typing import Generic, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from harness.core.probe.optimizer_steps import stepped_tensors
 from harness.core.probe.structure import dense_tensors_of
 from harness.core.probe.values import storage_bytes_of
 
@@ -116,10 +119,13 @@ class Optimizers:
 def gradient_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer) -> dict[str, int]:
     """Return the bytes of gradients by kind: of the model's parameters, and of the tensors that the optimizer steps on.
 
-    Under ZeRO the latter are the optimizer's own. Sparse gradients are counted separately: they grow with the tokens of a step.
+    Under ZeRO the latter are the optimizer's own. Sparse gradients are counted separately, by the kind "sparse gradients",
+    which
+    is left out if there are none: they grow with the tokens of a step.
     """
-    stepped_on = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    gradients = [parameter.grad for parameter in (*parameters, *stepped_on) if parameter.grad is not None]
+    gradients = [
+        parameter.grad for parameter in (*parameters, *stepped_tensors(optimizer)) if parameter.grad is not None
+    ]
     sparse = [gradient for gradient in gradients if len(dense_tensors_of(gradient)) > 1]
     dense = {"gradients": storage_bytes_of(gradient for gradient in gradients if len(dense_tensors_of(gradient)) == 1)}
     return dense | ({"sparse gradients": storage_bytes_of(sparse)} if sparse else {})
@@ -127,15 +133,13 @@ def gradient_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer) -> 
 
 def parameter_ids_of(optimizer: Optimizer) -> set[int]:
     """Return the ids of the tensors that the optimizer steps on."""
-    parameter_ids = set[int]()
-    for group in optimizer.param_groups:
-        parameter_ids.update(id(parameter) for parameter in group["params"])
-    return parameter_ids
+    return {id(parameter) for parameter in stepped_tensors(optimizer)}
 
 
 def settings_of(optimizer: Optimizer) -> dict[str, str]:
-    """Return settings by name, each with the values that the optimizer's groups of parameters have.
+    """Return settings by name, each with the values that the optimizer's groups of parameters have, joined by " and ".
 
+    At most MOST_VALUES are given, then how many more there are. Settings that no group has are left out, and tensors.
     Trap: from a checkpoint, a tuple may come back as a list.
     """
     settings: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Which rank of how many this process is, and whether the file of that rank is its own to write."""
+"""This process's rank and world size, and its claim on the file of that rank."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def is_rank_named() -> bool:
 
 
 def job_name() -> str:
-    """Return what names this process's job: all its ranks have it, and those of another job that runs beside it do not.
+    """Return the name of this process's job: all its ranks have it, and those of another job that runs beside it do not.
 
-    torchrun gives a new port after a restart, and then a name to the job.
+    torchrun gives a new port after a restart, and then a name to the job. Empty if no variable of a job is set.
     """
     job_variables = {name: os.environ.get(name, "") for name in JOB_VARIABLES}
     if job_variables["TORCHELASTIC_RUN_ID"] not in ("", "none"):
@@ -108,12 +108,12 @@ def _rank_file(directory: Path, rank: int, state: str) -> Path:
 
 
 def note_called(directory: Path) -> None:
-    """Note that this process called a model, where its rank is not known yet."""
+    """Note in a file that this process called a model, where its rank is not known yet. A full disk leaves no note."""
     with contextlib.suppress(OSError):  # of a full disk
         (directory / "processes" / f"{os.uname().nodename}-{os.getpid()}.called").touch()
 
 
 def note_early_error(directory: Path, error: str) -> None:
-    """Record the error of a process that had trained nothing yet. Others of its job seldom get further."""
+    """Record in a file the error of a process that had trained nothing yet. Others of its job seldom get further."""
     with contextlib.suppress(OSError):  # the traceback says it as well
         (directory / "processes" / f"{os.uname().nodename}-{os.getpid()}.raised").write_text(error)

@@ -1,4 +1,4 @@
-"""How far a process came, in a file of a page that is mapped into memory: one that is killed leaves it as well.
+"""The place that a process came to, in a file of a page that is mapped into memory: one that is killed leaves it as well.
 
 The first part has the last collective, the second where in a step the process is. A process that ends by itself removes it.
 """
@@ -6,21 +6,17 @@ The first part has the last collective, the second where in a step the process i
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import mmap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from harness.core.evidence.recording import PAGE_BYTES, SECOND_PART_OFFSET, Reached
+from harness.core.probe.backward import ENGINE_FUNCTION, BackwardObserver, observe_backward
 from harness.core.probe.clock import Clock
 from harness.recording.compiling import not_compiled
-
-RUN_BACKWARD = "_engine_run_backward"
-"""The function of torch.autograd that all of Python's backward passes call."""
 
 
 class Progress:
@@ -34,26 +30,21 @@ class Progress:
         self.reached: Reached | None = None
 
     def install(self) -> None:
-        original = getattr(torch.autograd, RUN_BACKWARD, None)
-        if original is None:  # a torch that has another way: then backward is not reported
-            return
-
-        @not_compiled
-        @functools.wraps(original)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self.reached is None or torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling():
-                return original(*args, **kwargs)
-            return self._call_in_phase("backward", original, args, kwargs)
-
-        setattr(torch.autograd, RUN_BACKWARD, run)
+        """Report backward passes from now on. None are reported by a torch that runs them by another function."""
+        if observe_backward(BackwardObserver(self._begin_backward, self._end_backward)):
+            not_compiled(getattr(torch.autograd, ENGINE_FUNCTION))
 
     @not_compiled
-    def _call_in_phase(self, phase: str, act: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function with its begin and end noted as a phase."""
-        self.note_phase(phase)
-        result = act(*args, **kwargs)
-        self.note_phase(phase, over=True)
-        return result
+    def _begin_backward(self, roots: Any, retain_graph: Any, accumulates: bool) -> bool:
+        """Note that backward begins. Return False, and note nothing, before the first forward pass."""
+        if self.reached is None:
+            return False
+        self.note_phase("backward")
+        return True
+
+    @not_compiled
+    def _end_backward(self) -> None:
+        self.note_phase("backward", over=True)
 
     def pass_begins(self) -> None:
         self._optimizers = 0  # what raised in the middle of its step has not left it
@@ -72,12 +63,12 @@ class Progress:
         self.note_phase("optimizer", over=not self._optimizers)
 
     def note_phase(self, phase: str, *, over: bool = False) -> None:
-        """Note that a phase began, or that it is over."""
+        """Note that a phase of the present step began, or that it is over."""
         self.reached = Reached(self._clock.step, phase, over)
         self._write(SECOND_PART_OFFSET, [self._clock.step, phase, over])
 
     def note_collective(self, collective: Any) -> None:
-        """Note the last collective."""
+        """Note the last collective: its text, group, number in the group, those before it, and numbers of other groups."""
         self._collective = collective
         self._write(0, collective)
 

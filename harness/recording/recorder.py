@@ -1,4 +1,4 @@
-"""In one rank of a job that knows nothing of it: the probe's observers, put on whatever it turns out to train.
+"""The recorder of one rank of a job that knows nothing of it: the probe's observers, put on whatever it turns out to train.
 
 A model is the outermost module that is called while gradients are recorded; there may be several, and stages of a pipeline.
 Nothing is hung on it: what is looked at, is looked at where it is called. A step is over when an optimizer has stepped, and
@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from harness.core.evidence import relies_on
 from harness.core.evidence.recording import RankRecord, record_file, save_record
 from harness.core.evidence.summary import summary_of
 from harness.core.probe.clock import Clock
+from harness.core.probe.optimizer_steps import OptimizerSteps
 from harness.core.probe.pipeline import PipelineRecorder
-from harness.core.probe.samples import end_forward_pass
+from harness.core.probe.samples import begin_forward_pass, end_forward_pass
 from harness.core.probe.without_memory import records_gradients
 from harness.recording.boxes import DeclaredSharding
 from harness.recording.chosen import StepSelection
@@ -142,9 +142,9 @@ class Recorder:
         self._rank_and_world: tuple[int, int] | None = None
 
     def install(self) -> None:
+        """Patch torch and the ways out of this process. Nothing is recorded of calls before this."""
         self.collectives.install()
-        torch_optimizer.register_optimizer_step_pre_hook(self._before_optimizer)
-        torch_optimizer.register_optimizer_step_post_hook(self._after_optimizer)
+        OptimizerSteps(self.clock, before=(self._before_optimizer,), after=(self._after_optimizer,)).install()
         self.clock.on_between_steps = self._between_steps
         self._watch_calls()
         self._watch_joins()
@@ -155,7 +155,10 @@ class Recorder:
         self.numbers.install(self._call_timed, lambda: self.observer.parts)
 
     def is_chosen(self) -> bool:
-        """Return whether what happens now is recorded; in step 0 what sets the job up is."""
+        """Return whether what happens now is recorded: in the steps chosen, not after another rank has left a Join.
+
+        In step 0 what sets the job up is.
+        """
         joined = self._leaving_join or self.observer.joined is not None
         return not joined and self.clock.step in self.chosen
 
@@ -221,7 +224,7 @@ class Recorder:
         if torch._C._current_graph_task_id() != -1 or not self._is_model(module):
             return original(module, *args, **kwargs)
         self._inside = True
-        self.clock.enter_forward(recording=torch.is_grad_enabled(), in_training_mode=module.training)
+        begin_forward_pass(self.clock, module)
         self.progress.pass_begins()
         self.ends.forget_exits()
         output = None
@@ -263,19 +266,20 @@ class Recorder:
 
     # ---- optimizers
 
-    def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_optimizer(self, optimizer: Optimizer) -> None:
+        """Record what an optimizer is about to step with, and write a first record if there is none."""
         self._call_timed(self.observer.optimizer_begins, optimizer)
-        self.clock.enter_optimizer()
         self.progress.optimizer_begins()
         self._call_timed(self._write_first_record, True)
 
-    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_optimizer(self, optimizer: Optimizer) -> None:
+        """Record what an optimizer's step left."""
         self.progress.optimizer_ended()
-        self.clock.leave_optimizer()
         self._call_timed(self.observer.optimizer_ended, optimizer)
         self._saved = False
 
     def _between_steps(self) -> None:
+        """Close the step that is over, and write the record if it is due. Nothing if no optimizer has stepped since."""
         if self.clock.step and not self._saved:
             self.observer.step_is_over()
             self._call_timed(self.observer.reread_averaged)
@@ -327,7 +331,11 @@ class Recorder:
             note_early_error(self.directory, self.ends.error)
 
     def save(self) -> None:
-        """Write what this rank recorded. A failure is reported, and training goes on."""
+        """Write what this rank recorded, its sketches and its last collective. Another process may have claimed the rank:
+        then nothing.
+
+        A failure is printed and left in a file beside the records, and training goes on.
+        """
         self._saved = True
         rank, world = self._rank_and_world = (
             self._rank_and_world if self._rank_and_world and not dist.is_initialized() else rank_and_world()
@@ -352,6 +360,7 @@ class Recorder:
         self._write_seconds = self._written - began
 
     def _record(self, rank: int, world: int) -> RankRecord:
+        """Return what this rank recorded so far."""
         return RankRecord(
             evidence=dataclasses.replace(
                 self.observer.evidence(rank, world), launch=os.environ.get("HARNESS_RECORD_LAUNCH", "")

@@ -1,8 +1,7 @@
-"""All that is seen of one rank in the steps that are recorded."""
+"""Observations of one rank in the steps that are recorded: its models, steps, optimizers and tensors."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import resource
@@ -20,19 +19,20 @@ from torch.optim import Optimizer
 
 from harness.core.evidence.recording import Fed, RecordedStep
 from harness.core.evidence.records import Group, RankEvidence, TensorEvidence, Wrapper
-from harness.core.evidence.step import AfterForward, StepEvidence
+from harness.core.evidence.step import StepEvidence
 from harness.core.evidence.store import array_without_values
 from harness.core.probe import describe_environment, structure
 from harness.core.probe.clock import Account, Clock
 from harness.core.probe.collectives import CollectiveRecorder
 from harness.core.probe.compiler import compiler_counts
+from harness.core.probe.inputs import inputs_of, sample_begins
+from harness.core.probe.optimizer_steps import state_tensors
 from harness.core.probe.pipeline import PipelineRecorder
-from harness.core.probe.resharding import GatheredRecorder, measure_after_forward
-from harness.core.probe.settings import read_settings
+from harness.core.probe.resharding import GatheredRecorder
+from harness.core.probe.settings import SettingsRecorder, read_settings
 from harness.core.probe.structure import local_tensor_of, named_parameters, set_name_prefix, sharded_parameters
 from harness.core.probe.values import storage_bytes_of
 from harness.recording.digests import digest, has_nonfinite, is_constant_tensor
-from harness.recording.inputs import inputs_of, sample_begins, tensors_in
 from harness.recording.numbers import NumbersRecorder
 from harness.recording.optimizers import Optimizers, gradient_bytes, parameter_ids_of
 
@@ -59,10 +59,6 @@ class ObservedStep:
     """Parameter -> whether all its numbers are equal, before training. bool []"""
     received: list[tuple[Account, list[torch.Tensor], tuple[int, ...], str]] = field(default_factory=list)
     """For each pass: its account, digests of its inputs, and shape and dtype of the first input."""
-    after_forward: list[tuple[Account, AfterForward]] = field(default_factory=list)
-    """For each pass: its account, and what was gathered as it ended."""
-    settings: dict[str, set[str]] = field(default_factory=dict)
-    """Setting of torch -> its values."""
     memory: dict[str, int] = field(default_factory=dict)
     """Kind of tensors -> bytes."""
     lr: float | None = None
@@ -103,10 +99,10 @@ class RankObserver:
         self._steps: dict[int, ObservedStep] = {}
         self._optimizers = Optimizers()
         self._is_model: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-        self._first_settings = read_settings()
+        self._settings = SettingsRecorder(clock, read_settings())
         self._layout: tuple[tuple[Group, ...], dict[str, Wrapper], tuple[str, ...]] = ((), {}, ())
         self._own_seconds = own
-        self._gathered = GatheredRecorder(clock)
+        self._gathered = GatheredRecorder(clock, finished_only=True)
         self.buffers = 0  # of floating-point numbers
         self.reads_contents = True  # not of tensors without memory
 
@@ -124,7 +120,7 @@ class RankObserver:
         return self._is_model.get(module, False)
 
     def attach(self, module: nn.Module) -> bool:
-        """Return whether calls of the module are passes, and attach it if so.
+        """Return whether calls of the module are passes, and attach it if so. The answer for a module stays the same.
 
         Calls of a module inside of a known model are none. A loss that holds the output layer trains, and no parameter of it
         is its own.
@@ -166,7 +162,7 @@ class RankObserver:
         }
         if new_parameters and not self._is_as_it_began(without=module):
             self.left_out.append(f"{type(module).__name__} before step {self._clock.last_finished_step + 1}")
-        self._parameters = tuple(_tensor_evidence(fqn, parameter) for fqn, parameter in sharded_parameters(self.parts))
+        self._parameters = structure.parameter_evidence(self.parts, _value_without_contents)
         buffers = itertools.chain.from_iterable(part.buffers() for part in self.parts)
         self.buffers = sum(buffer.is_floating_point() for buffer in buffers)
         self._note_contents(
@@ -220,9 +216,10 @@ class RankObserver:
             self.numbers.pass_begins(self.parts, inputs[0] if inputs else None, begins)
 
     def pass_ends(self, part: nn.Module) -> None:
+        """Note what is gathered as a pass ends, torch's settings, and parameters to be read late. Nothing in evaluation."""
         if self._clock.account.kind != "evaluation":
-            self._step().after_forward.append((self._clock.account, measure_after_forward(part, finished_only=True)))
-            self._note_settings()
+            self._gathered.note_forward_end(part)
+            self._settings.note_settings()
             self._note_late_contents(part)
             self.numbers.pass_ends()
 
@@ -230,15 +227,12 @@ class RankObserver:
         """Return the step that is now."""
         return self._steps.setdefault(self._clock.step, ObservedStep())
 
-    def _note_settings(self) -> None:
-        for name, value in read_settings().items():
-            self._step().settings.setdefault(name, set()).add(value)
-
     # ---- optimizers
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
+        """Note torch's settings, and the gradients that an optimizer is about to step with."""
         self._optimizers.begin_step(optimizer)
-        self._note_settings()
+        self._settings.note_settings()
         self._note_gradients(self._step(), optimizer)
         if self.reads_contents:
             self.numbers.note_gradients(self.parts, parameter_ids_of(optimizer))
@@ -280,14 +274,9 @@ class RankObserver:
         step.stepped = stepped
         step.issued = len(self._collectives.records)
         step.memory["parameters"] = storage_bytes_of(parameter for _, parameter in sharded_parameters(self.parts))
-        step.memory["optimizer_state"] = storage_bytes_of(self._state_tensors())
+        states = itertools.chain.from_iterable(optimizer.state.values() for optimizer in self._optimizers)
+        step.memory["optimizer_state"] = storage_bytes_of(state_tensors(states))
         step.peak = _peak_bytes()
-
-    def _state_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors with dims in the state of all optimizers. Shampoo's states are maps of maps."""
-        for optimizer in self._optimizers:
-            for state in optimizer.state.values():
-                yield from (tensor for _, tensor in tensors_in("", state) if tensor.dim())
 
     def _note_contents(self, number: int, owned: set[int] | None = None) -> None:
         """Note the contents of all parameters, or of those with these ids."""
@@ -299,6 +288,9 @@ class RankObserver:
                     step.constant[fqn] = is_constant_tensor(parameter)
 
     def _note_content(self, step: ObservedStep, fqn: str, parameter: torch.Tensor) -> None:
+        """Note the digest of a parameter after a step, and whether a number of it is not finite. Nothing if it has no
+        memory.
+        """
         if self.reads_contents and parameter.device.type != "meta":
             step.digests[fqn] = digest(parameter)
             step.nonfinite[fqn] = has_nonfinite(parameter)
@@ -334,10 +326,11 @@ class RankObserver:
             self._note_contents(last, step.stepped)
 
     def see_what_was_left(self) -> None:
+        """Note what evaluation before this step left gathered."""
         self._gathered.note_leftovers(self.parts)
 
     def step_is_over(self) -> None:
-        """Note that the last step is over, as another begins."""
+        """Note when the last step ended, as another begins. Drop the pipeline's actions of steps that are not recorded."""
         last = self._clock.last_finished_step
         if last in self._steps:
             self._steps[last].ended = time.perf_counter() - self._own_seconds()
@@ -359,7 +352,7 @@ class RankObserver:
             structure=wrappers,
             environment=describe_environment(),
             compiler=compiler_counts(),
-            settings=self._first_settings,
+            settings=self._settings.settings_at_start,
             after_evaluation=tuple(self._gathered.after_evaluation),
             joined=self.joined,
             own_groups=self._collectives.own_groups.final_groups(),
@@ -391,11 +384,12 @@ class RankObserver:
             optimizer_state={},
             memory=step.memory,
             actions=tuple(self._pipeline.actions.get(number, ())),
-            after_forward=tuple(after for account, after in step.after_forward if account.kind == "training"),
-            settings={name: tuple(sorted(values)) for name, values in step.settings.items()},
+            after_forward=self._gathered.after_forward_of(number),
+            settings=self._settings.settings_of(number),
         )
 
     def steps(self) -> tuple[RecordedStep, ...]:
+        """Return what only a recording has, of step 0 and each recorded step."""
         return tuple(self._recorded_step(number, step) for number, step in sorted(self._steps.items()))
 
     def _recorded_step(self, number: int, step: ObservedStep) -> RecordedStep:
@@ -429,28 +423,10 @@ def _received_inputs(step: ObservedStep) -> Iterator[Fed]:
             yield Fed(first, shape, dtype, tuple(others))
 
 
-def _tensor_evidence(fqn: str, parameter: nn.Parameter) -> TensorEvidence:
-    """Return the evidence of a parameter: its shape, dtype and placements, without contents."""
+def _value_without_contents(parameter: torch.Tensor) -> np.ndarray:
+    """Return an array of the shape and dtype of the rank's slice, whose numbers mean nothing."""
     local_tensor = local_tensor_of(parameter)
-    kind = (
-        np.dtype(str(local_tensor.dtype).removeprefix("torch."))
-        if local_tensor.dtype != torch.bfloat16
-        else np.dtype("float32")
-    )
-    return TensorEvidence(
-        fqn=fqn,
-        global_shape=tuple(parameter.shape),
-        dtype=str(parameter.dtype).removeprefix("torch."),
-        mesh=_ranks_of(parameter.device_mesh) if hasattr(parameter, "device_mesh") else None,
-        placements=structure.placement_texts(parameter),
-        value=array_without_values(tuple(local_tensor.shape), kind.name),
-    )
-
-
-@functools.lru_cache(maxsize=16)
-def _ranks_of(mesh: Any) -> Any:
-    """Return the mesh's ranks as nested lists: one list object for all parameters on it."""
-    return mesh.mesh.tolist()
+    return array_without_values(tuple(local_tensor.shape), structure.numpy_dtype(local_tensor.dtype).name)
 
 
 def _fqns_with_flag(flag_by_fqn: dict[str, torch.Tensor]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from harness.core.evidence.recording import BESIDE_SUFFIX, MAX_OTHER_GROUPS, Bes
 from harness.core.evidence.records import BACKGROUND, CHECKPOINT
 from harness.core.evidence.store import encoded_without_values
 from harness.core.probe.clock import Clock
-from harness.core.probe.collectives import CollectiveRecorder, _group_of, global_ranks_of
+from harness.core.probe.collectives import CollectiveRecorder, global_ranks_of, group_of_call
 from harness.core.probe.own_groups import DirectCall, name_of
 from harness.recording.progress import Progress
 
@@ -27,7 +27,10 @@ MOST_BACKGROUND = 1000
 
 
 class TracedCollectives(CollectiveRecorder):
-    """The recorder of collectives, which keeps those of chosen steps, and of all others only the last one."""
+    """The recorder of collectives, which keeps those of chosen steps, and of all others only the last one.
+
+    chosen: answers whether what happens now is recorded. progress: is told each collective as it is issued.
+    """
 
     def __init__(self, clock: Clock, chosen: Callable[[], bool], progress: Progress) -> None:
         super().__init__(clock.step_and_phase, None, lambda: clock.account)
@@ -49,7 +52,7 @@ class TracedCollectives(CollectiveRecorder):
         if self.failed:
             return
         try:
-            group = _group_of(args)
+            group = group_of_call(args)
             if not self._has_ranks(group):
                 self.own_groups.note_unknown_group_call(op, group, payload)
                 return
@@ -102,7 +105,7 @@ class TracedCollectives(CollectiveRecorder):
         return self._in_background[name] <= MOST_BACKGROUND
 
     def _note_concurrent(self, op: str, name: str, thread: str) -> None:
-        """Note that another thread issues over this group while training goes on.
+        """Note that another thread issues over this group, if training goes on meanwhile.
 
         The note is written at once, so that a process that is killed while both wait leaves it as well.
         """
@@ -136,7 +139,7 @@ class TracedCollectives(CollectiveRecorder):
         return Last(text, self._ranks.get(name, ()), name, number, tuple(before), others)
 
     def write_concurrent_beside(self, record: Path, *, finished: bool) -> None:
-        """Say beside which record a process that is killed leaves what other threads issued."""
+        """Set the record beside which notes of other threads are written; if finished, remove that file."""
         self._file = record
         if finished:
             record.with_suffix(BESIDE_SUFFIX).unlink(missing_ok=True)

@@ -152,3 +152,15 @@ def test_state_in_maps_of_maps_is_state() -> None:
     train_with(seen, clock, optimizer)
     (step,) = seen.evidence(0, 1).steps
     assert step.memory["optimizer_state"] == (4 + 9) * 4
+
+
+def test_a_model_that_is_called_with_a_batch_of_names_was_fed_its_tokens() -> None:
+    clock, model, tokens = Clock(), nn.Linear(4, 4), torch.arange(4).reshape(1, 4)
+    seen = RankObserver(clock, CollectiveRecorder(clock.step_and_phase), PipelineRecorder(clock), lambda: 0.0)
+    assert seen.attach(model)
+    clock.enter_forward()
+    seen.pass_begins(model, ({"attention_mask": tokens > 0, "input_ids": tokens},), {})
+    clock.leave_forward()
+    clock.leave_optimizer()
+    assert [(fed.dtype, fed.shape) for step in seen.steps() for fed in step.fed] == [("int64", (1, 4))]
+    assert [len(fed.others) for step in seen.steps() for fed in step.fed] == [0]

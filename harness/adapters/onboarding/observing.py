@@ -1,4 +1,7 @@
-"""The process that observes a script: it runs it on one rank, and writes down what torch and argparse were called with."""
+"""The process that observes a script: it runs it on one rank, and writes down what torch and argparse were called with.
+
+Up to the first step of the model's optimizer, which ends it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset as TorchDataset
@@ -30,6 +32,7 @@ from harness.adapters.onboarding.observed import CASE, SECONDS, Facts, Flag
 from harness.adapters.support.script import Script, is_beside
 from harness.adapters.support.script_adapter import import_from, repository
 from harness.core.evidence.errors import error_text
+from harness.core.probe.clipping import CLIP_BY_TOTAL_NORM, ClipFunction, observe_clipping
 from harness.core.trainers.support.samples import RecipeSamples, RecipeStream, recipe_batches
 from harness.core.trainers.support.weights import plain
 
@@ -72,6 +75,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _script_line(self) -> str:
+        """Return the file and line of the script that called what runs now; empty if none of its frames did."""
         frame = inspect.currentframe()
         while frame and not frame.f_code.co_filename.startswith(self.folder):
             frame = frame.f_back
@@ -79,6 +83,8 @@ class Operators(TorchDispatchMode):
 
 
 class Observer(Script):
+    """The script, run as an adapter would, with what it does noted in `facts`."""
+
     def __init__(self, path: Path, facts: Facts) -> None:
         self.facts = facts
         self.operators = Operators(facts, path.parent)
@@ -105,9 +111,11 @@ class Observer(Script):
 
     @staticmethod
     def _makes_samples(cls: type) -> bool:
+        """Return whether a class of data sets makes samples itself, and does not arrange those of others, as torch's do."""
         return not cls.__module__.startswith("torch.") or cls.__name__ == "TensorDataset"
 
     def _wrap_samples(self, cls: type) -> Callable[..., Any]:
+        """Return a function in place of a data set's class, that makes the recipe's samples in the class's own form."""
         stream = issubclass(cls, IterableDataset)
         kind = "stream" if stream else "samples"
         self.defined = self.defined or (cls.__name__, kind, "pair")
@@ -126,6 +134,10 @@ class Observer(Script):
         return make_recipe_samples
 
     def _wrap_batches(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function in place of one that makes batches, with the recipe's in place of [rows, length] pairs.
+
+        Other results stay as they are. If the function raises, the recipe's are made, too.
+        """
         recipe = recipe_batches(CASE)
         generates = inspect.isgeneratorfunction(function)
 
@@ -152,7 +164,10 @@ class Observer(Script):
         self.facts.shapes = {plain(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
     def end_after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """End the script when the model's optimizer has stepped."""
+        """Note the recipe of an optimizer that has stepped parameters of the model, and end the script by SystemExit.
+
+        Nothing for another optimizer.
+        """
         assert self.seen is not None
         shapes = {}
         for name, parameter in self.seen.named_parameters():
@@ -183,6 +198,7 @@ def form_of(sample: Any) -> str:
 
 
 def names_used(code: CodeType) -> Iterator[str]:
+    """Yield the names that compiled code refers to, with those of functions and classes in it."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -193,7 +209,9 @@ def names_used(code: CodeType) -> Iterator[str]:
 
 
 def watch(facts: Facts, observer: Observer) -> None:
-    def note_max_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patch torch in this process: note norms that clip, samplers and the optimizer's step; torch.compile does nothing."""
+
+    def note_max_norm(_: str, original: ClipFunction) -> ClipFunction:
         def clip(*args: Any, **kwargs: Any) -> Any:
             own = inspect.signature(original).bind(*args, **kwargs).arguments["max_norm"]
             facts.recipe.setdefault("max_norm", float(own) if float(own) < float("inf") else None)
@@ -208,8 +226,7 @@ def watch(facts: Facts, observer: Observer) -> None:
 
         return init
 
-    nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = note_max_norm(nn.utils.clip_grad_norm_)
-    FullyShardedDataParallel.clip_grad_norm_ = note_max_norm(FullyShardedDataParallel.clip_grad_norm_)
+    observe_clipping(note_max_norm, (CLIP_BY_TOTAL_NORM,))
     DistributedSampler.__init__ = note_sampler(DistributedSampler.__init__)
     RandomSampler.__init__ = note_sampler(RandomSampler.__init__)
     torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
@@ -218,6 +235,10 @@ def watch(facts: Facts, observer: Observer) -> None:
 
 
 def _watch_arguments(facts: Facts) -> None:
+    """Note a script's flags as it parses them, and have it parse the case's command line instead.
+
+    argparse is seen, and nanochat's way to execute "globals()" by the command line.
+    """
     parse = argparse.ArgumentParser.parse_known_args
     execute = builtins.exec
 
@@ -255,6 +276,10 @@ def _flag_of(action: argparse.Action) -> Flag | None:
 
 
 def main(path: Path, out: Path) -> None:
+    """Run the script, and write the facts as JSON to `out`. Ends the process.
+
+    A script that raises, or takes longer than SECONDS, has the reason in `stopped`.
+    """
     facts = Facts()
     import_from(repository(path))
     observer = Observer(path, facts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from harness.core.case.allowance import Allowance
 from harness.core.case.dims import CpReplicates, ParallelDims
@@ -100,6 +100,10 @@ class Case:
     """What the trainer may retain, copy, move or compute beyond the plan, each with its reason."""
     traits: tuple[tuple[str, Any], ...] = ()
     """Traits of the trainer by name that hold in this case, whatever its adapter says."""
+
+    is_complete: ClassVar[bool] = True
+    """Whether recipe, features and steps are requested. A class of its own says False where only the layout is requested, and
+    the rest is what was observed."""
 
     @property
     def steps(self) -> range:

@@ -33,7 +33,8 @@ class Features:
     accumulation: int = 1
     """Forward and backward passes per optimizer step; under pp, passes of the schedule."""
     defer_sync: bool | str = True
-    """Whether gradients are reduced after the last pass only; "all_reduce": only HSDP's all-reduce over replicas waits."""
+    """Whether gradients are reduced after the last pass only; "all_reduce": only HSDP's all-reduce over replicas waits.
+    What it means is in `defers_every_reduction` and `defers_replica_reduction`."""
     bucket_mb: float | None = None
     """MiB of gradients that DDP and replicate reduce at once; None: torch's default of 25."""
     reshard_after_forward: str | int = "default"
@@ -78,6 +79,18 @@ class Features:
     "hf_fused" (q, k and v in one matrix, gate and up in one) or "hf_interleaved" (q and k as in the reference); None: none."""
     fsdp_units: str | None = None
     """FSDP2's units, as TrainerTraits names them; "observed": as its wrappers claim; None: the traits decide."""
+
+    @property
+    def defers_every_reduction(self) -> bool:
+        """Return whether gradients are reduced in a step's last backward pass only, over all data ranks."""
+        return self.defer_sync is True
+
+    @property
+    def defers_replica_reduction(self) -> bool:
+        """Return whether gradients are summed over replicas in a step's last backward pass only.
+
+        False if they are after each microbatch. Over shards they may be reduced more often, see `defers_every_reduction`."""
+        return self.defer_sync is not False
 
     def __post_init__(self) -> None:
         for key in ("accumulation", "microbatches", "stages_per_rank", "validate_every"):

@@ -39,8 +39,8 @@ def assume_case(trial: Trial, case: Case) -> Trial:
 
 
 def lacks_slices(trial: Trial) -> bool:
-    """Return whether the job declares only a layout, so that the plan has no slices."""
-    return "declared" not in trial.run.provided and not any(trial.plan.slices.values())
+    """Return whether only a layout is requested, and the plan has no slices: what ranks hold is not derived from it."""
+    return not trial.case.is_complete and not any(trial.plan.slices.values())
 
 
 def assume_features(trial: Trial, **features: Any) -> Trial:

@@ -227,11 +227,11 @@ def neighbours(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Yield the hypotheses of layouts and of other requests under which a failing check of structure passes.
 
     Requests are tried if no layout fits: with one other field, and with two if no single field makes a check pass. ZeRO
-    that ran as DDP comes last. Only layouts are tried where no case declares what is requested.
+    that ran as DDP comes last. If only a layout is requested, only layouts are tried.
     """
     hypotheses = list(other_layouts(trial, broken))
     yield from hypotheses
-    if "declared" not in trial.run.provided:
+    if not trial.case.is_complete:
         return
     if any(hypothesis.cause.kind == "another layout" for hypothesis in hypotheses):
         return

@@ -10,8 +10,8 @@ import numpy as np
 from harness.core.evidence.text import bytes_text, ranks_text
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Line, Result
-from harness.core.judge.traffic import PARAMETER_ROLES, observed_bytes_outside
 from harness.core.judge.traffic import observed as observed_traffic
+from harness.core.judge.traffic import observed_bytes_outside
 from harness.core.judge.trial import Trial
 from harness.core.plan.traffic.flow import OUTSIDE, Flow
 
@@ -164,12 +164,11 @@ def finding_line(result: Result) -> Line:
 def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
     """Yield a line for each collective of the lowest rank that moved other bytes than planned in the first step.
 
-    In a recorded job only those that moved less are yielded. Flows that may be left out have no line.
+    If the plan is not exact, only those that moved less are yielded. Flows that may be left out have no line.
     """
-    declared = "declared" in trial.run.provided
     rank = min(trial.ranks)
-    least = "" if declared else "at least "
-    planned = (flow for flow in trial.plan.flows[rank] if declared or flow.role in PARAMETER_ROLES)
+    least = "" if trial.plan.is_exact else "at least "
+    planned = (flow for flow in trial.plan.flows[rank] if trial.plan.states(flow))
     bytes_inside = observed_traffic(trial, trial.ranks[rank], trial.first_step)
     bytes_outside = observed_bytes_outside(trial.ranks[rank], trial.first_step)
     for (axis, op, phase), flows in _flows_by_collective(planned).items():

@@ -29,6 +29,11 @@ NO_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check(trial: Trial) -> Result:
+    """Return the result, with findings on ranks that did not end well or left no evidence. UNKNOWN if the harness failed.
+
+    UNKNOWN also if nothing fails, and evidence cannot be read or a rank cannot run alone. If only a layout is requested, ranks
+    may leave any steps.
+    """
     ended = sorted(trial.run.exits, key=lambda exit: not exit.blamed)
     if note := _harness_failure_text(trial.run):
         return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
@@ -50,7 +55,7 @@ def check(trial: Trial) -> Result:
             findings.append(Finding.at(rank, "exit code 0", "exit not reported", kind="process"))
         if rank in trial.ranks:
             findings += _identity_findings(trial, rank)
-            findings += _evidence_findings(trial, trial.ranks[rank]) if "declared" in trial.run.provided else []
+            findings += _evidence_findings(trial, trial.ranks[rank]) if trial.case.is_complete else []
         elif not any(exit.rank == rank and (exit.how != "ok" or rank in trial.run.unreadable) for exit in ended):
             findings.append(Finding.at(rank, "an evidence file", None, kind="process"))
     if trial.run.unreadable and not findings:
@@ -102,13 +107,17 @@ def _was_ended_by(kind: type[Exception], exit: Exit) -> bool:
 
 
 def early_exit_text(trial: Trial, rank: int) -> str:
-    """Return the text on a rank that exited with 0 while others waited for it: it may have run all that is requested."""
+    """Return the text on a rank that exited with 0 while others waited for it: it may have run all steps that are requested."""
     steps_done = {step.step for step in trial.run.ranks[rank].steps} if rank in trial.run.ranks else set()
-    ran_all = "declared" in trial.run.provided and {*trial.case.steps} <= steps_done
+    ran_all = trial.case.is_complete and {*trial.case.steps} <= steps_done
     return ENDED_AFTER_LAST_STEP if ran_all else "left early"
 
 
 def _exit_finding(trial: Trial, exit: Exit) -> Finding:
+    """Return the finding on a rank that did not end well: how it ended, its error, its last collective, and a known remedy.
+
+    A rank that is to blame has its stack as well. The quantity of another one says that it only waited.
+    """
     text_by_exit = {"signal": f"died by {exit.signal}", "ok": early_exit_text(trial, exit.rank)}
     ended = text_by_exit.get(exit.how, exit.how)
     observed = (
@@ -162,6 +171,10 @@ def _identity_findings(trial: Trial, rank: int) -> list[Finding]:
 
 
 def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
+    """Return a finding for each step, parameter, gradient and update that a rank should have left and has not.
+
+    Also for each that it left and should not have. Parameters without elements need no gradient.
+    """
     findings = []
     steps = [step.step for step in evidence.steps]
     wanted = list(trial.case.steps)

@@ -23,16 +23,21 @@ from harness.core.evidence.summary_parts import Outside, Use
 from harness.core.evidence.text import ranks_text
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
-from harness.core.judge.traffic import INSIDE_PHASES, PARAMETER_ROLES
+from harness.core.judge.traffic import INSIDE_PHASES
 from harness.core.judge.trial import Trial
 from harness.core.plan.plan import Plan
 from harness.core.plan.slices import BYTES
+from harness.core.plan.traffic.flow import PARAMETER_ROLES
 
 STAGE = "structure"
 NEEDS = frozenset({"uses", "members"})
 
 
 def check(trial: Trial) -> Result:
+    """Return the result, with a finding for each rank and axis along which nothing moves. NOT APPLICABLE if no axis is judged.
+
+    UNKNOWN if nothing fails, and some collectives may be of another axis.
+    """
     dims = trial.plan.dims
     axes = [axis for axis in ("tp", "cp", "pp") if getattr(dims, axis) > 1 and _expects_traffic(trial, axis)]
     data = [] if trial.has_claims_or_contents else data_axes(trial.plan)
@@ -136,8 +141,11 @@ def _proves_axis(trial: Trial, summary: Summary, use: Use | Outside, axis: str) 
 
 
 def _expects_traffic(trial: Trial, axis: str) -> bool:
-    """Return whether something should move along an axis. The layout decides for a job without a case."""
-    if "declared" not in trial.provided:
+    """Return whether something should move along an axis, beside parameters and gradients.
+
+    True for each axis of a layout if the plan does not state what.
+    """
+    if not trial.plan.is_exact:
         return True
     for rank in trial.ranks:
         for flow in trial.plan.flows_of(rank, trial.first_step):
@@ -147,16 +155,19 @@ def _expects_traffic(trial: Trial, axis: str) -> bool:
 
 
 def _is_data_parallel_traffic(trial: Trial, summary: Summary, moved: Sequence[Use | Outside]) -> bool:
-    """Return whether a case is declared, and by its plan all of this moves for parameters and gradients."""
+    """Return whether by an exact plan all of this moves for parameters and gradients. False if the plan is not exact."""
     planned = _planned_bytes(trial, summary)
     return all(use.bytes <= planned[ranks_from_key(use.ranks), use.op, use.phase][0] for use in moved)
 
 
 def _planned_bytes(trial: Trial, summary: Summary) -> dict[tuple[tuple[int, ...], str, str], tuple[int, int]]:
-    """Return the bytes that a declared case moves, by group, collective and phase: of parameters and gradients, and others."""
+    """Return the bytes that an exact plan states, by group, collective and phase: of parameters and gradients, and others.
+
+    (0, 0) for each if the plan is not exact.
+    """
     of_parameters = Counter[Any]()
     of_others = Counter[Any]()
-    if "declared" in trial.provided:
+    if trial.plan.is_exact:
         for flow in trial.plan.flows_of(summary.rank, summary.shown):
             counted = of_parameters if flow.role in PARAMETER_ROLES else of_others
             counted[trial.plan.group_of(summary.rank, flow.axis), flow.op, flow.phase] += flow.bytes
@@ -166,7 +177,7 @@ def _planned_bytes(trial: Trial, summary: Summary) -> dict[tuple[tuple[int, ...]
 
 
 def _is_planned_exactly(trial: Trial, summary: Summary, use: Use | Outside) -> bool:
-    """Return whether a collective moves, to the byte, what a declared plan moves there for parameters and otherwise."""
+    """Return whether a collective moves, to the byte, what an exact plan moves there for parameters and otherwise."""
     of_parameters, of_others = _planned_bytes(trial, summary)[ranks_from_key(use.ranks), use.op, use.phase]
     return of_others > 0 and use.bytes == of_parameters + of_others
 
@@ -271,5 +282,6 @@ def _pipeline_lines(dims: ParallelDims, order: Sequence[str]) -> RankLines:
 
 
 def _lines_text(lines: RankLines, limit: int = 4) -> str:
+    """Return the first groups of ranks as a text, with ".." if there are more than `limit`."""
     shown = sorted(lines)
     return " ".join(map(ranks_text, shown[:limit])) + (" .." if len(shown) > limit else "")

@@ -47,8 +47,12 @@ BUCKET_WRAPPERS = ("ddp", "replicate")
 
 
 def check(trial: Trial) -> Result:
-    if "declared" not in trial.provided:
-        return _judge_undeclared(trial)
+    """Return the result, with findings on what a rank kept and copied beyond the plan. UNKNOWN if that was not observed.
+
+    If the plan is not exact, only the most bytes of parameters, gradients and optimizer state are judged.
+    """
+    if not trial.plan.is_exact:
+        return _judge_most_bytes(trial)
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
         wanted = planned_bytes_by_kind(trial, rank)
@@ -84,7 +88,7 @@ def _unmeasured_steps(trial: Trial) -> list[tuple[int, int]]:
 
 
 def planned_bytes_by_kind(trial: Trial, rank: int) -> dict[str, tuple[int, int]]:
-    """The least and the most bytes that a rank holds between steps, by kind."""
+    """Return the least and the most bytes that a rank holds between steps, by kind."""
     smallest, largest = trial.plan.parameter_bytes[rank]
     copies = STATE_COPIES[trial.case.training.optimizer] + trial.assumption.optimizer.copies
     muon_saving = muon_bytes(trial.case, trial.plan.slices[rank])
@@ -98,7 +102,10 @@ def planned_bytes_by_kind(trial: Trial, rank: int) -> dict[str, tuple[int, int]]
 
 
 def _memory_findings(evidence: RankEvidence, wanted: dict[str, tuple[int, int]]) -> list[Finding]:
-    """wanted: by kind, the least and the most bytes. What was not looked at is no 0."""
+    """Return a finding for each step and kind whose bytes are not within the plan's. What was not looked at is left out.
+
+    wanted: kind -> the least and the most bytes.
+    """
     findings = []
     for step in evidence.steps:
         for kind, (low, high) in wanted.items():
@@ -112,8 +119,13 @@ def _memory_findings(evidence: RankEvidence, wanted: dict[str, tuple[int, int]])
     return findings
 
 
-def _judge_undeclared(trial: Trial) -> Result:
-    """Yield findings of a job that declares no parameters with gradients and state. What else a job keeps is its own."""
+def _judge_most_bytes(trial: Trial) -> Result:
+    """Return the result, with findings where parameters, gradients or optimizer state are larger than the slices allow.
+
+    Parameters may not be smaller, either. The plan of a layout does not state which of them have gradients and state, nor what
+    else
+    a job keeps. The state is judged if all optimizers are of torch's classes that are known. UNKNOWN if no optimizer stepped.
+    """
     findings, examined = [], 0
     copies = _most_state_copies(trial)
     for rank, evidence in sorted(trial.ranks.items()):
@@ -129,12 +141,16 @@ def _judge_undeclared(trial: Trial) -> Result:
 
 
 def _most_state_copies(trial: Trial) -> int | None:
-    """How many numbers a parameter torch's optimizers that were seen keep at most; None of others."""
+    """Return how many numbers a parameter the optimizers that were seen keep at most.
+
+    None if one is of a class that is not known, or none was seen.
+    """
     counts = {_state_copies_of(text) for summary in trial.run.summaries.values() for text in summary.modules.optimizers}
     return max((count or 0 for count in counts), default=None) if None not in counts else None
 
 
 def _state_copies_of(text: str) -> int | None:
+    """Return how many numbers a parameter an optimizer keeps, from the text of its settings; None for an unknown class."""
     if text.startswith(("Adam(", "AdamW(")):
         return 3 if re.search("amsgrad [^,)]*True", text) else 2
     return (1 if "momentum 0," not in f"{text}," else 0) if text.startswith("SGD(") else None
@@ -187,6 +203,7 @@ def _text_of_allowances(trial: Trial) -> str:
 
 
 def _unaccounted_findings(trial: Trial, rank: int) -> list[Finding]:
+    """Return the finding that more is kept after training than the plan and allowances explain; else nothing."""
     copies, limit = possible_copies(trial, rank), most_kept(trial, rank)
     if not has_unaccounted_tensors(trial, rank):
         return []
@@ -197,6 +214,7 @@ def _unaccounted_findings(trial: Trial, rank: int) -> list[Finding]:
 
 
 def has_unaccounted_tensors(trial: Trial, rank: int) -> bool:
+    """Return whether a rank keeps more after training than the plan and allowances explain."""
     return sum(tensor.bytes for tensor in possible_copies(trial, rank)) > most_kept(trial, rank)
 
 
@@ -215,7 +233,7 @@ def _without_single_numbers(kept: dict[str, int]) -> dict[str, int]:
 
 
 def growth_per_step(evidence: RankEvidence) -> float:
-    """Bytes that are kept more after each step, the least of all intervals looked at; 0 if there are not two of them.
+    """Return how many bytes more are kept after each step, the least of all intervals looked at; 0.0 if there are not two.
 
     A cache that fills once grows in one interval, a buffer that is filled anew in none.
     """
@@ -225,14 +243,20 @@ def growth_per_step(evidence: RankEvidence) -> float:
 
 
 def grown_tensors(evidence: RankEvidence) -> dict[str, int]:
-    """Return, by "dtype shape", how much more is kept after the last step than after the first, most first."""
+    """Return, by "dtype shape", how many bytes more are kept after the last step than after the first, most first.
+
+    Single numbers are left out. Raises ValueError if fewer than two steps were looked at.
+    """
     first, *_, last = [_without_single_numbers(step.kept) for step in evidence.steps if step.kept is not None]
     growth_by_tensor = {key: size - first.get(key, 0) for key, size in last.items() if size > first.get(key, 0)}
     return dict(sorted(growth_by_tensor.items(), key=lambda item: -item[1]))
 
 
 def unwaited_growth(evidence: RankEvidence) -> int:
-    """Return how many functional collectives were never waited for, first step to last, where each step brought more."""
+    """Return how many functional collectives were never waited for, first step to last, where each step brought more.
+
+    0 where some step brought none, or torch does not count them.
+    """
     counts = [step.unwaited for step in evidence.steps if step.unwaited is not None]
     return (
         counts[-1] - counts[0] if all(later > sooner for sooner, later in itertools.pairwise(counts)) and counts else 0
@@ -240,6 +264,7 @@ def unwaited_growth(evidence: RankEvidence) -> int:
 
 
 def _growth_findings(trial: Trial, rank: int) -> list[Finding]:
+    """Return the finding that more is kept after each step, beyond the bytes of tables of positions; else nothing."""
     evidence, limit = trial.ranks[rank], trial.plan.table_bytes
     if (rate := growth_per_step(evidence)) <= limit:
         return []
@@ -255,13 +280,17 @@ def _growth_findings(trial: Trial, rank: int) -> list[Finding]:
 
 
 def _retained_graph_findings(evidence: RankEvidence) -> list[Finding]:
+    """Return a finding for each step in which graphs that backward retained lived on."""
     retained = [(step.step, step.graphs_retained) for step in evidence.steps if step.graphs_retained]
     name = "autograd graphs that live on in the next forward pass"
     return [Finding.at(evidence.rank, 0, count, step=step, quantity=name) for step, count in retained]
 
 
 def copies_at_once(evidence: RankEvidence) -> list[tuple[int, str, int]]:
-    """Step, phase and bytes of copies of weights, the most at once; a step without copies has none, in no phase."""
+    """Return (step, phase, bytes) of copies of weights, the most at once; a step without copies has 0 bytes in no phase.
+
+    Steps that were not looked at are left out.
+    """
     copies = []
     for step in evidence.steps:
         if step.copied is not None:
@@ -300,7 +329,7 @@ def explained_copied(trial: Trial, rank: int, phase: str, step: int) -> list[Exp
 
 
 def excessive_copies(trial: Trial, rank: int) -> list[tuple[int, int, str]]:
-    """Bytes, step and phase; most first."""
+    """Return (bytes, step, phase) where more weights are copied at once than may be, most first."""
     copies = copies_at_once(trial.ranks[rank])
     return sorted(
         ((size, step, phase) for step, phase, size in copies if size > copy_limit(trial, rank, phase, step)),
@@ -309,6 +338,7 @@ def excessive_copies(trial: Trial, rank: int) -> list[tuple[int, int, str]]:
 
 
 def _copy_findings(trial: Trial, rank: int) -> list[Finding]:
+    """Return a finding for each step and phase in which more weights are copied at once than may be."""
     return [
         Finding.at(
             rank,
@@ -325,7 +355,10 @@ def _copy_findings(trial: Trial, rank: int) -> list[Finding]:
 
 
 def possible_copies(trial: Trial, rank: int) -> list[HeldTensor]:
-    """What may hold weights or gradients; one number may not."""
+    """Return the unaccounted tensors that may hold weights or gradients: flat ones, and those of a parameter's shape.
+
+    A single number may not, nor what a pipeline's stage hands on.
+    """
     local_shapes = {tensor.value.shape for tensor in trial.ranks[rank].parameters}
     shapes = local_shapes | set(trial.case.model.parameter_shapes().values())
     shapes = (shapes | {shape[::-1] for shape in shapes}) - _stage_output_shapes(trial.case)
@@ -338,6 +371,9 @@ def possible_copies(trial: Trial, rank: int) -> list[HeldTensor]:
 
 
 def _stage_output_shapes(case: Case) -> set[tuple[int, ...]]:
-    """[tokens of a microbatch, dim], and with sequence parallel a tp rank's part of it."""
+    """Return the shapes of what pipeline stages hand on; empty without pp.
+
+    These are [tokens of a microbatch, dim], and with sequence parallel a tp rank's part of it.
+    """
     lengths = {case.seq_len(step) // case.dims.cp for step in case.steps} if case.dims.pp > 1 else set()
     return {(case.local_batch * length // ways, case.model.dim) for length in lengths for ways in (1, case.dims.tp)}

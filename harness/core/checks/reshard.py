@@ -39,12 +39,17 @@ AFTER_EVALUATION = "after evaluation"
 
 
 def check(trial: Trial) -> Result:
+    """Return the result, with findings on what a rank kept of parameters after forward, backward and evaluation.
+
+    NOT APPLICABLE if nothing is gathered; UNKNOWN if FSDP's units are not known. If the plan is not exact, only the most bytes
+    after forward are judged.
+    """
     if not any(trial.plan.after_forward.values()):
         return not_applicable("reshard", f"nothing is gathered: {_why_nothing_is_gathered(trial)}")
     if reason := unknown_units_reason(trial):
         return Result("reshard", Verdict.UNKNOWN, note=reason)
-    if "declared" not in trial.provided:
-        return _judge_undeclared(trial)
+    if not trial.plan.is_exact:
+        return _judge_most_bytes(trial)
     findings: list[Finding] = []
     examined = 0
     for rank, evidence in sorted(trial.ranks.items()):
@@ -78,8 +83,11 @@ def check(trial: Trial) -> Result:
     return verdict_of("reshard", findings, examined, "; ".join(filter(None, [_evaluation_note(trial), allowed])))
 
 
-def _judge_undeclared(trial: Trial) -> Result:
-    """Judge a job that declares no passes: no more is there than wrappers claim. A unit that no pass needed is not there."""
+def _judge_most_bytes(trial: Trial) -> Result:
+    """Return the result, with a finding where more is there after forward than wrappers claim; less is not judged.
+
+    The plan of a layout states no passes, and a unit that no pass needed is not there.
+    """
     findings: list[Finding] = []
     examined = 0
     for rank, evidence in sorted(trial.ranks.items()):
@@ -93,6 +101,7 @@ def _judge_undeclared(trial: Trial) -> Result:
 
 
 def _parameter_finding(rank: int, step: int, fqn: str, expected: Value, observed: Value, time: str) -> Finding:
+    """Return a finding on the memory of a parameter. time: AFTER_FORWARD, AFTER_BACKWARD or AFTER_EVALUATION."""
     unit = "bytes" if isinstance(observed, int) else ""
     subject: dict[str, Any] = {
         "step": step,
@@ -105,12 +114,17 @@ def _parameter_finding(rank: int, step: int, fqn: str, expected: Value, observed
 
 
 def _total_finding(rank: int, step: int, expected: Value, observed: Value) -> Finding:
+    """Return a finding on the memory of all parameters together, in bytes."""
     return Finding.at(
         rank, expected, observed, step=step, quantity=f"memory of all parameters {AFTER_FORWARD}", unit="bytes"
     )
 
 
 def _kept_finding(trial: Trial, rank: int, step: int, fqn: str, held_bytes: int) -> Finding:
+    """Return the finding that a parameter has other bytes after forward than the policy keeps.
+
+    It says "freed" and "gathered" where the bytes are those, and notes a parameter that is gathered with the root's unit.
+    """
     planned = trial.plan.after_forward[rank][fqn]
     observed = state_or_bytes(trial, rank, fqn, held_bytes)
     wanted = planned.bytes if isinstance(observed, int) else kept_text(trial, planned.degree)
@@ -121,6 +135,7 @@ def _kept_finding(trial: Trial, rank: int, step: int, fqn: str, held_bytes: int)
 
 
 def _excess_findings(trial: Trial, step: int, rank: int, record: AfterForward) -> list[Finding]:
+    """Return a finding for each parameter of which more bytes are there after forward than the policy keeps."""
     wanted = trial.plan.after_forward[rank]
     return [
         _kept_finding(trial, rank, step, fqn, held_bytes)
@@ -179,6 +194,7 @@ def time_after_step(trial: Trial, step: int) -> str:
 
 
 def _why_nothing_is_gathered(trial: Trial) -> str:
+    """Return the reason, from the case's wrapper, why no parameter is gathered."""
     wrapper = trial.case.wrapper
     if wrapper is None:
         return "no data parallelism"
@@ -188,6 +204,7 @@ def _why_nothing_is_gathered(trial: Trial) -> str:
 
 
 def _unrecorded_fqns(trial: Trial, rank: int, recorded: set[str]) -> list[str]:
+    """Return the parameters that the policy is about, and of which nothing was recorded."""
     return [fqn for fqn in trial.plan.after_forward[rank] if fqn not in recorded]
 
 
@@ -220,6 +237,7 @@ def bytes_after_forward(trial: Trial, rank: int, fqn: str) -> int:
 
 
 def kept_text(trial: Trial, degree: int) -> str:
+    """Return the state of a parameter that stays cut over this many ranks, in words."""
     if degree == 1:
         return "gathered"
     return "freed" if degree == trial.plan.shard_degree else f"sharded over {degree} ranks"

@@ -59,12 +59,16 @@ QUANTITY_BY_ROLE = {
 
 
 def check(trial: Trial) -> Result:
+    """Return the result, with a finding for each collective that moves other bytes than the plan's. NOT APPLICABLE on one rank.
+
+    UNKNOWN if FSDP's units are not known. If the plan is not exact, only the least bytes are judged.
+    """
     if trial.plan.dims.world_size == 1:
         return not_applicable("traffic", "one rank moves nothing")
     if reason := unknown_units_reason(trial):
         return Result("traffic", Verdict.UNKNOWN, note=reason)
-    if "declared" not in trial.provided:
-        return _judge_undeclared(trial)
+    if not trial.plan.is_exact:
+        return _judge_least_bytes(trial)
     findings, examined, used = [], 0, set[TrafficKey]()
     for rank, evidence in sorted(trial.ranks.items()):
         for step in trial.case.steps:
@@ -93,9 +97,12 @@ def check(trial: Trial) -> Result:
     return verdict_of("traffic", findings, examined, note=_text_of_allowances(trial, used))
 
 
-def _judge_undeclared(trial: Trial) -> Result:
-    """Judge a job that declares no passes, frozen parameters or other uses of its groups. What sharding and replication need
-    is moved over the groups of the layout. Parameters that no optimizer has need no sum."""
+def _judge_least_bytes(trial: Trial) -> Result:
+    """Return the result, with a finding for each collective that moves less than sharding and replication need.
+
+    The plan of a layout states no passes, frozen parameters or other uses of the groups. Parameters that no optimizer has need
+    no sum.
+    """
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
         for step in trial.case.steps:
@@ -128,7 +135,11 @@ def _unless_averaged_by_optimizer(trial: Trial, rank: int, lacking: Finding) -> 
 
 
 def _text_of_allowances(trial: Trial, used: set[TrafficKey]) -> str:
-    """Return what is allowed to be moved. Outside of passes any collective of that kind uses it."""
+    """Return the allowances that were used, as a text; empty if none was. Outside of passes any collective of that kind uses
+    one.
+
+    used: the collectives that moved more than planned in passes; those outside are added to it.
+    """
     used |= {key for rank, step in trial.own_steps() for key in observed_bytes_outside(trial.ranks[rank], step.step)}
     observed_kinds = {key[1:] for key in used}
     return allowances_text(trial, {"moved": lambda allowance: (allowance.op, allowance.phase) in observed_kinds})
@@ -137,7 +148,10 @@ def _text_of_allowances(trial: Trial, used: set[TrafficKey]) -> str:
 def _explained_by_evaluation(
     trial: Trial, rank: int, step: int, wanted: dict[TrafficKey, int], observed_bytes: dict[TrafficKey, int]
 ) -> dict[TrafficKey, int]:
-    """The plan's bytes, of the collectives that differ from it by just what evaluation before this step explains."""
+    """Return the plan's bytes, of the collectives that differ from it by just what evaluation before this step explains.
+
+    Empty if none does.
+    """
     excess = {key: observed_bytes.get(key, 0) - wanted.get(key, 0) for key in wanted | observed_bytes}
     spared = after_evaluation.extra_forward_bytes(trial, rank, step)
     explained = spared if all(excess.get(key, 0) == count for key, count in spared.items()) else {}
@@ -146,7 +160,7 @@ def _explained_by_evaluation(
 
 
 def _buffer_bytes(trial: Trial, rank: int, kind: str) -> dict[TrafficKey, int]:
-    """Bytes that DDP broadcasts before a forward pass. kind: float_buffers or other_buffers."""
+    """Return the bytes that DDP broadcasts before a forward pass, by collective. kind: float_buffers or other_buffers."""
     sizes: dict[TrafficKey, int] = defaultdict(int)
     for wrapper in trial.ranks[rank].structure.values():
         sizes[wrapper.replicate_ranks, "broadcast", "forward"] += getattr(wrapper, kind)
@@ -156,8 +170,10 @@ def _buffer_bytes(trial: Trial, rank: int, kind: str) -> dict[TrafficKey, int]:
 def _buffer_keys(
     trial: Trial, rank: int, wanted: dict[TrafficKey, int], observed_bytes: dict[TrafficKey, int]
 ) -> list[TrafficKey]:
-    """The collectives that differ from the plan by as much as some of the passes broadcast. While an accumulation's gradients
-    wait, DDP leaves that out."""
+    """Return the collectives that differ from the plan by as much as some of the passes broadcast.
+
+    While an accumulation's gradients wait, DDP leaves that out.
+    """
     return [
         key
         for key, size in _buffer_bytes(trial, rank, "float_buffers").items()
@@ -208,8 +224,12 @@ def _outside_text(trial: Trial, rank: int, step: int, bytes_by_key: dict[Traffic
 
 
 def _lacking_outside_findings(trial: Trial, rank: int, step: int) -> list[Finding]:
-    """What ZeRO gathers behind its optimizer, and Muon in its own, is moved there, whatever else is. So are the gradients of a
-    tied weight over two stages."""
+    """Return a finding for each planned flow outside of passes that moved too little.
+
+    These are what ZeRO gathers behind its optimizer, what Muon gathers in its own, and gradients of a tied weight over two
+    stages.
+    They are moved there, whatever else is.
+    """
     wanted = planned_bytes_outside(trial, rank, step)
     observed_bytes = observed_bytes_outside(trial.ranks[rank], step, pairs={key[0] for key, _ in wanted})
     return [
@@ -226,7 +246,11 @@ def _lacking_outside_findings(trial: Trial, rank: int, step: int) -> list[Findin
 
 
 def _integer_findings(trial: Trial, rank: int, step: int) -> list[Finding]:
-    """Truth values and bytes among them. Stages of a pipeline tell each other their shapes by send and receive."""
+    """Return a finding if a rank moved more integers in passes than the plan and allowances explain; else nothing.
+
+    Truth values and bytes are integers, too. Sends and receives are left out: stages of a pipeline tell each other their
+    shapes.
+    """
     observed_bytes = Counter[TrafficKey]()
     for call in trial.ranks[rank].collectives:
         is_in_pass = call.step == step and call.phase in INSIDE_PHASES and len(call.ranks) > 1
@@ -245,7 +269,10 @@ def _integer_findings(trial: Trial, rank: int, step: int) -> list[Finding]:
 
 
 def waits_by_key(evidence: RankEvidence, step: int) -> Counter[TrafficKey]:
-    """Collectives that move nothing, of which ranks only wait for each other. Between passes that is a habit, not in them."""
+    """Return the number of a step's collectives that move nothing, of which ranks only wait for each other, by collective.
+
+    Those in passes and in the optimizer are counted. Between passes, to wait is a habit.
+    """
     return Counter(
         (call.ranks, call.op, call.phase)
         for call in evidence.collectives
@@ -255,7 +282,10 @@ def waits_by_key(evidence: RankEvidence, step: int) -> Counter[TrafficKey]:
 
 
 def _wait_findings(trial: Trial, evidence: RankEvidence, step: int) -> list[Finding]:
-    """What ZeRO-3's ranks compare in the first two steps may be an empty list."""
+    """Return a finding for each collective in passes or the optimizer that moves nothing, and only has ranks wait.
+
+    Nothing of ZeRO-3 in its first two steps: what its ranks compare may be an empty list.
+    """
     if trial.case.wrapper == "zero3" and step <= trial.first_step + 1:
         return []
     return [
@@ -273,6 +303,7 @@ def _wait_findings(trial: Trial, evidence: RankEvidence, step: int) -> list[Find
 def _byte_findings(
     trial: Trial, rank: int, step: int, wanted: dict[TrafficKey, int], observed_bytes: dict[TrafficKey, int]
 ) -> list[Finding]:
+    """Return a finding for each collective that moved other bytes than wanted, ordered by phase, operator and ranks."""
     findings = []
     for key in sorted(
         set(wanted) | set(observed_bytes), key=lambda order_key: (order_key[2], order_key[1], order_key[0])

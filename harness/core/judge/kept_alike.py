@@ -16,10 +16,10 @@ def optimizer_bytes_over_group(trial: Trial, rank: int, step: int, group: tuple[
 def is_joined_by_optimizer(trial: Trial, rank: int, group: tuple[int, ...]) -> bool:
     """Return whether this rank's optimizer moves bytes over exactly this group in some step.
 
-    False where a case declares what is moved. The bytes alone do not show whether the optimizer leaves the replicas
-    equal.
+    False if the case is complete, as it then says what is moved. The bytes alone do not show whether the optimizer
+    leaves the replicas equal.
     """
-    return "declared" not in trial.provided and any(
+    return not trial.case.is_complete and any(
         optimizer_bytes_over_group(trial, rank, step, group) for step in trial.case.steps
     )
 

@@ -14,7 +14,6 @@ from harness.core.plan.traffic.flow import OUTSIDE, Flow
 from harness.core.plan.traffic.muon import MATRICES_ROLE
 
 INSIDE_PHASES = ("forward", "backward", "pipeline")
-PARAMETER_ROLES = ("parameters", "gradients")
 TrafficKey = tuple[tuple[int, ...], str, str]  # ranks, op, phase
 
 
@@ -32,12 +31,9 @@ def planned_optional(trial: Trial, rank: int, step: int) -> dict[TrafficKey, int
 
 
 def _flows_inside(trial: Trial, rank: int, step: int) -> list[Flow]:
-    """Return a rank's planned flows in forward and backward of a step.
-
-    Without a declared case only those of parameters and gradients are returned.
-    """
+    """Return a rank's planned flows in forward and backward of a step whose bytes the plan states."""
     inside = [flow for flow in trial.plan.flows_of(rank, step) if flow.phase != OUTSIDE]
-    return [flow for flow in inside if "declared" in trial.run.provided or flow.role in PARAMETER_ROLES]
+    return [flow for flow in inside if trial.plan.states(flow)]
 
 
 def _bytes_by_key(trial: Trial, rank: int, flows: Iterable[Flow]) -> dict[TrafficKey, int]:

@@ -60,6 +60,7 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL_TRAITS) -> Plan:
     flows = moved(1)
     plan = Plan(
         dims=case.dims,
+        is_exact=case.is_complete,
         steps=case.steps,
         shapes=shapes,
         groups=groups_by_axis(case, units.values_by_kind()),

@@ -9,7 +9,7 @@ from harness.core.case.dims import ParallelDims
 from harness.core.case.measured import Observed
 from harness.core.case.traits import USUAL_TRAITS, TrainerTraits
 from harness.core.plan.slices import FlatUnit, Slice, tp_dim
-from harness.core.plan.traffic.flow import TIED_ROLE, Flow
+from harness.core.plan.traffic.flow import PARAMETER_ROLES, TIED_ROLE, Flow
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,9 @@ class Plan:
     """Rank and fqn -> what it keeps when a forward pass has ended; empty where nothing is gathered."""
     padding_after_forward: Mapping[int, int] = field(default_factory=dict)
     """Rank -> the most bytes that padding may add to what it keeps after forward."""
+    is_exact: bool = True
+    """Whether it states the bytes that are moved and held. If a layout alone is requested, it states only the least that is
+    moved for parameters and gradients, and the most that is held of parameters."""
     steps: range = range(1, 2)
     """Steps that this launch trains, from 1."""
     quantized: tuple[str, ...] = ()
@@ -108,6 +111,10 @@ class Plan:
         Empty without tp, and where parameters are not flattened.
         """
         return {fqn: self.dims.tp for fqn in self.shapes if self.flat and self.dims.tp > 1 and tp_dim(fqn) == 1}
+
+    def states(self, flow: Flow) -> bool:
+        """Return whether the bytes of a flow are stated: if the plan is not exact, only those of parameters and gradients."""
+        return self.is_exact or flow.role in PARAMETER_ROLES
 
     def flows_of(self, rank: int, step: int) -> tuple[Flow, ...]:
         """Return a rank's traffic in a step: even ones may train on shorter samples, the last one on fewer.

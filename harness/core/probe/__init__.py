@@ -39,6 +39,7 @@ from harness.core.probe.compiler import CompilerRecorder, compiler_counts
 from harness.core.probe.copies import CopyRecorder
 from harness.core.probe.device import DeviceRecorder
 from harness.core.probe.growth import GrowthRecorder
+from harness.core.probe.optimizer_steps import OptimizerSteps
 from harness.core.probe.pipeline import PipelineRecorder
 from harness.core.probe.precision import QuantizedRecorder
 from harness.core.probe.resharding import GatheredRecorder
@@ -60,6 +61,8 @@ gc.get_freeze_count() walks through all that is frozen, which takes 30 ms of CPU
 
 
 class Probe:
+    """All observers of one rank's training. The module's docstring says in which order its methods are called."""
+
     def __init__(
         self,
         rank: int,
@@ -94,6 +97,19 @@ class Probe:
         self.copies = CopyRecorder(self.clock)
         self.device = DeviceRecorder(self.clock)
         self.retained_graphs = RetainedGraphs(self.clock)
+        self.optimizer_steps = OptimizerSteps(
+            self.clock,
+            before=(
+                self.values.before_optimizer,
+                self.settings.note_settings,
+                self.gather_recorder.before_optimizer,
+            ),
+            after=(
+                self.values.after_optimizer,
+                self.compiler.after_optimizer,
+                self.device.after_optimizer,
+            ),
+        )
         self._has_frozen = False  # Python's objects, at install
 
     def install(self) -> None:
@@ -102,11 +118,11 @@ class Probe:
         if self._has_frozen:
             gc.freeze()
         self.collectives.install()
+        self.optimizer_steps.install()
         self.values.install()
         self.samples.install()
         self.activity.install()
         self.pipeline.install()
-        self.compiler.install()
         self.saved_tensors_recorder.install()
         self.settings.install()
         self.copies.install()
@@ -126,6 +142,7 @@ class Probe:
             yield witness
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
+        """Hook the model parts, and copy the parameters that they begin with. Call it once the trainer is built."""
         self._parts = self.values.parts = tuple(parts)
         self.activity.attach(self._parts)
         self.gather_recorder.attach(self._parts)  # before samples: its hook ends the forward pass
@@ -169,13 +186,11 @@ class Probe:
         )
 
     def remove(self) -> None:
+        """Take all hooks, patches and kernels out of torch and the model again. What was recorded stays."""
         if self._has_frozen:
             gc.unfreeze()
         self.retained_graphs.remove()
-        self.device.remove()
-        self.settings.remove()
         self.saved_tensors_recorder.remove()
-        self.compiler.remove()
         self.copies.remove()
         self.pipeline.remove()
         self.quantized_recorder.remove()
@@ -183,6 +198,7 @@ class Probe:
         self.gather_recorder.remove()
         self.samples.remove()
         self.values.remove()
+        self.optimizer_steps.remove()
         self.collectives.remove()
 
     def evidence(
@@ -191,7 +207,12 @@ class Probe:
         fault: bool | None = None,
         numbers: Mapping[int, Mapping[str, Number]] = MappingProxyType({}),
     ) -> RankEvidence:
-        """Return all that was seen on this rank. `reported`, `numbers`: by step, what the trainer shows its user."""
+        """Return all that was seen on this rank, read from the device after waiting for it.
+
+        Steps are those after the one that the run resumed from.
+        reported: step -> loss, gradient norm, learning rate and largest loss, as the trainer shows its user.
+        numbers: step -> other numbers that it shows, by name. fault: whether a fault was applied; None if none was requested.
+        """
         host_copies.wait_for_copies()
         self.values.read_copies()
         steps = sorted(step for step in self.values.steps if step > self.clock.start_step)
@@ -228,6 +249,7 @@ class Probe:
         return fused_starts_of(self._parts)
 
     def _step_evidence(self, step: int, values: StepValues, reported: Mapping[int, ReportedNumbers]) -> StepEvidence:
+        """Return one step as the evidence has it: what each recorder noted, and the numbers that the trainer reported."""
         loss, gradient_norm, learning_rate, largest_loss = (*reported.get(step, ()), *[None] * 4)[:4]
         return StepEvidence(
             step=step,
@@ -261,6 +283,7 @@ class Probe:
         )
 
     def _activity(self, step: int) -> Activity:
+        """Return what was computed in a step, with its matmuls in 8 bits and the hooks on saved tensors."""
         computed = self.activity.activity_of(step)
         return replace(
             computed,
@@ -270,6 +293,7 @@ class Probe:
 
 
 def describe_environment() -> dict[str, str]:
+    """Return the versions of Python and torch, the machine's processor, and the GPU's name ("cpu" if none is in use)."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""What a rank computed in a step: forward calls of modules, matmuls, random numbers.
+"""The computation of each step on a rank: forward calls of modules, matmuls, attention, random numbers.
 
 No feature need report itself. A module called inside backward is recomputed. A module inside a compiled one is never
 called from Python: its hooks are silent, though its matmuls are counted. Random numbers move the generator's state.
@@ -20,6 +20,7 @@ from harness.core.evidence.step import Activity, Attention, Call, Matmul
 from harness.core.probe.clock import Account, Clock
 from harness.core.probe.hooks import Hook
 from harness.core.probe.host_copies import HostCopy, copy_to_host, read_copy
+from harness.core.probe.kernels import KEYS_BELOW, OperatorKernels
 from harness.core.probe.structure import local_tensor_of, plain_fqn
 from harness.core.probe.without_memory import has_real_computation, is_without_memory
 
@@ -47,7 +48,7 @@ RANDOM_OPERATORS = ("uniform_", "normal_", "bernoulli_.float", "bernoulli_.Tenso
 
 
 class ActivityRecorder:
-    """on_phase is called at the first matmul of each pass."""
+    """Counts of what was computed, by step and phase. `on_phase` is called at the first matmul of each pass."""
 
     on_phase: Callable[[], None] = staticmethod(lambda: None)
 
@@ -60,23 +61,17 @@ class ActivityRecorder:
         self._has_drawn = False
         self._last_phase: tuple[int, str] | None = None
         self._hooks: list[Any] = []
-        self._library: torch.library.Library | None = None
+        self._kernels = OperatorKernels("aten")
 
     def install(self) -> None:
-        """Put a kernel in front of each operator, below autograd and DTensor, as the recorder of collectives does."""
-        self._library = torch.library.Library("aten", "IMPL")
+        """Put a kernel in front of each operator of matmuls, attention and random numbers."""
         kernels = {name: functools.partial(self._product, factor) for name, factor in MATMUL_FACTORS.items()}
         kernels |= {name: functools.partial(self._attention_kernel, kind) for name, kind in ATTENTION_OPERATORS.items()}
         kernels |= {
             name: functools.partial(self._batched_matmul_kernel, factor)
             for name, factor in BATCHED_MATMUL_FACTORS.items()
         }
-        for name, kernel in (kernels | dict.fromkeys(RANDOM_OPERATORS, self._draw_kernel)).items():
-            packet, _, overload = name.partition(".")
-            operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-            if operator is not None:
-                kernel = functools.partial(kernel, operator)
-                self._library.impl(name, kernel, "BackendSelect", with_keyset=True)
+        self._kernels.install(kernels | dict.fromkeys(RANDOM_OPERATORS, self._draw_kernel))
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
         """Hook every module of the parts.
@@ -89,6 +84,7 @@ class ActivityRecorder:
                 )
 
     def remove(self) -> None:
+        """Take the hooks and the kernels out again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -96,12 +92,10 @@ class ActivityRecorder:
 
     def close(self) -> None:
         """Take the kernels out again. Nothing if they are out already."""
-        if self._library is not None:
-            self._library._destroy()
-        self._library = None
+        self._kernels.close()
 
     def activity_of(self, step: int) -> Activity:
-        """Return a step's activity. Call it after waiting for the device."""
+        """Return a step's activity, of passes that trained. Call it after waiting for the device."""
         activity = _add_up_accounts(
             account_activity for account, account_activity in self._accounts.items() if account.trains_step(step)
         )
@@ -120,9 +114,13 @@ class ActivityRecorder:
 
     def _product(self, factor: int, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         self.note_matmul(args[factor])
-        return operator.redispatch(keyset & _KEYS_BELOW, *args, **kwargs)
+        return operator.redispatch(keyset & KEYS_BELOW, *args, **kwargs)
 
     def note_matmul(self, first_factor: torch.Tensor) -> None:
+        """Count a matmul by phase and dtype; call `on_phase` if it is the first of a step's phase.
+
+        A matmul that a compiler traces, or on the meta device, is not counted.
+        """
         if has_real_computation(first_factor):
             if (where := self._clock.step_and_phase()) != self._last_phase:
                 self._last_phase = where
@@ -131,7 +129,7 @@ class ActivityRecorder:
 
     def _batched_matmul_kernel(self, factor: int, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         self.note_batched_matmul(args[factor])
-        return operator.redispatch(keyset & _KEYS_BELOW, *args, **kwargs)
+        return operator.redispatch(keyset & KEYS_BELOW, *args, **kwargs)
 
     def note_batched_matmul(self, first_factor: torch.Tensor) -> None:
         """Note a batched matmul: as a matmul if its batch is one matrix, else as one that attention may be made of.
@@ -144,7 +142,7 @@ class ActivityRecorder:
 
     def _attention_kernel(self, kind: str, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         self.note_attention(kind, args[0])
-        return operator.redispatch(keyset & _KEYS_BELOW, *args, **kwargs)
+        return operator.redispatch(keyset & KEYS_BELOW, *args, **kwargs)
 
     def note_attention(self, kind: str, query: torch.Tensor) -> None:
         if has_real_computation(query):
@@ -152,9 +150,12 @@ class ActivityRecorder:
 
     def _draw_kernel(self, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         self.note_draw(args[0])
-        return operator.redispatch(keyset & _KEYS_BELOW, *args, **kwargs)
+        return operator.redispatch(keyset & KEYS_BELOW, *args, **kwargs)
 
     def note_draw(self, target: torch.Tensor) -> None:
+        """Count a draw of random numbers into this tensor by phase. From the first one on, modules' random states are
+        compared.
+        """
         if has_real_computation(target):
             self._has_drawn = not is_without_memory(
                 target
@@ -194,9 +195,6 @@ class ActivityRecorder:
             known_states.add(state)
         elif known_states and state not in known_states:
             _add_count(self._current_activity().other_states, fqn)
-
-
-_KEYS_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
 @functools.cache

@@ -24,13 +24,22 @@ ENGINE_FUNCTION = "_engine_run_backward"
 """What Tensor.backward comes down to in torch.autograd, reductions by DDP and FSDP included."""
 
 
-def observe_backward(
-    clock: Clock, on_begin: Callable[[Any, Any], None], on_end: Callable[[], None]
-) -> Callable[[], None] | None:
-    """Call both around each outermost backward pass that accumulates gradients, but not within a pipeline's schedule.
+@dataclass(frozen=True)
+class BackwardObserver:
+    """What is called around each outermost backward pass, also one within a pipeline's schedule."""
 
-    on_begin: gets the roots and retain_graph. Return a function that ends this. None if this torch runs backward in another
-    way, so that nothing is seen.
+    begin: Callable[[Any, Any, bool], Any]
+    """Gets the roots, retain_graph, and whether gradients are accumulated into parameters. What it returns decides whether
+    `end` is called for this pass."""
+    end: Callable[[], None]
+    """Called when the pass has ended; not called if it raised."""
+
+
+def observe_backward(observer: BackwardObserver) -> Callable[[], None] | None:
+    """Call the observer around each outermost backward pass from now on; return a function that ends this.
+
+    Return None, and observe nothing, if this torch runs backward by another function.
+    Passes that a compiler traces are left out.
     """
     original = getattr(torch.autograd, ENGINE_FUNCTION, None)
     if original is None:
@@ -38,13 +47,12 @@ def observe_backward(
 
     @functools.wraps(original)
     def run_and_note_backward(roots: Any, gradients: Any, retain_graph: Any = None, *args: Any, **kwargs: Any) -> Any:
-        is_outermost = torch._C._current_graph_task_id() == -1 and not clock.in_schedule
-        is_observed = is_outermost and kwargs.get("accumulate_grad", True)
-        if is_observed:
-            on_begin(roots, retain_graph)
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return original(roots, gradients, retain_graph, *args, **kwargs)
+        is_observed = observer.begin(roots, retain_graph, kwargs.get("accumulate_grad", True))
         results = original(roots, gradients, retain_graph, *args, **kwargs)
         if is_observed:
-            on_end()
+            observer.end()
         return results
 
     setattr(torch.autograd, ENGINE_FUNCTION, run_and_note_backward)
@@ -52,7 +60,7 @@ def observe_backward(
 
 
 class BackwardRecorder:
-    """gradients: the present ones, by fqn."""
+    """Copies of the gradients as they were when backward ended, until torch's own clipping is seen."""
 
     def __init__(self, clock: Clock, gradients: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._clock = clock
@@ -64,17 +72,26 @@ class BackwardRecorder:
         self.ended_passes = 0  # how many backward passes have ended
 
     def install(self) -> None:
-        self._stop = observe_backward(self._clock, lambda roots, retain: None, self._note_end)
+        """Copy gradients after each backward pass, and after each pass of a schedule. Nothing if torch runs backward
+        another way.
+        """
+        self._stop = observe_backward(BackwardObserver(self._is_counted, self._note_end))
         if self._stop:
             self._clock.on_schedule_end = self._note_end
 
     def remove(self) -> None:
+        """Stop, and drop the copies."""
         if self._stop:
             self._stop()
         self._stop = None
         self.drop_copies()
 
+    def _is_counted(self, roots: Any, retain_graph: Any, accumulates: bool) -> bool:
+        """Return whether a pass that begins ends backward by itself: a schedule's passes are followed by others of it."""
+        return accumulates and not self._clock.in_schedule
+
     def _note_end(self) -> None:
+        """Count a backward pass that ended. While copies are needed, replace them by ones of the present gradients."""
         self.ended_passes += 1
         if self.is_needed:
             gradients = self._gradients()
@@ -94,7 +111,7 @@ class BackwardRecorder:
 
 @dataclass(frozen=True)
 class GradientsBefore:
-    """Gradients at the end of backward. resolution: the epsilon of each one's dtype."""
+    """Gradients at the end of backward, by fqn, and the epsilon of each one's dtype."""
 
     gradients: dict[str, HostCopy]
     resolution: dict[str, float]

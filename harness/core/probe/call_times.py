@@ -1,4 +1,4 @@
-"""When collectives were issued, and how long their threads were blocked by them.
+"""Times of collectives: when each was issued, and how long it blocked the thread that issued it.
 
 A thread is blocked in the call, and in a wait from Python before it issues another collective. Waits of C++ code are not seen,
 such as those of DDP's reducer. On GPUs a wait blocks a stream and not the thread.
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 class CallTimes:
-    """Measures while installed. Calls are known by their place among the records of one recorder."""
+    """Times of calls while it is installed, by their index among the records of one recorder."""
 
     def __init__(self) -> None:
         self.times_by_call: dict[int, tuple[float, float]] = {}
@@ -25,6 +25,7 @@ class CallTimes:
         self._patched_wait: tuple[Any, Any] | None = None
 
     def install(self) -> None:
+        """Patch `Work.wait`, so that waits from Python are timed."""
         original_wait = dist.Work.wait
 
         def timed_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +56,7 @@ class CallTimes:
                 )
 
     def note_begin(self, index: int) -> None:
-        """Take note that the call is on record at this place, and begins now."""
+        """Note that the call with this index among the records begins now. Nothing outside of `timing_call`."""
         if getattr(self._thread, "calls", False):
             self._thread.place = index
             self._thread.began = time.time()

@@ -1,4 +1,4 @@
-"""A loss that applies the model's output itself, chunk by chunk: to the probe that is the end of the forward pass.
+"""Losses that apply the model's output themselves, chunk by chunk: to the probe that is the end of the forward pass.
 
 For the adapter of a trainer with such a loss, where the model returns hidden states. What the loss does up to its cross
 entropy, and after it, is the forward pass (in autograd's engine: backward, as ever); the cross entropy is not.
@@ -42,6 +42,7 @@ def no_forward(cross_entropy: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _at_depth(depth: int) -> Iterator[None]:
+    """Set the depth of forward calls on the clocks of all installed probes; put the old depths back afterwards."""
     clocks = [recorder._clock for recorder in losses._installed]
     old_depths = [clock.forward_depth for clock in clocks]
     for clock in clocks:

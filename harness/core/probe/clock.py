@@ -1,4 +1,4 @@
-"""Where in a training step this process is, found without asking the trainer.
+"""The place in a training step where this process is, found without asking the trainer.
 
 A step begins with the first forward pass, or pass of a pipeline's schedule, after an optimizer step. Step 0 is everything
 before, and what follows the last step. Steps of a resumed run are numbered from where it was saved. The phase is "backward"
@@ -34,8 +34,10 @@ BACKWARD_MODULE = "torch.autograd"
 
 @dataclass(eq=False)
 class Account:
-    """What is seen is put down on the account of the moment. kind: "training", "evaluation",
-    "skipped", or "undecided" as yet."""
+    """What one forward pass, or a whole step, is counted as. Records keep the object, since its kind may be settled later.
+
+    step: the number of the step; 0 for none. kind: "training", "evaluation", "skipped", or "undecided" as yet.
+    """
 
     step: int
     kind: str = "training"
@@ -54,9 +56,11 @@ def _is_python_thread(thread: int) -> bool:
 
 
 class Clock:
-    """`account` is where what is seen now belongs, `account_of_last_pass` where what is made of the last pass's output belongs.
+    """Step and phase of this process, told by observers of forward passes, schedules and optimizers.
 
-    `passes` counts forward passes so far. `evaluated` says whether one of evaluation came since the last step began."""
+    `account` is where what is seen now belongs, `account_of_last_pass` where what is made of the last pass's output belongs.
+    `passes` counts forward passes so far. `has_evaluated` says whether one of evaluation came since the last step began.
+    """
 
     on_between_steps: Callable[[], None] = staticmethod(lambda: None)
     """Called when a step begins, and at the end; once more if what began the step may not have trained."""
@@ -83,11 +87,15 @@ class Clock:
         self.account = self.account_of_last_pass = self.account_of_step = Account(step)
 
     def finish(self) -> None:
+        """Note that training is over: call `on_between_steps` for the last time, and go back to step 0."""
         self._run_between_steps()
         self.step = 0
         self.account = self.account_of_last_pass = self.account_of_step = Account(0)
 
     def step_and_phase(self) -> tuple[int, str]:
+        """Return the step and phase of what this thread does now; (0, BACKGROUND) of another Python thread than the
+        training one.
+        """
         return (0, BACKGROUND) if self._is_in_background() else (self.account.step, self.phase())
 
     def _is_in_background(self) -> bool:
@@ -114,6 +122,7 @@ class Clock:
         )
 
     def phase(self) -> str:
+        """Return the phase of now: backward, evaluation, forward, pipeline, optimizer or other, the first that holds."""
         if torch._C._current_graph_task_id() != -1 or self.is_reducing or self._is_in_callback():
             return "backward"
         if self.account.kind == "evaluation":
@@ -132,6 +141,11 @@ class Clock:
     # ---- forward passes
 
     def enter_forward(self, *, recording: bool = True, in_training_mode: bool = True) -> None:
+        """Note that a model's forward is called. The outermost call begins a pass, and may begin a step.
+
+        Called from backward (recomputation) it begins none; within a schedule, whose pass it is part of, it is only counted.
+        recording: whether gradients are recorded.
+        """
         is_outermost = not self.forward_depth and self.phase() != "backward"
         self.forward_depth += 1
         if is_outermost:
@@ -140,6 +154,7 @@ class Clock:
             self._begin_pass(recording, in_training_mode)
 
     def _begin_pass(self, records_gradients: bool, in_training_mode: bool) -> None:
+        """Open the account of a pass: of evaluation, of the step, or undecided for a pass in eval mode with gradients."""
         if not records_gradients:
             self.has_evaluated = True
             self.account = Account(self.step, "evaluation")
@@ -158,10 +173,14 @@ class Clock:
 
     @property
     def last_finished_step(self) -> int:
-        """Return the last step that is over."""
+        """Return the last step that is over; 0 before the first one is."""
         return self.step - (not self._step_is_over)
 
     def _begin_step(self) -> None:
+        """Begin a step if the last one is over: call `on_between_steps`, count it, and call `on_step_begin`.
+
+        While no pass of the present step has surely trained, only call `on_between_steps` again.
+        """
         if self._step_is_over or not self._step_is_certain:
             self._run_between_steps()
         if self._step_is_over:
@@ -171,19 +190,21 @@ class Clock:
             self.on_step_begin()
 
     def mark_as_training(self, account: Account) -> None:
-        """Note that backward has come to what this pass returned, so that the pass trains."""
+        """Settle that an undecided pass trains: backward has come to what it returned. Nothing for other passes."""
         if account.kind == "undecided":
             account.kind = "training"
             self._step_is_certain = True
 
     def leave_forward(self) -> None:
+        """Note that a model's forward has returned. After the outermost call, what follows is the step's."""
         self.forward_depth -= 1
         if not self.forward_depth and not self.in_schedule:
             self.account = self.account_of_step
 
     def skip_step(self) -> None:
         """Begin the step anew: a loss scaler leaves the optimizer's step out, so what was computed since the last step trains
-        nothing."""
+        nothing. Nothing between two steps.
+        """
         if not self._step_is_over:
             self.account_of_step.kind = "skipped"
             self.account = self.account_of_last_pass = self.account_of_step = Account(self.step)
@@ -192,6 +213,7 @@ class Clock:
 
     @contextlib.contextmanager
     def schedule_pass(self, *, training: bool) -> Iterator[None]:
+        """Surround one pass of a pipeline's schedule. A pass that trains may begin a step, and ends with `on_schedule_end`."""
         old_state = self.account, self.in_pipeline, self.in_schedule
         if training:
             self._training_thread = threading.get_ident()

@@ -1,7 +1,7 @@
-"""Sees every collective of this process, with the ranks it really ran over.
+"""Every collective of this process, with the ranks it really ran over.
 
-A Python kernel sits in front of every operator of torch's `c10d` namespace, at the dispatch key BackendSelect. Every call
-passes through it: from Python, DDP's C++ reducer, functional collectives, compiled code, another thread.
+A Python kernel (kernels.py) sits in front of every operator of torch's `c10d` namespace. Every call passes through it: from
+Python, DDP's C++ reducer, functional collectives, compiled code, another thread.
 The kernel notes operator, group, dtype and bytes, then passes the call on unchanged. own_groups.py sees groups whose ranks
 torch does not list, and calls that pass by.
 """
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from harness.core.evidence.records import BACKGROUND, CHECKPOINT, Collective
 from harness.core.probe.call_times import CallTimes
 from harness.core.probe.clock import Account
+from harness.core.probe.kernels import KEYS_BELOW, OperatorKernels
 from harness.core.probe.own_groups import DirectCall, OwnGroups, group_rank_by_rank, iterate_tensors, name_of
 
 # name of the c10d operator -> (canonical name, position of the argument that is the unsharded tensor).
@@ -69,9 +70,12 @@ ROOT_POSITIONS = {"broadcast": 2, "reduce": 3, "gather": 3, "scatter": 3}
 
 
 class CollectiveRecorder:
-    """Records while installed. `where` answers (step, phase) at the moment of a call, `account` on whose account it is.
-    `on_issue` gets every record before the collective starts, so that a rank that never returns from it still leaves a
-    trace. reads_inputs: whether it keeps the sum of the bits that were passed, in `passed`."""
+    """A record of every collective while it is installed.
+
+    where: answers (step, phase) at the moment of a call. account: answers on whose account it is.
+    on_issue: gets every record before the collective starts, so that a rank that never returns from it still leaves a trace.
+    reads_inputs: whether to keep the sum of the bits that each call is passed, in `input_bit_sums`.
+    """
 
     def __init__(
         self,
@@ -91,18 +95,19 @@ class CollectiveRecorder:
         self._lock = threading.Lock()
         self._kept_alive: set[int] = set()
         self.call_times = CallTimes()
-        self._library: torch.library.Library | None = None
+        self._kernels = OperatorKernels("c10d")
         self.own_groups = OwnGroups(where, self._is_recorded, self._note_direct_call, self._raise_error)
 
     def install(self) -> None:
+        """Put kernels in front of all c10d operators, and observe groups of the trainer's own and waits."""
         self.own_groups.install()
         self.call_times.install()
-        self._library = torch.library.Library("c10d", "IMPL")
-        for name, (op, payload) in C10D_OPERATORS.items():
-            overload = getattr(getattr(torch.ops.c10d, name, None), "default", None)
-            if overload is not None:
-                kernel = functools.partial(self._record_and_call, overload, op, payload)
-                self._library.impl(name, kernel, "BackendSelect", with_keyset=True)
+        self._kernels.install(
+            {
+                name: functools.partial(self._record_and_call, op, payload)
+                for name, (op, payload) in C10D_OPERATORS.items()
+            }
+        )
 
     def remove(self) -> None:
         self.close()
@@ -111,9 +116,7 @@ class CollectiveRecorder:
         """Take the kernels and patches out again. Nothing if they are out already."""
         self.own_groups.close()
         self.call_times.close()
-        if self._library is not None:
-            self._library._destroy()
-            self._library = None
+        self._kernels.close()
 
     def final_records(self) -> tuple[Collective, ...]:
         """Return the records with their times; those of passes that no backward followed have phase "evaluation"."""
@@ -123,6 +126,7 @@ class CollectiveRecorder:
         return tuple(self._final_record(index, index in evaluation_indices) for index in range(len(self.records)))
 
     def _final_record(self, index: int, is_evaluation: bool) -> Collective:
+        """Return the record with this index, with its times, and phase "evaluation" if its pass trained nothing."""
         record = self.records[index]
         began, blocked = self.call_times.times_by_call.get(index, (None, None))
         phase = "evaluation" if is_evaluation else record.phase
@@ -130,20 +134,28 @@ class CollectiveRecorder:
 
     @property
     def input_bit_sums(self) -> np.ndarray | None:
-        """Return int64 [records]; None where inputs are not read."""
+        """Return the sum of the bits that each call was passed, by index of its record. int64 [records]
+
+        None where inputs are not read; 0 for calls that pass nothing.
+        """
         return (
             None
             if self._input_bit_sums is None
             else np.array([int(bit_sum) for bit_sum in self._input_bit_sums], np.int64)
         )
 
-    def _record_and_call(self, overload: Any, op: str, payload: int, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    def _record_and_call(self, op: str, payload: int, overload: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Record a call of an operator, then make it, and time both."""
         with self.call_times.timing_call():
             self._note_operator(op, args[payload], args)
-            return overload.redispatch(keyset & _KEYS_BELOW, *args, **kwargs)
+            return overload.redispatch(keyset & KEYS_BELOW, *args, **kwargs)
 
     def _note_operator(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
-        group = _group_of(args)
+        """Record a call of an operator on a group whose ranks torch lists. A call on another group goes to `own_groups`.
+
+        payload: the unsharded tensor, or several. args: all arguments of the operator.
+        """
+        group = group_of_call(args)
         self.keep_alive(group)
         group_ranks = group_rank_by_rank(group)
         if not group_ranks:
@@ -199,7 +211,11 @@ class CollectiveRecorder:
         *,
         ranks: tuple[int, ...] | None = None,
     ) -> None:
-        """Note a call. The payload is the unsharded tensor, or several. Passed is the sum of bits that this rank passes."""
+        """Record a call.
+
+        payload: the unsharded tensor, or several. peer, root: global ranks. input_bits: sum of the bits that this rank passes.
+        ranks: global ranks of the group; looked up if None.
+        """
         name = name_of(group)
         ranks = global_ranks_of(group) if ranks is None else ranks
         tensors = list(iterate_tensors(payload))
@@ -231,9 +247,6 @@ class CollectiveRecorder:
         self.call_times.note_begin(index)
 
 
-_KEYS_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-
-
 INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
@@ -262,7 +275,7 @@ def global_ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def _global_rank_at(group_rank: int, group: dist.ProcessGroup) -> int:
-    """Return the global rank at this position of a group, whose ranks may be in any order."""
+    """Return the global rank at this position of a group, whose ranks may be in any order. Raises StopIteration if none is."""
     return next(rank for rank, member_rank in group_rank_by_rank(group).items() if member_rank == group_rank)
 
 
@@ -287,8 +300,8 @@ def is_in_checkpointing() -> bool:
     return False
 
 
-def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """Return the group among a kernel's arguments, where it comes as a ScriptObject."""
+def group_of_call(args: tuple[Any, ...]) -> dist.ProcessGroup:
+    """Return the group among a kernel's arguments, where it comes as a ScriptObject. Raises RuntimeError if there is none."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return dist.ProcessGroup.unbox(arg)

@@ -1,38 +1,35 @@
-"""What torch.compile did in this process: graphs made, by the end of each step and altogether, and where it did not."""
+"""Counts of torch.compile's work in this process: graphs by the end of each step, graph breaks, and limits that it met."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
 
-from torch.optim import optimizer as torch_optimizer
+from torch.optim import Optimizer
 
 from harness.core.probe.clock import Clock
 
 
 class CompilerRecorder:
+    """The number of graphs that torch.compile has made by the end of each step."""
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._steps: dict[int, int] = {}
-        self._hook: Any = None
-
-    def install(self) -> None:
-        self._hook = torch_optimizer.register_optimizer_step_post_hook(self._note_graphs)
-
-    def remove(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = None
 
     def graphs_after(self, step: int) -> int | None:
+        """Return how many graphs the process had made when a step's last optimizer had stepped; None if none stepped."""
         return self._steps.get(step)
 
-    def _note_graphs(self, *_: Any) -> None:
+    def after_optimizer(self, _: Optimizer) -> None:
+        """Note how many graphs the process has made so far."""
         self._steps[self._clock.step] = compiler_counts().get("graphs", 0)
 
 
 def compiler_counts() -> dict[str, int]:
-    """Count torch.compile's graphs in this process, graph breaks by their reason, and the limits at which it gave up."""
+    """Return counts of torch.compile's work in this process: "graphs", and graph breaks and limits by their reason.
+
+    Counts of 0 are left out; empty if the compiler was never imported.
+    """
     if "torch._dynamo.utils" not in sys.modules:
         return {}
     counters = sys.modules["torch._dynamo.utils"].counters

@@ -13,7 +13,6 @@ precision computes. What outlives its step is kept, and no longer this file's bu
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -23,8 +22,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from harness.core.probe.activity import _KEYS_BELOW
 from harness.core.probe.clock import Clock
+from harness.core.probe.kernels import KEYS_BELOW, OperatorKernels
 from harness.core.probe.structure import fsdp2_groups, local_tensor_of, module_names, named_parameters
 from harness.core.probe.without_memory import has_real_computation, is_without_memory
 
@@ -41,6 +40,8 @@ DTYPE_OF_NUMBER = {bool: torch.bool, int: torch.int64, float: torch.float64, com
 
 
 class CopyRecorder:
+    """The bytes of copies of weights that are there at once, the most in each phase of each step."""
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._parts: tuple[nn.Module, ...] = ()
@@ -51,16 +52,14 @@ class CopyRecorder:
         self._copies_of_earlier_steps: dict[StorageWeakRef, int] = {}
         self._living_bytes = 0
         self._peaks_by_step: dict[int, dict[str, int]] = {}
-        self._library: torch.library.Library | None = None
+        self._kernels = OperatorKernels("aten")
 
     def install(self) -> None:
-        """Put a kernel in front of both operators, below autograd and DTensor, as the recorder of activities does."""
-        self._library = torch.library.Library("aten", "IMPL")
-        for name, kernel in (("copy_", self._copy), ("cat", self._cat_kernel)):
-            operator = getattr(torch.ops.aten, name).default
-            self._library.impl(name, functools.partial(kernel, operator), "BackendSelect", with_keyset=True)
+        """Put a kernel in front of both operators."""
+        self._kernels.install({"copy_": self._copy, "cat": self._cat_kernel})
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
+        """Take the model parts whose weights are looked for. Nothing is counted before."""
         self._parts = tuple(parts)
         shards = [local_tensor_of(parameter) for _, parameter in named_parameters(self._parts)]
         self._smallest_increase = sum(shard.numel() * shard.element_size() for shard in shards) / COPY_RESOLUTION
@@ -70,9 +69,7 @@ class CopyRecorder:
 
     def close(self) -> None:
         """Take the kernels out again. Nothing if they are out already."""
-        if self._library is not None:
-            self._library._destroy()
-            self._library = None
+        self._kernels.close()
 
     def peak_copies_of(self, step: int) -> dict[str, int] | None:
         """Return the most bytes of copies at once, by phase of the step. None if the probe was not attached.
@@ -88,20 +85,23 @@ class CopyRecorder:
         Trap: a number that torch wrapped in a tensor arrives as the number, which the operator does not take."""
         source = source if isinstance(source, torch.Tensor) else _as_tensor(source)
         self.note_copy(target, source, sys._getframe().f_back)
-        return operator.redispatch(keyset & _KEYS_BELOW, target, source, *args, **kwargs)
+        return operator.redispatch(keyset & KEYS_BELOW, target, source, *args, **kwargs)
 
     def _cat_kernel(self, operator: Any, keyset: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        result = operator.redispatch(keyset & _KEYS_BELOW, sources, *args, **kwargs)
+        """Call cat, then note the result if weights are among its sources."""
+        result = operator.redispatch(keyset & KEYS_BELOW, sources, *args, **kwargs)
         self.note_concatenation(result, sources, sys._getframe().f_back)
         return result
 
     def note_copy(self, target: torch.Tensor, source: torch.Tensor, caller: types.FrameType | None) -> None:
+        """Count the target of a copy whose source is a weight, and whose target is none. Nothing outside of steps."""
         if self._enter_current_step() and self._is_weight(source) and not self._is_weight(target):
             self._note_bytes(target, source.numel(), source.dtype, caller)
 
     def note_concatenation(
         self, result: torch.Tensor, sources: Iterable[torch.Tensor], caller: types.FrameType | None
     ) -> None:
+        """Count the result of a concatenation by its parts that are weights. Nothing outside of steps, or without weights."""
         if self._enter_current_step() and (weights := [source for source in sources if self._is_weight(source)]):
             self._note_bytes(result, sum(weight.numel() for weight in weights), weights[0].dtype, caller)
 
@@ -131,11 +131,17 @@ class CopyRecorder:
         self._weights = {storage._cdata: StorageWeakRef(storage) for storage in weights}
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies in the storage of a weight. False for tensors that a compiler traces with."""
         if type(tensor) not in PLAIN_TENSOR_TYPES and not (is_without_memory(tensor) and has_real_computation(tensor)):
             return False  # a compiler's
         return tensor.untyped_storage()._cdata in self._weights and has_real_computation(tensor)
 
     def _note_bytes(self, copy: torch.Tensor, numel: int, dtype: torch.dtype, caller: types.FrameType | None) -> None:
+        """Count a copy among those that live, and raise the phase's peak.
+
+        Left out: copies that UNCOUNTED_MODULES make, casts within a pass, and storages that an earlier step made.
+        numel, dtype: of the weights that were copied.
+        """
         if _module_of_caller(caller).startswith(UNCOUNTED_MODULES):
             return
         phase = self._clock.phase()

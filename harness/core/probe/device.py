@@ -1,4 +1,4 @@
-"""What a step took of the device: seconds, and the books of the allocator. Nothing is waited for.
+"""Time and memory that a step took of the device: seconds, and the books of the allocator. Nothing is waited for.
 
 On a GPU events mark two places in the current stream, and are read when all is over. The allocator counts on the host. Its
 peaks are since the process began, or since the trainer last set them back: the probe does not, for a trainer may show them.
@@ -8,10 +8,10 @@ The probe's own copies are in both.
 from __future__ import annotations
 
 import time
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
-from torch.optim import optimizer as torch_optimizer
+from torch.optim import Optimizer
 
 from harness.core.probe.clock import Clock
 
@@ -35,19 +35,15 @@ class DeviceRecorder:
         self._began: dict[int, TimeMark] = {}
         self._ended: dict[int, TimeMark] = {}
         self._allocator_by_step: dict[int, dict[str, int]] = {}
-        self._hook: Any = None
 
     def install(self) -> None:
         self._clock.on_step_begin = self._begin
-        self._hook = torch_optimizer.register_optimizer_step_post_hook(self._end)
-
-    def remove(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = None
 
     def step_seconds(self, step: int) -> float | None:
-        """Return a step's seconds. Call it after waiting for the device."""
+        """Return a step's seconds. None if it was not seen to begin and end, or a CUDA graph was captured then.
+
+        Call it after waiting for the device.
+        """
         began = self._began.get(step)
         ended = self._ended.get(step)
         if isinstance(began, float) and isinstance(ended, float):
@@ -57,12 +53,14 @@ class DeviceRecorder:
         return None
 
     def allocator_of(self, step: int) -> dict[str, int] | None:
+        """Return bytes of CUDA's allocator at the end of a step, by the names of ALLOCATOR_KEYS; None without a GPU."""
         return self._allocator_by_step.get(step)
 
     def _begin(self) -> None:
         self._began[self._clock.step] = make_time_mark()
 
-    def _end(self, *_: Any) -> None:
+    def after_optimizer(self, _: Optimizer) -> None:
+        """Mark the time, and read the allocator's books if there is a GPU."""
         self._ended[self._clock.step] = make_time_mark()
         if torch.cuda.is_initialized():
             stats = torch.cuda.memory_stats()
@@ -72,6 +70,10 @@ class DeviceRecorder:
 
 
 def make_time_mark() -> TimeMark:
+    """Return the time of now: of the host's clock, or on a GPU an event in the current stream.
+
+    None while a CUDA graph is captured.
+    """
     if not torch.cuda.is_initialized():
         return time.perf_counter()
     if torch.cuda.is_current_stream_capturing():

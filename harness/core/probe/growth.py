@@ -1,4 +1,4 @@
-"""What is kept from step to step: tensors of floating-point numbers that live on when a step is over, beside what is accounted.
+"""Tensors that are kept from step to step: of floating-point numbers, alive when a step is over, beside what is accounted.
 
 A look walks through all objects of the process, so it is made after the first three steps and at the end only. What grows in
 each of them grows for ever; caches that fill in the first steps, and buffers that are filled anew, do not. Not seen is what
@@ -19,7 +19,7 @@ STEPS_LOOKED_AT = 3  # fewer would not distinguish growth in every step from a c
 
 
 class GrowthRecorder:
-    """look: what is kept now."""
+    """Bytes that are kept after the first steps and the last one. look: returns the tensors that are kept now."""
 
     def __init__(self, clock: Clock, look: Callable[[], tuple[HeldTensor, ...]]) -> None:
         self._clock = clock
@@ -42,12 +42,18 @@ class GrowthRecorder:
             self._note(self._clock.step, self._find_retained())
 
     def retained_bytes(self, step: int) -> dict[str, int] | None:
+        """Return the bytes that were kept after a step, by "dtype shape"; None if no look was made then."""
         return self._steps.get(step)
 
     def unwaited_collectives_of(self, step: int) -> int | None:
+        """Return how many functional collectives were not waited for after a step.
+
+        None if no look was made then, or torch does not count them.
+        """
         return self._unwaited.get(step)
 
     def note_last(self, step: int, tensors: Iterable[HeldTensor]) -> None:
+        """Note the tensors that are kept after the last step."""
         self._note(step, tensors)
 
     def _note(self, step: int, tensors: Iterable[HeldTensor]) -> None:

@@ -33,6 +33,9 @@ def is_on_device(tensor: torch.Tensor) -> bool:
 
 
 def copy_to_host(tensor: torch.Tensor) -> HostCopy:
+    """Return a copy of a rank's tensor on the host, complete at once from the host's memory, from a device once it was
+    waited for.
+    """
     tensor = local_tensor_of(tensor)
     if not is_on_device(tensor):
         return as_numpy(tensor)
@@ -96,6 +99,7 @@ def pending_copies() -> list[torch.Tensor]:
 
 
 def are_readable(copies: Mapping[str, HostCopy]) -> bool:
+    """Return whether all copies can be read now, without waiting for a device."""
     return all(isinstance(copy, np.ndarray) for copy in copies.values())
 
 
@@ -106,6 +110,7 @@ def wait_for_copies() -> None:
 
 
 def read_copy(copy: HostCopy) -> np.ndarray:
+    """Return a copy as an array. One from a device is complete only after `wait_for_copies`."""
     return copy if isinstance(copy, np.ndarray) else as_numpy(copy)
 
 

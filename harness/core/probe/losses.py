@@ -73,11 +73,17 @@ class Loss:
     )
 
     def see_gradient(self, gradient: torch.Tensor) -> None:
+        """Note which single tokens' losses have a gradient other than zero, in addition to those noted before."""
         has_gradient = local_tensor_of(gradient) != 0
         self.has_gradient = has_gradient if self.has_gradient is None else self.has_gradient | has_gradient
 
 
 class LossRecorder:
+    """The calls of loss functions while it is installed, with copies of their labels and values.
+
+    `noted_calls` counts all of them, also those that are not kept.
+    """
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._noted: list[Loss] = []
@@ -86,6 +92,7 @@ class LossRecorder:
         self._is_inside_loss = False
 
     def install(self) -> None:
+        """Patch torch's loss functions, and take what adapters note from now on."""
         self._patch(torch._C._nn, "cross_entropy_loss", _read_kernel_arguments)
         self._patch(torch._C._nn, "nll_loss_nd", _read_kernel_arguments)
         if hasattr(torch.nn.functional, "linear_cross_entropy"):  # torch 2.13
@@ -93,6 +100,7 @@ class LossRecorder:
         _installed.append(self)
 
     def remove(self) -> None:
+        """Put torch's loss functions back. What was noted stays."""
         for owner, name, original in reversed(self._patched):
             setattr(owner, name, original)
         if self in _installed:
@@ -133,7 +141,9 @@ class LossRecorder:
         """Note one call of a loss function.
 
         Labels and value are copied, on the device and without waiting: a trainer may go on to reduce the loss or refill the
-        labels in place."""
+        labels in place. Not kept are calls inside backward, labels of floating-point numbers, and tensors without values.
+        reduction: none, mean or sum. ignore_index: the label that is ignored. by_adapter: the adapter noted it.
+        """
         clock = self._clock
         self.noted_calls = self.noted_calls + 1
         if clock.phase() == "backward" or labels.is_floating_point() or not _has_values(value):
@@ -158,7 +168,12 @@ class LossRecorder:
         return kept
 
     def losses_by_pass(self, is_selected: Callable[[Account], bool], token_counts: Sequence[int]) -> list[list[Loss]]:
-        """Return losses by microbatch. token_counts: how many tokens each pass received, where that was seen."""
+        """Return the losses that count, by microbatch, of passes whose account is selected.
+
+        token_counts: how many tokens each pass received, where that was seen. If labels cannot be divided by them, losses are
+        grouped
+        by the forward pass before them.
+        """
         selected_losses = (loss for loss in self._noted if is_selected(loss.account))
         losses_by_pass = itertools.groupby(selected_losses, key=lambda loss: loss.passes_before)
         groups = [_losses_that_count(list(losses_of_pass)) for _, losses_of_pass in losses_by_pass]

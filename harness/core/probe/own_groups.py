@@ -1,4 +1,4 @@
-"""Sees process groups that a trainer makes itself, of which torch has no ranks, and calls that pass torch's dispatcher by.
+"""Process groups that a trainer makes itself, of which torch has no ranks, and calls that pass torch's dispatcher by.
 
 A backend may be made by its class, or taken out of a group (`group._get_backend(device)`) and called. A Python subclass of
 ProcessGroup may do a collective by itself. Both are noticed where they are made, and where Python calls them. Where a call
@@ -64,7 +64,7 @@ def _registered_group(group: dist.ProcessGroup) -> Any:
 
 
 def name_of(group: dist.ProcessGroup) -> str:
-    """Return its name, or the one that torch gave it: a Python class may have none."""
+    """Return a group's name, or the one that torch gave it: a Python class may have none. Empty if torch has none either."""
     try:
         return str(group.group_name)
     except (RuntimeError, ValueError):
@@ -72,7 +72,10 @@ def name_of(group: dist.ProcessGroup) -> str:
 
 
 def ask_rank_or_size(group: Any, method: str) -> int | None:
-    """Return its rank or size; None where a class of the trainer's own does not say."""
+    """Return this rank's position in a group, or the group's size. None where a class of the trainer's own does not say.
+
+    method: "rank" or "size".
+    """
     try:
         return int(getattr(group, method)())
     except Exception:  # whatever the trainer's own method raises
@@ -165,7 +168,8 @@ class OwnGroups:
     # ---- hooks
 
     def install(self) -> None:
-        backends = [*_all_subclasses(torch._C._distributed_c10d.Backend)]
+        """Patch the constructors of groups and backends, the registering of backends, and the collectives of all backends."""
+        backends = [*all_subclasses(torch._C._distributed_c10d.Backend)]
         for kind in (dist.ProcessGroup, *backends):
             if "__init__" in vars(kind):
                 self._patch(kind, "__init__", self._wrap_constructor(kind.__init__))
@@ -190,11 +194,14 @@ class OwnGroups:
         setattr(kind, name, replacement)
 
     def _wrap_methods(self, kind: type, names: Any) -> None:
+        """Patch the named collective methods of a class of groups or backends."""
         self._wrapped.add(kind)
         for name in sorted(names):
             self._patch(kind, name, self._wrap_method(getattr(kind, name), COLLECTIVE_OF_METHOD[name]))
 
     def _wrap_constructor(self, original: Any) -> Any:
+        """Return a constructor that also notes the group it made, and the line that called it."""
+
         @functools.wraps(original)
         def construct(group: Any, *args: Any, **kwargs: Any) -> None:
             original(group, *args, **kwargs)
@@ -206,6 +213,8 @@ class OwnGroups:
         return construct
 
     def _wrap_registration(self, original: Any) -> Any:
+        """Return `_register_backend` with groups noted as delegating that another group takes for its backend."""
+
         @functools.wraps(original)
         def register(group: Any, *args: Any, **kwargs: Any) -> None:
             original(group, *args, **kwargs)
@@ -217,6 +226,7 @@ class OwnGroups:
         return register
 
     def _note_construction(self, group: Any, frame: types.FrameType) -> None:
+        """Put a new group on record, unless torch itself made it. Patch the collectives of its Python classes."""
         for kind in type(group).__mro__:
             if kind is dist.ProcessGroup:
                 break
@@ -229,6 +239,11 @@ class OwnGroups:
             self._find_or_add_group(group, _source_line(outside))
 
     def _wrap_method(self, original: Any, op: str) -> Any:
+        """Return a collective's method with the call recorded when it ends, and what it led to.
+
+        op: name of the collective.
+        """
+
         @functools.wraps(original)
         def call_and_record(group: Any, *args: Any, **kwargs: Any) -> Any:
             outer = getattr(self._running, "within", None)
@@ -255,6 +270,11 @@ class OwnGroups:
         self._record_call(DirectCall(op, group, (payload,)), getattr(self._running, "within", None))
 
     def _note_call_end(self, call: DirectCall, inner: _InnerCalls, outer: _InnerCalls | None) -> None:
+        """Record what a call came to: itself on the group that torch has ranks of, if it is the backend of one; else the
+        calls that it led to, and itself if there were none.
+
+        outer: the call in which it was made; None for the outermost, which alone is put on record.
+        """
         try:
             owner = self._owner_of_backend(call.group)
             if owner is not None and not inner.known_group_calls:
@@ -277,6 +297,7 @@ class OwnGroups:
             own.delegates = True
 
     def _record_call(self, call: DirectCall, outer: _InnerCalls | None) -> None:
+        """Count a call, and its bytes by collective, dtype, phase and step. Within another call it is only handed to that."""
         if outer is not None:
             outer.other_calls.append(call)
             return
@@ -339,11 +360,12 @@ def _group_evidence(own: _RecordedGroup) -> OwnGroup:
     return OwnGroup(own.kind, own.made_at, own.step, own.group_rank, own.size, own.issued, calls)
 
 
-def _all_subclasses(kind: type) -> Iterator[type]:
+def all_subclasses(kind: type) -> Iterator[type]:
+    """Yield the classes that derive from this one, also through others."""
     subclass: type
     for subclass in kind.__subclasses__():
         yield subclass
-        yield from _all_subclasses(subclass)
+        yield from all_subclasses(subclass)
 
 
 def _has_backend(group: Any, backend: Any) -> bool:

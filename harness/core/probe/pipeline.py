@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from harness.core.probe.clock import Clock
+from harness.core.probe.own_groups import all_subclasses
 
 _installed: list[PipelineRecorder] = []
 
@@ -41,6 +42,11 @@ def pass_of_schedule() -> Iterator[None]:
 
 
 class PipelineRecorder:
+    """The actions of this rank's pipeline stages, by step: stage, kind and microbatch, such as "0F2", in order.
+
+    Kinds are F forward, B backward, I backward of inputs, W backward of weights.
+    """
+
     def __init__(self, clock: Clock) -> None:
         self.actions: dict[int, list[str]] = {}
         self._clock = clock
@@ -48,6 +54,7 @@ class PipelineRecorder:
         self._acting_stages: list[Any] = []
 
     def install(self) -> None:
+        """Patch torch's stages and schedules, and take what adapters note. Only the latter if torch has no pipelines."""
         _installed.append(self)
         try:
             from torch.distributed.pipelining import schedules, stage
@@ -70,6 +77,7 @@ class PipelineRecorder:
             )
 
     def remove(self) -> None:
+        """Put torch's methods back. The actions stay."""
         if self in _installed:
             _installed.remove(self)
         for owner, name, original in reversed(self._patched):
@@ -77,6 +85,7 @@ class PipelineRecorder:
         self._patched = []
 
     def add_action(self, stage: int, kind: str, microbatch: int) -> None:
+        """Add an action to its step. One of a pass that does not train, such as evaluation, is left out."""
         account = self._clock.account
         if account.kind == "training":
             self.actions.setdefault(account.step, []).append(f"{stage}{kind}{microbatch}")
@@ -88,11 +97,13 @@ class PipelineRecorder:
         is noted once.
         """
         signature = inspect.signature(getattr(base, name))
-        for owner in (base, *_all_subclasses(base)):
+        for owner in (base, *all_subclasses(base)):
             if name in vars(owner):
                 self._replace(owner, name, self._wrap_action(vars(owner)[name], signature, kind))
 
     def _wrap_action(self, original: Any, signature: inspect.Signature, kind: Callable[[dict[str, Any]], str]) -> Any:
+        """Return a stage's method with its action noted. A method of the same stage that it calls notes nothing."""
+
         @functools.wraps(original)
         def note_and_act(stage: Any, microbatch: int, *args: Any, **kwargs: Any) -> Any:
             if stage in self._acting_stages:
@@ -115,6 +126,7 @@ class PipelineRecorder:
         return self._clock.schedule_pass(training=is_training)
 
     def _patch_with_context(self, owner: Any, name: str, around: Callable[[Any], AbstractContextManager[None]]) -> None:
+        """Replace a method by one that runs in the context that `around` returns for the schedule."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -127,11 +139,3 @@ class PipelineRecorder:
     def _replace(self, owner: Any, name: str, replacement: Any) -> None:
         self._patched.append((owner, name, getattr(owner, name)))
         setattr(owner, name, replacement)
-
-
-def _all_subclasses(base: type) -> list[type]:
-    children: list[type] = base.__subclasses__()
-    subclasses: list[type] = []
-    for child in children:
-        subclasses += [child, *_all_subclasses(child)]
-    return subclasses

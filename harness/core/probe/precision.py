@@ -1,4 +1,4 @@
-"""Which modules' matmuls really ran in 8 bits, and in which format: seen where torchao multiplies.
+"""Matmuls that really ran in 8 bits, by module and format: seen where torchao multiplies.
 
 A matmul is noted when its two factors are quantized tensors, by the module whose forward call it serves, in forward and
 backward. Compiled code calls nothing of torchao, and so leaves no note.
@@ -31,6 +31,8 @@ MATMUL = torch.ops.aten.mm.default
 
 
 class QuantizedRecorder:
+    """Counts of matmuls of quantized tensors, by phase, module and format."""
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._accounts: dict[Account, Counter[QuantizedMatmul]] = defaultdict(Counter)
@@ -54,11 +56,13 @@ class QuantizedRecorder:
                     self._undo.append(module.register_forward_pre_hook(Hook(hook)).remove)
 
     def remove(self) -> None:
+        """Undo all patches and hooks, the last first."""
         for undo in reversed(self._undo):
             undo()
         self._undo = []
 
     def matmuls_of(self, step: int) -> dict[QuantizedMatmul, int]:
+        """Return how many matmuls of each phase, module and format ran in passes that trained in a step."""
         return dict(
             sum(
                 (matmuls for account, matmuls in self._accounts.items() if account.trains_step(step)),
@@ -71,6 +75,7 @@ class QuantizedRecorder:
             self._current_fqn = fqn
 
     def _patch_matmul(self, table: dict[Any, Any]) -> None:
+        """Replace the matmul in one of torchao's tables by one that is counted."""
         original = table[MATMUL]
 
         @functools.wraps(original)
@@ -112,6 +117,7 @@ def _float8_operators() -> dict[Any, Any] | None:
 
 
 def _mx_operators() -> dict[Any, Any] | None:
+    """Return torchao's table of MX operators; None if the trainer has not imported MX tensors."""
     kind = getattr(sys.modules.get("torchao.prototype.mx_formats.mx_tensor"), "MXTensor", None)
     return None if kind is None else kind._ATEN_OP_TABLE[kind]
 

@@ -1,5 +1,5 @@
-"""What is kept gathered: the bytes of every parameter in memory when a model part's forward pass has ended. Also the parameters
-that are still gathered after backward, as the first optimizer steps.
+"""Memory of gathered parameters: the bytes of every parameter that are there when a model part's forward pass has ended. Also
+the parameters that are still gathered after backward, as the first optimizer steps.
 
 Read from storages, not from states: what a module registers as its parameter, and what FSDP keeps aside. FSDP1 shows
 slices of a unit whose whole vector is still there; FSDP2 could register slices and not free the rest.
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import optimizer as torch_optimizer
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from harness.core.evidence.step import AfterEvaluation, AfterForward
@@ -45,25 +45,30 @@ ParameterInMemory = tuple[
 
 
 class GatheredRecorder:
-    def __init__(self, clock: Clock) -> None:
+    """What was gathered at the end of forward passes, of backward, and of evaluation, by step."""
+
+    def __init__(self, clock: Clock, *, finished_only: bool = False) -> None:
+        """finished_only: after forward, look only at units whose own forward pass is over (`measure_after_forward`)."""
         self._clock = clock
-        self._after_forward: list[tuple[Account, AfterForward]] = []
+        self._finished_only = finished_only
+        self._after_forward: dict[int, list[tuple[Account, AfterForward]]] = {}
         self.after_evaluation: list[AfterEvaluation] = []
         self._hooks: list[Any] = []
         self._parts: tuple[nn.Module, ...] = ()
         self._after_backward: dict[int, tuple[str, ...]] = {}
         self._last_part: nn.Module | None = None
+        self._last_noted: list[tuple[Account, AfterForward]] = []
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
-        """Hook the parts and the optimizers.
+        """Hook the parts.
 
         Forward hooks run in the order in which they were registered: FSDP's own, which frees, is there before."""
         self._parts = tuple(parts)
-        self._hooks = [part.register_forward_hook(Hook(self._note_forward_end)) for part in self._parts]
-        self._hooks.append(torch_optimizer.register_optimizer_step_pre_hook(self._before_optimizer))
+        self._hooks = [part.register_forward_hook(Hook(self.note_forward_end)) for part in self._parts]
         _installed.append(self)
 
     def remove(self) -> None:
+        """Take the hooks out again. What was noted stays."""
         for hook in self._hooks:
             hook.remove()
         if self in _installed:
@@ -71,29 +76,36 @@ class GatheredRecorder:
         self._hooks = []
 
     def after_forward_of(self, step: int) -> tuple[AfterForward, ...]:
-        return tuple(after for account, after in self._after_forward if account.trains_step(step))
+        """Return what was gathered at the end of each forward pass that trained in a step, in order."""
+        return tuple(after for account, after in self._after_forward.get(step, ()) if account.trains_step(step))
 
     def gathered_after_backward(self, step: int) -> tuple[str, ...] | None:
+        """Return the fqns of parameters that were still gathered after a step's backward; None if nothing was looked at."""
         return self._after_backward.get(step)
 
-    def _before_optimizer(self, *_: Any) -> None:
-        """Note what is still gathered as an optimizer steps.
+    def before_optimizer(self, _: Optimizer) -> None:
+        """Note what is still gathered as an optimizer steps; nothing before parts are attached.
 
         An optimizer that steps inside backward comes too early: then the look is made when the step is over."""
-        if self._clock.phase() != "backward":
+        if self._parts and self._clock.phase() != "backward":
             self._note_gathered_after_backward(self._clock.step)
 
     def _note_gathered_after_backward(self, step: int) -> None:
+        """Note the parameters that are still gathered, at the first call for a step."""
         if step not in self._after_backward:
             gathered_fqns: dict[str, None] = {}  # in order, each once: modules may share a unit
             for part in self._parts:
                 gathered_fqns |= dict.fromkeys(_gathered_parameters(part))
             self._after_backward[step] = tuple(gathered_fqns)
 
-    def _note_forward_end(self, part: nn.Module, *_: Any) -> None:
+    def note_forward_end(self, part: nn.Module, *_: Any) -> None:
+        """Note what is gathered as a forward pass of this model part ends; nothing of a pass of evaluation."""
         self._last_part = part
-        if self._clock.account.kind != "evaluation":
-            self._after_forward.append((self._clock.account, measure_after_forward(part)))
+        account = self._clock.account
+        if account.kind != "evaluation":
+            after = measure_after_forward(part, finished_only=self._finished_only)
+            self._last_noted = self._after_forward.setdefault(account.step, [])
+            self._last_noted.append((account, after))
 
     def note_leftovers(self, parts: Iterable[nn.Module]) -> None:
         """Note, between two steps, what is still gathered.
@@ -110,12 +122,10 @@ class GatheredRecorder:
             )
 
     def repeat_last_note(self) -> None:
-        if (
-            self._last_part is not None
-            and self._after_forward
-            and self._clock.account_of_last_pass.kind != "evaluation"
-        ):
-            self._after_forward[-1] = (self._after_forward[-1][0], measure_after_forward(self._last_part))
+        """Measure again what the last pass that was noted left gathered. Nothing if that was one of evaluation, or none was."""
+        if self._last_part is not None and self._last_noted and self._clock.account_of_last_pass.kind != "evaluation":
+            account, _ = self._last_noted[-1]
+            self._last_noted[-1] = (account, measure_after_forward(self._last_part))
 
 
 def measure_after_forward(part: nn.Module, *, finished_only: bool = False) -> AfterForward:
@@ -147,6 +157,10 @@ def _unfinished_unit_parameters(part: nn.Module) -> Iterator[str]:
 
 
 def _parameters_in_memory(part: nn.Module) -> Iterator[ParameterInMemory]:
+    """Yield each parameter with the bytes of it that are there and a tensor of that storage; several for one of FSDP.
+
+    Quantized tensors are left out: they have no storage themselves.
+    """
     names = module_names(part)
     for fqn, parameter in named_parameters([part]):
         tensor = local_tensor_of(parameter)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from harness.core.probe.backward import observe_backward
+from harness.core.probe.backward import BackwardObserver, observe_backward
 from harness.core.probe.clock import Clock
 
 MARKED_NODES = 16  # nodes: behind what a loss is divided by, and what chunks of it are added up with
@@ -25,6 +25,8 @@ class Mark:
 
 
 class RetainedGraphs:
+    """How many backward passes of each step retained a graph that lived on in the next forward pass."""
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._marks: list[weakref.ref[Mark]] = []
@@ -34,26 +36,35 @@ class RetainedGraphs:
         self._is_observing = False
 
     def install(self) -> None:
-        self._stop = observe_backward(self._clock, self._mark_roots, self._keep_marks)
+        """Observe backward passes and the begin of forward passes. Nothing if torch runs backward another way."""
+        self._stop = observe_backward(BackwardObserver(self._mark_roots, self._keep_marks))
         if self._stop:
             self._clock.on_pass_begin = self._count_living
             self._is_observing = True
 
     def remove(self) -> None:
+        """Observe no more backward passes."""
         if self._stop:
             self._stop()
         self._stop = None
 
-    def _mark_roots(self, roots: Any, retain: Any) -> None:
+    def _mark_roots(self, roots: Any, retain_graph: Any, accumulates: bool) -> bool:
+        """Mark the first nodes of a pass that retains its graph.
+
+        Return False, and mark nothing, for passes of a schedule and for torch.autograd.grad."""
+        if self._clock.in_schedule or not accumulates:
+            return False
         self._marks = []
-        if retain is True:
+        if retain_graph is True:
             for root in roots:
                 self._marks += mark_first_nodes(root)
+        return True
 
     def _keep_marks(self) -> None:
         self._last_marks = self._clock.step, self._marks
 
     def _count_living(self) -> None:
+        """Count the last backward pass if a node that it marked lives as a forward pass begins; forget its marks."""
         step, marks = self._last_marks
         if any(mark() is not None for mark in marks):
             self._retained_by_step[step] = self._retained_by_step.get(step, 0) + 1

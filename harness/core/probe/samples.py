@@ -1,7 +1,7 @@
-"""What each forward pass received, and the loss computed from it.
+"""Tokens that each forward pass received, and the loss computed from them.
 
-Tokens are the first tensor the root module is called with, if it is one of integers (a later pipeline stage is called
-with activations). A trainer may lay the samples of a batch end to end in one row: it is cut where the recipe has them
+Tokens are the first of the root module's inputs (inputs.py), if they are integers (a later pipeline stage is called with
+activations). A trainer may lay the samples of a batch end to end in one row: it is cut where the recipe has them
 end. Positions are known by the name that the model gives its argument. The loss is losses.py's.
 """
 
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from harness.core.evidence.step import Microbatch
 from harness.core.probe.clock import Account, Clock
 from harness.core.probe.hooks import Hook
+from harness.core.probe.inputs import inputs_of
 from harness.core.probe.losses import LossRecorder, make_microbatch
 from harness.core.probe.structure import as_numpy, local_tensor_of
 
@@ -33,6 +34,11 @@ class _ReceivedTensor(NamedTuple):
 
     account: Account
     tensor: torch.Tensor
+
+
+def begin_forward_pass(clock: Clock, module: nn.Module) -> None:
+    """Tell the clock that a forward pass of a model begins, in its mode and the present one of gradients."""
+    clock.enter_forward(recording=torch.is_grad_enabled(), in_training_mode=module.training)
 
 
 def end_forward_pass(clock: Clock, output: Any) -> None:
@@ -50,6 +56,11 @@ def _mark_pass_as_training(clock: Clock, account: Account, _: torch.Tensor) -> N
 
 
 class SampleRecorder:
+    """Tokens, positions and losses of forward passes.
+
+    row_length: how many tokens of each sample this rank receives in a step; None if each row is a sample.
+    """
+
     def __init__(self, clock: Clock, row_length: Callable[[int], int] | None = None) -> None:
         self._clock = clock
         self._row_length = row_length
@@ -79,6 +90,7 @@ class SampleRecorder:
                 self._hooks.append(inside.register_forward_hook(Hook(self._leave_alone), always_call=True))
 
     def remove(self) -> None:
+        """Take the hooks out again. What was noted stays."""
         for hook in self._hooks:
             hook.remove()
         self.losses.remove()
@@ -87,27 +99,29 @@ class SampleRecorder:
     def _enter_pass(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tell the clock that a forward begins, and record the tokens and the positions that the part is given.
 
-        Positions are the first tensor among the arguments of POSITION_NAMES. Tokens are the first tensor of all arguments.
+        Positions are the first tensor among the arguments of POSITION_NAMES. Tokens are the first of `inputs_of`.
         They are not recorded if they are floating point, or have neither one nor two dims.
         """
-        self._clock.enter_forward(recording=torch.is_grad_enabled(), in_training_mode=part.training)
+        begin_forward_pass(self._clock, part)
         arguments = dict(zip(inspect.signature(part.forward).parameters, args, strict=False)) | kwargs
         positions = next((arguments[name] for name in POSITION_NAMES if torch.is_tensor(arguments.get(name))), None)
         if positions is not None:
             self._positions.append(_ReceivedTensor(self._clock.account, local_tensor_of(positions).clone()))
-        first_tensor = next((value for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
-        if first_tensor is not None and not first_tensor.is_floating_point() and first_tensor.dim() in (1, 2):
-            self._tokens.append(_ReceivedTensor(self._clock.account, local_tensor_of(first_tensor).clone()))
+        for tokens in inputs_of(args, kwargs)[:1]:
+            if not tokens.is_floating_point() and tokens.dim() in (1, 2):
+                self._tokens.append(_ReceivedTensor(self._clock.account, local_tensor_of(tokens).clone()))
 
     def _leave_pass(self, part: nn.Module, args: Any, output: Any) -> None:
         end_forward_pass(self._clock, output)
 
     def _enter_alone(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a pass of the model inside DDP that is called alone; nothing if DDP calls it, or a recomputation."""
         self._is_called_alone = not self._clock.forward_depth and self._clock.phase() != "backward"
         if self._is_called_alone:
             self._enter_pass(module, args, kwargs)
 
     def _leave_alone(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note the end of a pass that `_enter_alone` noted."""
         if self._is_called_alone:
             self._leave_pass(module, args, output)
             self._is_called_alone = False
@@ -117,7 +131,7 @@ class SampleRecorder:
         return self.losses.kept_tensors()
 
     def positions(self, step: int) -> tuple[np.ndarray, ...]:
-        """Return the different positions that the step's passes received."""
+        """Return the different positions that the step's passes received, each once. int64 [samples, positions]"""
         recorded_positions = self._rows(self._positions, step, lambda account: account.trains_step(step))
         return tuple({rows.tobytes(): rows for rows in recorded_positions}.values())
 
@@ -130,6 +144,7 @@ class SampleRecorder:
         return self._microbatches(lambda account: account.step == step and account.kind != "training", step)
 
     def _microbatches(self, is_selected: Callable[[Account], bool], step: int) -> tuple[Microbatch, ...]:
+        """Return one record for each input of the step, or for each loss if there are more of these."""
         received = list(self._rows(self._tokens, step, is_selected))
         losses = self.losses.losses_by_pass(is_selected, [tokens.size for tokens in received])
         return tuple(
@@ -140,7 +155,9 @@ class SampleRecorder:
     def _rows(
         self, recorded: list[_ReceivedTensor], step: int, is_selected: Callable[[Account], bool]
     ) -> Iterator[np.ndarray]:
-        """Yield [samples, positions] for each input. One row that the recipe's length does not divide is not cut."""
+        """Yield [samples, positions] for each input of a selected account. One row that the recipe's length does not
+        divide is not cut.
+        """
         for copy_of_input in recorded:
             if not is_selected(copy_of_input.account):
                 continue

@@ -18,12 +18,15 @@ PUSH_FUNCTION = "_push_saved_tensors_default_hooks"
 
 
 class SavedTensorsRecorder:
+    """Counts of hooks put on saved tensors, by phase, and by module and name of the code they are of."""
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._accounts: dict[Account, Counter[SavedTensorsHook]] = defaultdict(Counter)
         self._original: Any = None
 
     def install(self) -> None:
+        """Patch the function of torch that all such hooks go through."""
         self._original = original = getattr(torch._C._autograd, PUSH_FUNCTION)
 
         def note_and_push(pack: Any, unpack: Any) -> None:
@@ -33,11 +36,13 @@ class SavedTensorsRecorder:
         setattr(torch._C._autograd, PUSH_FUNCTION, note_and_push)
 
     def remove(self) -> None:
+        """Put torch's function back. Nothing if it is back already."""
         if self._original is not None:
             setattr(torch._C._autograd, PUSH_FUNCTION, self._original)
         self._original = None
 
     def hooks_of(self, step: int) -> dict[SavedTensorsHook, int]:
+        """Return how often each hook was put on in passes that trained in a step."""
         return dict(
             sum(
                 (hooks for account, hooks in self._accounts.items() if account.trains_step(step)),

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import optimizer as torch_optimizer
 
 from harness.core.probe.clock import Clock
 
@@ -25,6 +24,7 @@ RECORDED_VARIABLES = (
 
 
 def _deterministic_text() -> str:
+    """Return how torch treats operators that are not deterministic: "off" (uses them), "warn only" or "on" (refuses them)."""
     if not torch.are_deterministic_algorithms_enabled():
         return "off"
     return "warn only" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
@@ -77,6 +77,7 @@ SETTING_READERS |= {name: lambda name=name: os.environ.get(name, "unset") for na
 
 
 def read_settings() -> dict[str, str]:
+    """Return the value of each of torch's settings and recorded variables now, as text, by name."""
     return {name: read() for name, read in SETTING_READERS.items()}
 
 
@@ -98,21 +99,17 @@ class SettingsRecorder:
         self.settings_at_start = started or {}
         self._clock = clock
         self._steps: dict[int, dict[str, set[str]]] = {}
-        self._hook: Any = None
 
     def install(self) -> None:
         self.settings_at_start = self.settings_at_start or read_settings()
-        self._hook = torch_optimizer.register_optimizer_step_pre_hook(self.note_settings)
-
-    def remove(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = None
 
     def note_settings(self, *_: Any) -> None:
-        """Note the settings of this moment for the step.
+        """Note the settings of this moment for the step. Nothing in evaluation.
 
-        Trap: OpenMP has a number of threads for each thread, and backward on GPUs has a separate thread."""
+        Trap: OpenMP has a number of threads for each thread, and backward on GPUs has a separate thread. So "threads" is left
+        out
+        inside backward.
+        """
         if self._clock.account.kind == "evaluation":
             return
         values_by_name = self._steps.setdefault(self._clock.step, {})
@@ -122,4 +119,5 @@ class SettingsRecorder:
                 values_by_name.setdefault(name, set()).add(value)
 
     def settings_of(self, step: int) -> dict[str, tuple[str, ...]]:
+        """Return the values that each setting had in a step, sorted, by name; empty if nothing was noted."""
         return {name: tuple(sorted(values)) for name, values in self._steps.get(step, {}).items()}

@@ -25,8 +25,12 @@ class Peak(NamedTuple):
 
 
 class StorageRecorder:
-    """`where` answers (step, phase), 0 for the step where it is none. Trap: FSDP2 frees and fills by resize_() of a storage,
-    which is no operator."""
+    """The most bytes of storages at once, in a step and outside of steps.
+
+    where: answers (step, phase), 0 for the step where it is none. Trap: FSDP2 frees and fills by resize_() of a storage, which
+    is
+    no operator.
+    """
 
     def __init__(self, where: Callable[[], tuple[int, str]]) -> None:
         self.peak = Peak(0, "")  # in a step
@@ -37,6 +41,7 @@ class StorageRecorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
+        """Surround what is recorded: storages that change their size are noted meanwhile."""
         recorder = self
         resize = torch.UntypedStorage.resize_
 
@@ -61,6 +66,7 @@ class StorageRecorder:
                     self._note_size(storage, storage.nbytes())
 
     def _note_size(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Note a storage's present size, and the peak if there were never so many bytes."""
         storage_ref = weakref.ref(storage, self._note_freed)
         self._bytes += size - self._living_storages.pop(storage_ref, 0)
         self._living_storages[storage_ref] = size

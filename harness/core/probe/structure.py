@@ -1,8 +1,9 @@
-"""What this rank's process groups, parameters and parallel wrappers are: claims (metadata) and contents."""
+"""Structure of this rank: its process groups, parameters and parallel wrappers, as claims (metadata) and contents."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -38,7 +39,8 @@ def note_wrapper(module: nn.Module, kind: str, *, shard_ranks: Ranks = (), repli
 def note_placement(parameter: nn.Parameter, ranks: Ranks, dim: int | None) -> None:
     """Note that these ranks hold parts of a parameter's dim, or for None, all of it each.
 
-    For the adapter of a trainer whose own parallel layers cut parameters."""
+    For the adapter of a trainer whose own parallel layers cut parameters. Replaces what was noted of it before.
+    """
     _noted_placements[parameter] = tuple(ranks), dim
 
 
@@ -69,6 +71,7 @@ def module_names(part: nn.Module) -> dict[nn.Module, str]:
 
 
 def _add_names(module: nn.Module, name: str, names: dict[nn.Module, str]) -> None:
+    """Add a module and all below it to `names`, module -> name, each once by its first name."""
     names[module] = name
     for key, child in module._modules.items():
         if child is not None and child not in names:
@@ -81,6 +84,7 @@ def _name_within(module: str, key: str) -> str:
 
 
 def named_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that each model's modules show, once in a model, by their first name within the job."""
     for part in parts:
         if type(part).named_parameters is nn.Module.named_parameters:
             yield from _own_parameters(part)
@@ -153,28 +157,34 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 def parameter_evidence(
     parts: Iterable[nn.Module], copy_value: Callable[[torch.Tensor], Any] = as_numpy
 ) -> tuple[TensorEvidence, ...]:
-    """Return what each parameter claims and holds. copy_value: makes what stands for the value, if it is to be read later."""
-    evidence: list[TensorEvidence] = []
-    for part in parts:
-        own = sharded_parameters([part]) if shards_of(part) else named_parameters([part])
-        evidence += [_tensor_evidence(fqn, parameter, copy_value(parameter)) for fqn, parameter in own]
-    return tuple(evidence)
+    """Return what each parameter claims, and what this rank's slice of it holds.
+
+    copy_value: returns what stands for a tensor's value, if it is read later or not at all."""
+    return tuple(_tensor_evidence(fqn, shard, copy_value(shard)) for fqn, shard in sharded_parameters(parts))
 
 
 def _tensor_evidence(fqn: str, tensor: torch.Tensor, value: Any) -> TensorEvidence:
+    """Return what a parameter claims (an adapter's note, else the DTensor's mesh and placements), with its value."""
     if tensor in _noted_placements:
         return _noted_tensor_evidence(fqn, tensor, value)
     return TensorEvidence(
         fqn=fqn,
         global_shape=tuple(tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
-        mesh=tensor.device_mesh.mesh.tolist() if hasattr(tensor, "device_mesh") else None,
+        mesh=_ranks_of_mesh(tensor.device_mesh) if hasattr(tensor, "device_mesh") else None,
         placements=placement_texts(tensor),
         value=value,
     )
 
 
+@functools.lru_cache(maxsize=16)
+def _ranks_of_mesh(mesh: Any) -> Any:
+    """Return the mesh's ranks as nested lists: one list object for all parameters on it."""
+    return mesh.mesh.tolist()
+
+
 def _noted_tensor_evidence(fqn: str, tensor: torch.Tensor, value: Any) -> TensorEvidence:
+    """Return what an adapter noted of a plain parameter: cut along a dim over its ranks, or whole on each."""
     ranks, dim = _noted_placements[tensor]
     shape = tuple(size * (len(ranks) if tensor_dim == dim else 1) for tensor_dim, size in enumerate(tensor.shape))
     placement = "Replicate" if dim is None else f"Shard({dim})"
@@ -231,6 +241,7 @@ def wrapper_evidence(parts: Iterable[nn.Module]) -> dict[str, Wrapper]:
 
 
 def _ddp_wrapper(module: nn.Module) -> Wrapper | None:
+    """Return the wrapper of a DistributedDataParallel; None for other modules."""
     if not isinstance(module, nn.parallel.DistributedDataParallel):
         return None
     return _make_ddp_wrapper("ddp", module, module)
@@ -289,6 +300,7 @@ def _fsdp1_wrapper(module: nn.Module) -> Wrapper | None:
 
 
 def _fsdp2_wrapper(module: nn.Module) -> Wrapper | None:
+    """Return the wrapper of a module that FSDP2 is put on, by its first parameter group; None for other modules."""
     group = next(fsdp2_groups(module), None)
     if group is None:
         return None
@@ -317,6 +329,7 @@ def fsdp2_switches(parts: Iterable[nn.Module]) -> dict[str, tuple[str, ...]]:
 
 
 def _switches_of_module(module: Any, part: nn.Module) -> Iterator[str]:
+    """Yield a text for each switch of a module of FSDP2 that is not as usual."""
     state = module._get_fsdp_state()
     groups = list(fsdp2_groups(module))
     for name in ("unshard_in_backward", "reshard_after_backward"):

@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from harness.core.evidence.records import Resumed
 from harness.core.evidence.step import UnsettledGradient
 from harness.core.probe.backward import BackwardRecorder, GradientsBefore
+from harness.core.probe.clipping import CLIP_FUNCTIONS, INNER_CLIP_FUNCTIONS, ClipFunction, observe_clipping
 from harness.core.probe.clock import Clock
+from harness.core.probe.hooks import do_nothing
 from harness.core.probe.host_copies import (
     HostCopy,
     are_readable,
@@ -39,14 +39,11 @@ from harness.core.probe.host_copies import (
     read_all,
     read_copy,
 )
+from harness.core.probe.optimizer_steps import state_tensors, stepped_tensors
 from harness.core.probe.shards import noted_shards, shards_of
 from harness.core.probe.structure import dense_tensors_of, local_tensor_of, named_parameters, sharded_parameters
 from harness.core.probe.unsettled import unsettled_gradients
 from harness.core.probe.without_memory import storage_address
-
-CLIP_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_")
-INNER_CLIP_FUNCTIONS = ("_get_total_norm", "_clip_grads_with_norm_")
-"""What those call, which who imported them by name before comes to as well."""
 
 _installed: list[ValueRecorder] = []
 
@@ -108,6 +105,7 @@ class StepValues:
         self.gradients_before = None
 
     def read_copies(self) -> None:
+        """Read all copies of the step into arrays. Of the parameters copied before the next step, keep those that changed."""
         self.compare_gradients()
         self.lr = float(read_copy(self.lr)) if torch.is_tensor(self.lr) else self.lr
         self.gradients = read_all(self.gradients)
@@ -142,67 +140,55 @@ class ValueRecorder:
         self._step_at_begin: dict[Optimizer, int] = {}
         self._clock = clock
         self._backward = BackwardRecorder(clock, self._present_gradients)
-        self._hooks: list[Any] = []
-        self._patched: list[tuple[Any, str, Callable[..., Any]]] = []
+        self._stop_clipping: Callable[[], None] = do_nothing
 
     def install(self) -> None:
-        self._hooks = [
-            torch_optimizer.register_optimizer_step_pre_hook(self._before_optimizer),
-            torch_optimizer.register_optimizer_step_post_hook(self._after_optimizer),
-        ]
-        for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-            for name in (*CLIP_FUNCTIONS, *INNER_CLIP_FUNCTIONS):
-                if hasattr(owner, name):
-                    self._patch(owner, name)
-        self._patch(FullyShardedDataParallel, "clip_grad_norm_")
+        """Patch torch's clipping functions, and copy gradients after backward passes from now on."""
+        self._stop_clipping = observe_clipping(self._with_gradients_copied, (*CLIP_FUNCTIONS, *INNER_CLIP_FUNCTIONS))
         self._backward.install()
         _installed.append(self)
 
     def record_shapes_only(self) -> None:
+        """Compare no values from now on: tensors have no memory."""
         self._compares_values = self._backward.is_needed = False
 
     def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for owner, name, original in reversed(self._patched):
-            setattr(owner, name, original)
+        """Take all patches out again. What was copied stays."""
+        self._stop_clipping()
+        self._stop_clipping = do_nothing
         self._backward.remove()
         if self in _installed:
             _installed.remove(self)
-        self._hooks = []
-        self._patched = []
 
-    def _patch(self, owner: Any, name: str) -> None:
-        original = getattr(owner, name)
+    def _with_gradients_copied(self, _: str, original: ClipFunction) -> ClipFunction:
+        """Return a clipping function before which the gradients are copied."""
 
         @functools.wraps(original)
         def copy_gradients_and_call(*args: Any, **kwargs: Any) -> Any:
             self.copy_gradients(clipped_next=True)
             return original(*args, **kwargs)
 
-        self._patched.append((owner, name, original))
-        setattr(owner, name, copy_gradients_and_call)
+        return copy_gradients_and_call
 
     def watch_resumed(self) -> None:
         """Copy the parameters as they are now. Optimizers are not known yet: each one's state is copied when it first steps."""
         self.resumed = Resumed(copy_all_to_host(named_parameters(self.parts)), {})
 
     def _copy_resumed_state(self, optimizer: Optimizer) -> None:
+        """Copy an optimizer's state in the first step after a checkpoint was read; nothing otherwise."""
         if self.resumed is None or self._clock.step != self._clock.start_step + 1:
             return
         add_states(self.resumed.optimizer_state, self._states_by_fqn(optimizer))
 
     def _parameters_of(
         self, optimizer: Optimizer, shards: Iterable[tuple[str, torch.Tensor]] | None = None
-    ) -> list[tuple[str, nn.Parameter]]:
+    ) -> list[tuple[str, torch.Tensor]]:
         """Return the model's parameters that an optimizer steps, with their names.
 
         shards: the present ones, where they were looked for already."""
         named_shards = sharded_parameters(self.parts) if shards is None else shards
         names = {id(shard): fqn for fqn, shard in named_shards}
-        return [
-            (names[id(parameter)], parameter) for parameter in _stepped_tensors(optimizer) if id(parameter) in names
-        ]
+        return [(names[id(parameter)], parameter) for parameter in stepped_tensors(optimizer) if id(parameter) in names]
 
     def _note_steps_on_copies(self, optimizer: Optimizer) -> None:
         """Note whether the optimizer steps tensors that are no parameters of the model."""
@@ -210,7 +196,7 @@ class ValueRecorder:
             return
         shards = list(sharded_parameters(self.parts))
         parameter_ids = {id(p) for _, p in shards}
-        stepped_ids = {id(parameter) for parameter in _stepped_tensors(optimizer)}
+        stepped_ids = {id(parameter) for parameter in stepped_tensors(optimizer)}
         if stepped_ids <= parameter_ids:
             return
         self._values_of_step().steps_on_copies = True
@@ -224,7 +210,7 @@ class ValueRecorder:
         if not self._compares_values:
             return
         parameter_ids = {id(p) for _, p in sharded_parameters(self.parts)}
-        copies = [stepped for stepped in _stepped_tensors(optimizer) if id(stepped) not in parameter_ids]
+        copies = [stepped for stepped in stepped_tensors(optimizer) if id(stepped) not in parameter_ids]
         masters = self._masters[optimizer] = {}
         for fqn, parameter in unstepped:
             master_index = _index_of_master(copies, parameter)
@@ -238,16 +224,17 @@ class ValueRecorder:
         step.parameters_left = copy_all_to_host(unstepped)
         for optimizer in self._masters:
             self._find_masters(optimizer, unstepped)
-        values: list[Any] = []
+        states: list[Any] = []
         for optimizer in self._masters:
-            for state in self._states_of_masters(optimizer).values():
-                values += state.values()
-        step.masters_state = storage_bytes_of(value for value in values if torch.is_tensor(value) and value.dim())
+            states += self._states_of_masters(optimizer).values()
+        step.masters_state = storage_bytes_of(state_tensors(states))
 
     def _states_of_masters(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        """Return the optimizer's state of its master copies, by the fqn of the parameter that is written from each."""
         return {fqn: optimizer.state.get(master, {}) for fqn, master in self._masters.get(optimizer, {}).items()}
 
     def _states_by_fqn(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        """Return the optimizer's state of each parameter that it steps, and of each whose master it steps, by fqn."""
         own = {fqn: optimizer.state.get(p, {}) for fqn, p in self._parameters_of(optimizer)}
         return own | self._states_of_masters(optimizer)
 
@@ -280,6 +267,12 @@ class ValueRecorder:
         return [part for part in self.parts if shards_of(part) is None]
 
     def copy_gradients(self, *, clipped_next: bool) -> None:
+        """Copy the step's gradients, unless they were copied already and no backward pass followed since.
+
+        clipped_next: clipping begins now; then gradients are no longer copied after each backward pass. Nothing is copied
+        without
+        model parts.
+        """
         step = self._values_of_step()
         if clipped_next:
             self._backward.is_needed = False
@@ -308,7 +301,8 @@ class ValueRecorder:
         step.gradients |= copy_all_to_host((fqn, p.grad) for fqn, p in stepped if p.grad is not None)
         step.memory["gradients"] = max(step.memory.get("gradients", 0), storage_bytes_of(p.grad for _, p in stepped))
 
-    def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+    def before_optimizer(self, optimizer: Optimizer) -> None:
+        """Copy the gradients and note the learning rate that an optimizer is about to step with."""
         if self._clock.phase() == "backward":
             self._copy_own_gradients(optimizer)
         else:
@@ -319,10 +313,11 @@ class ValueRecorder:
             lr = optimizer.param_groups[0]["lr"]  # a tensor for those that are compiled
             self._learning_rates[optimizer] = copy_to_host(lr) if torch.is_tensor(lr) else float(lr)
         self._step_at_begin[optimizer] = self._clock.step
-        self._clock.enter_optimizer()
 
-    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        self._clock.leave_optimizer()
+    def after_optimizer(self, optimizer: Optimizer) -> None:
+        """Copy the parameters that an optimizer has stepped, and the frozen ones; note the bytes that are held.
+
+        A model part whose shards were noted is left out: `copy_update` copies it."""
         self.optimizers[optimizer] = None
         # A closure given to step() trains inside of it: only now is it known which step this was.
         if optimizer in self._learning_rates:
@@ -339,11 +334,9 @@ class ValueRecorder:
         step.parameters |= copy_all_to_host((*stepped, *frozen))
         stored_tensors = (*named_parameters(self.parts), *shards)  # whole ones beside slices, where units stay gathered
         step.memory["parameters"] = storage_bytes_of(p for _, p in stored_tensors)
-        values: list[Any] = []
-        for parameter in [parameter for _, parameter in stepped]:
-            values += optimizer.state.get(parameter, {}).values()
-        states = [value for value in values if torch.is_tensor(value) and value.dim()]
-        step.memory["optimizer_state"] = step.memory.get("optimizer_state", 0) + storage_bytes_of(states)
+        states = (optimizer.state.get(parameter, {}) for _, parameter in stepped)
+        state_bytes = storage_bytes_of(state_tensors(states))
+        step.memory["optimizer_state"] = step.memory.get("optimizer_state", 0) + state_bytes
 
     def copy_update(self, number: int | None) -> None:
         """Copy parameters and memory after a step, for model parts whose shards were noted."""
@@ -359,8 +352,7 @@ class ValueRecorder:
         step.memory["parameters"] = storage_bytes_of(
             [*shards_by_fqn.values(), *(p for _, p in named_parameters(parts))]
         )
-        values = _noted_state_values(parts)
-        step.memory["optimizer_state"] = storage_bytes_of(value for value in values if value.dim())
+        step.memory["optimizer_state"] = storage_bytes_of(state_tensors(_noted_states(parts)))
 
     def note_changes_between_steps(self) -> None:
         """Compare the parameters with the step that just ended left them, bit for bit, before the next step begins.
@@ -401,17 +393,10 @@ class ValueRecorder:
             add_states(last_state, self._states_by_fqn(optimizer))
 
 
-def _stepped_tensors(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    """Yield the tensors that an optimizer steps."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def _noted_state_values(parts: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield all tensors of the optimizer state that was noted for these model parts."""
+def _noted_states(parts: Iterable[nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield, for each parameter of these model parts, the optimizer state that was noted, by the optimizer's keys."""
     for shards in noted_shards(parts):
-        for _, state in shards.state():
-            yield from state.values()
+        yield from (state for _, state in shards.state())
 
 
 def _index_of_master(copies: Iterable[torch.Tensor], parameter: torch.Tensor) -> int | None:
@@ -450,10 +435,12 @@ def is_master(copy: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def are_same_arrays(first: np.ndarray, second: np.ndarray) -> bool:
+    """Return whether two arrays have the same shape, dtype and bits."""
     return has_same_bits(torch.from_numpy(first), second)
 
 
 def has_same_bits(tensor: torch.Tensor, recorded: np.ndarray) -> bool:
+    """Return whether a rank's tensor has the recorded shape, dtype and bits. bfloat16 is compared as float32."""
     tensor = local_tensor_of(tensor)
     local_tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
     recorded_tensor = torch.from_numpy(recorded)
@@ -480,6 +467,7 @@ def _as_integers(flat: torch.Tensor, integer_dtype: torch.dtype) -> torch.Tensor
 
 
 def copy_state_tensors(state: dict[str, Any]) -> dict[str, HostCopy]:
+    """Return copies of the tensors in an optimizer's state of one parameter, by its keys; other values are left out."""
     return copy_all_to_host((key, value) for key, value in state.items() if torch.is_tensor(value))
 
 

@@ -1,4 +1,4 @@
-"""Feeds the recorders where tensors have no memory.
+"""The recorders' source where tensors have no memory: a dispatch mode that reports operators to them.
 
 Operators on tensors without memory are answered before they come to a backend, and so above the recorders' kernels. This
 dispatch mode stands above those who answer, and reports to the same recorders what a kernel would report.
@@ -86,6 +86,7 @@ class Witness(TorchDispatchMode):
         return results
 
     def _note_functional_collective(self, func: Any, name: str, args: Any, results: Any) -> None:
+        """Report a functional collective to the recorder of collectives. One of another name is left out."""
         base_name = name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")
         if base_name in FUNCTIONAL_COLLECTIVES:
             op, is_result = FUNCTIONAL_COLLECTIVES[base_name]
@@ -95,6 +96,10 @@ class Witness(TorchDispatchMode):
             )
 
     def _note_operator(self, name: str, operator: str, args: Any, results: Any, caller: types.FrameType | None) -> None:
+        """Report a matmul, an attention, a draw or a copy to its recorder; nothing for other operators.
+
+        name: the operator's, such as "mm". operator: with its overload, such as "mm.out". caller: the frame that called it.
+        """
         probe = self._probe
         if operator in MATMUL_FACTORS:
             probe.activity.note_matmul(args[MATMUL_FACTORS[operator]])

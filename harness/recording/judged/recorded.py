@@ -55,6 +55,12 @@ class ObservedModel(ModelConfig):
         return dict(self.shapes)
 
 
+class LayoutCase(Case):
+    """A case of which only the layout is requested. Model, dtypes and wrapper are those that were observed."""
+
+    is_complete = False
+
+
 def trial_of(
     records: Mapping[int, RankRecord],
     dims: ParallelDims,
@@ -199,7 +205,7 @@ def _case(dims: ParallelDims, ranks: Mapping[int, RankEvidence], many: Mapping[i
         steps=steps, dtype=stored or "float32", compute_dtype=gathered if gathered != stored else None
     )
     features = Features(wrapper=_wrapper(dims, ranks.values()), reduce_dtype=reduced)
-    return Case("recorded", "a recorded job", dims=dims, model=model, training=training, features=features)
+    return LayoutCase("recorded", "a recorded job", dims=dims, model=model, training=training, features=features)
 
 
 def _parameter_dtype(ranks: Iterable[RankEvidence]) -> str | None:

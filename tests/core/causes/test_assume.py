@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from literal import tiny_case, trial_of
+from literal import of_layout_alone, tiny_case, trial_of
 
 from harness.core.case.measured import Measured
 from harness.core.causes import assume
-from harness.core.evidence.provided import RECORDED
 from harness.core.judge.assumed import AS_REQUESTED
 from harness.core.judge.trial import Trial
 from harness.core.plan.plan import without_slices
@@ -86,12 +85,12 @@ def test_the_plan_of_another_case_is_of_the_same_trainer_torch_and_observed_unit
 
 @pytest.mark.parametrize("derived", [True, False])
 def test_the_plan_of_another_case_says_what_ranks_hold_unless_that_of_a_recording_did_not(derived: bool) -> None:
-    plan = RIGHT.plan if derived else without_slices(RIGHT.plan)
-    recording = replace(RIGHT, plan=plan, run=replace(RIGHT.run, provided=RECORDED))
-    changed = assume.assume_features(recording, loss_parallel=False).plan
+    trial = RIGHT if derived else replace(RIGHT, plan=without_slices(RIGHT.plan))
+    changed = assume.assume_features(of_layout_alone(trial), loss_parallel=False).plan
     assert [bool(held) for held in changed.slices.values()] == [derived, derived]
-    unrecorded = assume.assume_features(replace(recording, run=RIGHT.run), loss_parallel=False).plan
-    assert all(unrecorded.slices.values())
+    assert not changed.is_exact
+    unrecorded = assume.assume_features(trial, loss_parallel=False).plan
+    assert all(unrecorded.slices.values()) and unrecorded.is_exact
 
 
 @pytest.mark.parametrize(("runs", "references"), [(("a", "b"), {0: "b", 1: "a"}), (("a",), {})])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from diagnosed import EMBEDDING, LAST, NORM, broken, dims, fsdp_4
-from literal import ADAMW, TINY, UNEVEN, judged, tiny_case, trial_of, with_parameter, with_rank
+from literal import ADAMW, TINY, UNEVEN, judged, of_layout_alone, tiny_case, trial_of, with_parameter, with_rank
 
 from harness.core.case.dims import AXES, ParallelDims
 from harness.core.case.measured import Measured
@@ -19,7 +19,6 @@ from harness.core.causes.hypothesis import Hypothesis
 from harness.core.causes.layouts import PLAN_FIELDS_BY_RANK, Layout, candidate_layouts, other_layouts, renumber_trial
 from harness.core.causes.structure_facts import facts_of_structure as facts
 from harness.core.checks import judge
-from harness.core.evidence.provided import RECORDED
 from harness.core.evidence.records import Exit
 from harness.core.judge.result import Cause, Verdict
 from harness.core.judge.trial import Trial
@@ -149,8 +148,8 @@ def test_layouts_of_one_choice_come_before_those_of_two(requested: ParallelDims,
 @pytest.mark.parametrize("recorded", [True, False])
 def test_where_slices_are_not_derived_other_degrees_alone_are_put_to_the_test(recorded: bool) -> None:
     trial = right(dims(2, 2, tp=2))
-    run = replace(trial.run, provided=RECORDED) if recorded else trial.run
-    unknown = replace(trial, run=run, plan=replace(trial.plan, slices={rank: {} for rank in trial.ranks}))
+    unknown = of_layout_alone(trial) if recorded else trial
+    unknown = replace(unknown, plan=replace(unknown.plan, slices={rank: {} for rank in trial.ranks}))
     found = [dict(one.cause.details)["dp_shard"] for one in proposed(unknown, "placements")]
     assert found == [1, 4] * recorded and proposed(unknown) == []
 

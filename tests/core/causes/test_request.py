@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 from diagnosed import broken, dims
-from literal import ADAMW, EIGHT, TINY, tiny_case, trial_of, with_collectives, with_every_rank, with_rank, with_step
+from literal import (
+    ADAMW,
+    EIGHT,
+    TINY,
+    of_layout_alone,
+    tiny_case,
+    trial_of,
+    with_collectives,
+    with_every_rank,
+    with_rank,
+    with_step,
+)
 from literal_ranks import APART
 from noisy import noise_of
 
@@ -21,7 +32,6 @@ from harness.core.causes import diagnose
 from harness.core.causes.hypothesis import Hypothesis
 from harness.core.causes.request import Neighbour, neighbours, neighbours_of_one_field
 from harness.core.checks import judge
-from harness.core.evidence.provided import RECORDED
 from harness.core.judge.result import Cause, Verdict
 from harness.core.judge.trial import Trial
 from harness.core.plan.stages import actions_of_rank
@@ -263,8 +273,7 @@ def test_of_units_of_fsdp1_that_are_wrong_no_policy_is_tried() -> None:
 
 def test_of_a_recording_no_feature_is_tried() -> None:
     trial = trial_of(*(tiny_case("fsdp_2", reshard_after_forward=way) for way in ("always", "never")))
-    trial = replace(trial, run=replace(trial.run, provided=RECORDED))
-    assert list(neighbours(trial, broken("reshard", "traffic"))) == []
+    assert list(neighbours(of_layout_alone(trial), broken("reshard", "traffic"))) == []
 
 
 @pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=1)

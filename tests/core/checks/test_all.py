@@ -30,7 +30,7 @@ from harness.core.evidence.provided import RECORDED
 from harness.core.evidence.records import Collective
 from harness.core.judge.finding import Part
 from harness.core.judge.result import Result, Verdict, verdict_of
-from harness.core.judge.traffic import PARAMETER_ROLES
+from harness.core.plan.traffic.flow import PARAMETER_ROLES
 
 NAMES = [
     "completed",

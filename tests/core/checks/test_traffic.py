@@ -9,6 +9,7 @@ from checked import findings, like
 from literal import (
     ADAMW,
     judged,
+    of_layout_alone,
     tiny_case,
     trial_of,
     with_collectives,
@@ -291,3 +292,13 @@ def test_a_rank_that_had_no_more_inputs_under_join_is_compared_until_then() -> N
     assert judged("collective_order", joined).verdict == Verdict.PASS
     assert judged("collective_order", with_rank(joined, 1, joined=None)).verdict == Verdict.FAIL
     assert judged("collective_order", with_rank(joined, 1, collectives=tuple(calls[:-1]))).verdict == Verdict.FAIL
+
+
+def test_by_a_layout_alone_less_than_the_plan_fails_and_more_is_not_judged() -> None:
+    trial = trial_of(tiny_case("hsdp_2x2"))
+    twice = with_every_rank(trial, lambda t, rank: with_collectives(t, rank, lambda call: [call, call]))
+    less = with_every_rank(trial, lambda t, rank: with_collectives(t, rank, dropping("all_gather", "backward")))
+    verdicts = [judged("traffic", each).verdict for each in (trial, twice, less)]
+    by_layout = [judged("traffic", of_layout_alone(each)).verdict for each in (trial, twice, less)]
+    assert verdicts == [Verdict.PASS, Verdict.FAIL, Verdict.FAIL]
+    assert by_layout == [Verdict.PASS, Verdict.PASS, Verdict.FAIL]

@@ -15,6 +15,7 @@ from harness.core.evidence.step import Activity, Attention, Call, Matmul, SavedT
 from harness.core.probe.activity import ActivityRecorder
 from harness.core.probe.clock import Clock
 from harness.core.probe.compiler import CompilerRecorder, compiler_counts
+from harness.core.probe.optimizer_steps import OptimizerSteps
 from harness.core.probe.samples import SampleRecorder
 from harness.core.probe.saved_tensors import SavedTensorsRecorder
 from harness.core.probe.settings import SettingsRecorder
@@ -179,7 +180,6 @@ def test_a_switch_that_is_on_in_backward_only_is_seen(recorder: ActivityRecorder
         loss = model(torch.ones(2, 4)).sum()
         torch.autograd.set_detect_anomaly(True)
         loss.backward()
-    settings.remove()
     assert settings.settings_at_start["autograd anomaly detection"] == "off"
     assert settings.settings_of(1)["autograd anomaly detection"] == ("off", "on")
     assert settings.settings_of(1)["default dtype"] == ("float32",)
@@ -226,14 +226,15 @@ def test_tf32_is_seen_by_whichever_setting_it_came() -> None:
 def test_graphs_are_counted_as_optimizers_step() -> None:
     clock = Clock()
     compiled = CompilerRecorder(clock)
-    compiled.install()
+    steps = OptimizerSteps(clock, before=(), after=(compiled.after_optimizer,))
+    steps.install()
     block = nn.Linear(4, 4)
     forward, optimizer = torch.compile(block, backend="eager"), torch.optim.SGD(block.parameters(), lr=0.1)
     before = compiler_counts().get("graphs", 0)
     for clock.step in (1, 2):
         forward(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-    compiled.remove()
+    steps.remove()
     assert [compiled.graphs_after(step) for step in (1, 2, 3)] == [before + 1, before + 1, None]
 
 

@@ -166,7 +166,7 @@ def _unreduced_bytes(case: Case, plan: Plan, rank: int) -> int:
         return 0
     computed = case.training.compute_dtype or case.training.dtype
     features = case.features
-    if case.dims.pp > 1 or (features.accumulation > 1 and features.defer_sync is True):
+    if case.dims.pp > 1 or (features.accumulation > 1 and features.defers_every_reduction):
         return (
             _padded_elements(case, plan, rank, trained_values(case, plan.slices[rank]))
             * BYTES[features.reduce_dtype or computed]

@@ -46,7 +46,7 @@ def zero_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
     gathered_bytes = padded * size
     reduced = padded if traits.zero_reduces_by == "reduce_scatter" else unpadded
     reduced *= BYTES[case.features.reduce_dtype] if case.features.reduce_dtype else size
-    times = 1 if case.wrapper == "zero1" and case.features.defer_sync else passes
+    times = 1 if case.wrapper == "zero1" and case.features.defers_every_reduction else passes
     yield Flow(axis, "gradients", traits.zero_reduces_by, "backward", times * reduced)
     if case.wrapper == "zero3":
         yield Flow(axis, "parameters", "all_gather", "forward", passes * gathered_bytes)
@@ -80,7 +80,7 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     gathered = BYTES[case.training.compute_dtype or stored]
     reduced = BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
     scattered = reduced * reductions_per_step(case)
-    over_replicas = reduced if features.defer_sync else scattered
+    over_replicas = reduced if features.defers_replica_reduction else scattered
     shards = dims.shards
     axis = shard_axis(dims)
     fqns = [*parameter_shapes(case.model)]
@@ -92,7 +92,7 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     called_twice = unit_called_in_chunks(case, traits, units)
     in_chunks = alone or called_twice
     waited = 0
-    if in_chunks and case.features.accumulation > 1 and case.features.defer_sync is True:
+    if in_chunks and case.features.accumulation > 1 and case.features.defers_every_reduction:
         # Gradients of earlier microbatches wait in the unit; the first backward that comes to it, a chunk's, reduces them.
         waited = _padded_elements(case, traits, in_chunks.parameters, tp_index)
         if alone and traits.holds_output:  # the output waits for its last chunk, all others are reduced at its first
@@ -185,7 +185,7 @@ def reductions_per_step(case: Case) -> int:
 
     HSDP's all-reduce over replicas may run less often.
     """
-    return 1 if case.features.defer_sync is True else case.features.accumulation
+    return 1 if case.features.defers_every_reduction else case.features.accumulation
 
 
 def _fsdp1_flows(case: Case, traits: TrainerTraits) -> Iterable[Flow]:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 OUTSIDE = "outside"
 """Of forward and backward: where small collectives of every kind are, so that a flow there is what is moved at least."""
 
+PARAMETER_ROLES = ("parameters", "gradients")
+"""Roles of what sharding and replication move, which follows from the layout alone."""
+
 TIED_ROLE = "gradients of a tied weight"
 """Role of what first and last stage add up: each has the gradient of its own use of the weight."""
 

@@ -128,7 +128,7 @@ def _bytes_of_norm_gradients(case: Case, torch: str) -> int:
     """
     computed = case.training.compute_dtype or case.training.dtype
     features = case.features
-    kept = case.dims.pp > 1 or (features.accumulation > 1 and features.defer_sync is True)
+    kept = case.dims.pp > 1 or (features.accumulation > 1 and features.defers_every_reduction)
     kept = kept or (case.wrapper == "fsdp2" and releases.condition_holds(releases.SUMS_IN_REDUCE_DTYPE, torch))
     times = features.accumulation if case.dims.pp > 1 else reductions_per_step(case)
     return times * BYTES[features.reduce_dtype or computed if kept else computed]

@@ -160,7 +160,7 @@ def forward_backward(
     """Leave in .grad the gradient of the global mean loss; return this rank's sum of token losses, float64 []."""
     total = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
     for index, part in enumerate(microbatches):
-        last = index == len(microbatches) - 1 or not case.features.defer_sync
+        last = index == len(microbatches) - 1 or not case.features.defers_replica_reduction
         with parallelize.gradient_sync(model, case.features, last=last), parallelize.loss_context(mesh, case.features):
             loss = loss_of(model, part)
             scaled(loss, ranks=case.dims.dp * case.dims.cp, valid_tokens=valid_tokens).backward()

@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from harness.core.probe.clock import Clock
-from harness.core.probe.collectives import CollectiveRecorder
-from harness.core.probe.pipeline import PipelineRecorder
-from harness.recording.inputs import MOST_INPUTS, inputs_of, sample_begins
-from harness.recording.seen import RankObserver
+from harness.core.probe.inputs import MOST_INPUTS, inputs_of, sample_begins
+from harness.core.probe.samples import SampleRecorder
 
 TOKENS, MASK, ROWS = torch.arange(4).reshape(1, 4), torch.ones(1, 4, dtype=torch.int64), torch.rand(1, 4)
 
@@ -73,16 +71,21 @@ def test_samples_in_one_row_begin_where_positions_do(
     assert begins == (None if found is None else found.nonzero().flatten().tolist())
 
 
-def test_a_model_that_is_called_with_a_batch_of_names_was_fed_its_tokens() -> None:
-    clock, model = Clock(), nn.Linear(4, 4)
-    seen = RankObserver(clock, CollectiveRecorder(clock.step_and_phase), PipelineRecorder(clock), lambda: 0.0)
-    assert seen.attach(model)
-    clock.enter_forward()
-    seen.pass_begins(model, ({"attention_mask": MASK.bool(), "input_ids": TOKENS},), {})
-    clock.leave_forward()
-    clock.leave_optimizer()
-    assert [(fed.dtype, fed.shape) for step in seen.steps() for fed in step.fed] == [("int64", (1, 4))]
-    assert [len(fed.others) for step in seen.steps() for fed in step.fed] == [0]
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((TOKENS,), {}), ((), {"attention_mask": MASK, "input_ids": TOKENS}), (({"input_ids": TOKENS},), {})],
+)
+def test_the_probe_notes_the_tokens_that_a_model_is_called_with(args: Any, kwargs: Any) -> None:
+    class Model(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> None:
+            return None
+
+    clock, model = Clock(), Model()
+    samples = SampleRecorder(clock)
+    samples.attach([model])
+    model(*args, **kwargs)
+    samples.remove()
+    assert [microbatch.tokens.tolist() for microbatch in samples.microbatches(1)] == [TOKENS.tolist()]
 
 
 LABELS, NOISE, COUNT = torch.tensor([3]), torch.rand(1, 4), torch.tensor(7)
