@@ -10,8 +10,8 @@ import numpy as np
 from harness.core.evidence.text import bytes_text, ranks_text
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Line, Result
+from harness.core.judge.traffic import axis_of, observed_bytes_outside
 from harness.core.judge.traffic import observed as observed_traffic
-from harness.core.judge.traffic import observed_bytes_outside
 from harness.core.judge.trial import Trial
 from harness.core.plan.traffic.flow import OUTSIDE, Flow
 
@@ -162,11 +162,24 @@ def finding_line(result: Result) -> Line:
 
 
 def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
-    """Yield a line for each collective of the lowest rank that moved other bytes than planned in the first step.
+    """Yield what the lowest rank moved in the first step, where that is not as planned. Nothing if all is.
 
-    If the plan is not exact, only those that moved less are yielded. Flows that may be left out have no line.
+    A line for each planned collective that moved other bytes, behind a line with rank and step. Then one for each group
+    that is no axis of the plan.
     """
     rank = min(trial.ranks)
+    texts = [*_planned_traffic_texts(trial, rank), *_unplanned_traffic_texts(trial, rank)]
+    if texts:
+        yield "traffic", f"of rank {rank} in step {trial.first_step}:"
+    for text in texts:
+        yield "traffic", text
+
+
+def _planned_traffic_texts(trial: Trial, rank: int) -> Iterator[str]:
+    """Yield a text on each planned collective of a rank that moved other bytes than planned in the first step.
+
+    If the plan is not exact, only those that moved less are yielded. Flows that may be left out have no text.
+    """
     least = "" if trial.plan.is_exact else "at least "
     planned = (flow for flow in trial.plan.flows[rank] if trial.plan.states(flow))
     bytes_inside = observed_traffic(trial, trial.ranks[rank], trial.first_step)
@@ -179,9 +192,20 @@ def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
         if not enough and not all(flow.optional for flow in flows):
             over = ranks_text(key[0]) if axis.startswith("post_forward") else axis  # which nobody wrote
             when = "outside of forward and backward" if phase == OUTSIDE else f"in {phase}"
-            collective = f"{' and '.join(flow.role for flow in flows)}: {op} over {over} {when}"
-            expected = f"expected {least}{bytes_text(planned_bytes)} in step {trial.first_step}"
-            yield "traffic", f"{collective}: {expected}, observed {bytes_text(moved)}"
+            collective = f"{' and '.join(flow.role for flow in flows)}, {op} over {over} {when}"
+            yield f"{collective}: planned {least}{bytes_text(planned_bytes)}, moved {bytes_text(moved)}"
+
+
+def _unplanned_traffic_texts(trial: Trial, rank: int) -> Iterator[str]:
+    """Yield a text on each group of a rank that is no axis of the plan, and moved bytes in forward or backward."""
+    moved_over: dict[tuple[int, ...], dict[str, int]] = {}
+    for (ranks, op, _), moved in observed_traffic(trial, trial.ranks[rank], trial.first_step).items():
+        if not axis_of(trial, ranks):
+            moved_by_op = moved_over.setdefault(ranks, {})
+            moved_by_op[op] = moved_by_op.get(op, 0) + moved
+    for ranks, moved_by_op in sorted(moved_over.items()):
+        moved_text = ", ".join(f"{bytes_text(moved)} by {op}" for op, moved in sorted(moved_by_op.items()))
+        yield f"over {ranks_text(ranks)}, no planned axis: {moved_text}"
 
 
 def _flows_by_collective(flows: Iterable[Flow]) -> dict[tuple[str, str, str], list[Flow]]:

@@ -105,14 +105,12 @@ FAIL tiny+hsdp_runs_as_fsdp
                     observed none in use (the groups exist, no collective ran over them)
   contents          12 of 12 parameters are held otherwise than planned; tok_embeddings.weight on
                       rank 0: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
-  traffic           parameters: all_gather over dp_shard in forward: expected 1.888 kB in step 1,
-                      observed 0 B
-                    parameters: all_gather over dp_shard in backward: expected 1.6 kB in step 1,
-                      observed 0 B
-                    gradients: reduce_scatter over dp_shard in backward: expected 1.888 kB in step
-                      1, observed 0 B
-                    gradients: all_reduce over dp_replicate in backward: expected 944 B in step 1,
-                      observed 0 B
+  traffic           of rank 0 in step 1:
+                    parameters, all_gather over dp_shard in forward: planned 1.888 kB, moved 0 B
+                    parameters, all_gather over dp_shard in backward: planned 1.6 kB, moved 0 B
+                    gradients, reduce_scatter over dp_shard in backward: planned 1.888 kB, moved 0 B
+                    gradients, all_reduce over dp_replicate in backward: planned 944 B, moved 0 B
+                    over [0-3], no planned axis: 3.488 kB by all_gather, 1.888 kB by reduce_scatter
   loss, gradients   equal to the reference exactly: a loss-curve test passes here
   groups            every group of the plan exists: a listing of process groups passes here
   again             harness run tiny --fault hsdp_runs_as_fsdp
