@@ -409,7 +409,12 @@ def _other_tensor_cause(trial: Trial, wrong_tensors: Mapping[Pair, WrongTensor],
     for pair, wrong_tensor in sorted(wrong_tensors.items(), key=lambda item: item[1].is_scaled):
         pairs_by_text.setdefault(wrong_tensor.wrong_text(pair[1]), []).append(pair)
     (text, pairs), *others = pairs_by_text.items()
-    hint = f"besides, {others[0][0]} {where_text(trial, others[0][1])}" if others else ""
+    hint = ""
+    if _are_exchanged(wrong_tensors):
+        text = "gradients are exchanged"
+        pairs = [*wrong_tensors]
+    elif others:
+        hint = f"besides, {others[0][0]} {where_text(trial, others[0][1])}"
     relation = wrong_tensors[pairs[0]].relation
     part = wrong_tensors[pairs[0]].slice_
     source = relation.source or MatchSource("gradient", pairs[0][1], part)
@@ -421,6 +426,22 @@ def _other_tensor_cause(trial: Trial, wrong_tensors: Mapping[Pair, WrongTensor],
         ("ranks", tuple(sorted({rank for rank, _ in pairs}))),
     )
     return Cause("another tensor", f"{text}{when}", where_text(trial, pairs), hint=hint, details=details)
+
+
+def _are_exchanged(wrong_tensors: Mapping[Pair, WrongTensor]) -> bool:
+    """Return whether exactly two parameters are wrong, and each whole gradient is the unchanged one of the other."""
+    source_by_fqn: dict[str, set[str]] = {}
+    for (_, fqn), wrong_tensor in wrong_tensors.items():
+        source = wrong_tensor.relation.source
+        if source is None or not isinstance(wrong_tensor.rows, slice):
+            return False
+        if wrong_tensor.wrong_text(fqn) != f"gradients are those of {source.fqn}":
+            return False
+        source_by_fqn.setdefault(fqn, set()).add(source.fqn)
+    if len(source_by_fqn) != 2:
+        return False
+    first, second = source_by_fqn
+    return source_by_fqn == {first: {second}, second: {first}}
 
 
 def _assume_substituted(

@@ -88,7 +88,7 @@ class Otherwise:
         (lambda own, before: {W1: before[W1], NORM: before[NORM]}, 2, {"back": 1, "parameters": (W1, NORM)}),
         (lambda own, before: before, 2, {"back": 1, "parameters": tuple(MODEL.parameter_shapes())}),
         (lambda own, before: {W1: own[W2]}, 1, {"source": W2, "parameters": (W1,), "ranks": (0, 1)}),
-        (lambda own, before: {W1: own[W3], W3: own[W1]}, 1, {"source": W3, "parameters": (W1,)}),
+        (lambda own, before: {W1: own[W3], W3: own[W1]}, 1, {"source": W3, "parameters": (W1, W3)}),
         (lambda own, before: {W1: own[W3]}, 3, {"source": W3}),
         (lambda own, before: {W1: -0.25 * own[W3]}, 1, {"source": W3, "factor": -0.25}),
         (lambda own, before: {W1: own[W1] + own[W3]}, 1, {"source": W3, "added": True}),
