@@ -19,6 +19,7 @@ from pathlib import Path
 
 from harness.core.case.dims import AXES, ParallelDims
 from harness.core.case.layout import parse_layout
+from harness.core.evidence.codec import array_without_values
 from harness.core.evidence.keys import ranks_key, stable_digest
 from harness.core.evidence.recording import (
     Fed,
@@ -31,7 +32,6 @@ from harness.core.evidence.recording import (
 )
 from harness.core.evidence.records import Collective, Group, RankEvidence, TensorEvidence, Wrapper
 from harness.core.evidence.step import StepEvidence
-from harness.core.evidence.store import array_without_values
 from harness.core.evidence.summary import Summary, summary_of
 from harness.core.plan.grid import coordinate_of_rank, rank_grid
 from harness.recording.cli.work.recording_report import show_recording

@@ -23,11 +23,12 @@ import numpy as np
 
 from harness.core.case.case import Case
 from harness.core.checks import applicable_checks
+from harness.core.evidence.codec import array_without_values
 from harness.core.evidence.provided import RECORDED
 from harness.core.evidence.recording import Fed, RankRecord, RecordedStep
 from harness.core.evidence.records import RankEvidence, Run
 from harness.core.evidence.step import Activity, Microbatch, StepEvidence
-from harness.core.evidence.store import EvidenceError, array_without_values, load_run
+from harness.core.evidence.store import EvidenceError, load_run
 from harness.core.evidence.summary import summary_of
 from harness.core.judge.result import Verdict
 from harness.core.judge.stored_trial import load_case

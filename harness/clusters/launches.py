@@ -13,9 +13,9 @@ from pathlib import Path
 from harness.clusters.lone_rank import RankUsage, evidence_file, unable_file
 from harness.core import trainers
 from harness.core.case.case import Case, to_json
+from harness.core.evidence.codec import decoded_without_values
 from harness.core.evidence.reading import read_json
 from harness.core.evidence.records import AT_LIMIT, Exit, RankEvidence, Run
-from harness.core.evidence.store import decoded_without_values
 from harness.core.launch import Job, default_server, launch
 
 ENTRY = "harness.clusters.lone_rank:run_lone_rank"

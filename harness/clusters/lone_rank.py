@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from harness.core import rings, trainers
 from harness.core.case.case import Case
 from harness.core.case.loading import from_json
+from harness.core.evidence.codec import encoded_without_values
 from harness.core.evidence.records import RankEvidence
 from harness.core.evidence.step import StepEvidence
-from harness.core.evidence.store import encoded_without_values, write_text
+from harness.core.evidence.store import write_text
 from harness.core.run.rank_main import in_the_references_words
 
 if TYPE_CHECKING:

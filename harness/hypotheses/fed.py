@@ -1,7 +1,8 @@
-"""Samples, labels or positions that ranks receive in place of the recipe's: which ones these are, and which ranks get them.
+"""Samples, labels or positions that ranks receive in place of the recipe's: which ones these are, and which ranks get
+them.
 
-Each row that a rank received is one of the recipe's samples, at some positions, or a sample of the data set, or nothing known.
-The cause is read from that; the reference is then trained on what was received, and the checks judge.
+Each row that a rank received is one of the recipe's samples, at some positions, or a sample of the data set, or nothing
+known. The cause is read from that; the reference is then trained on what was received, and the checks judge.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from harness.core.causes.differences import GRADIENT_CHECKS
 from harness.core.causes.factors import step_distance_text
 from harness.core.causes.hypothesis import Broken, Hypothesis, not_tested_line
 from harness.core.causes.words import on_ranks_text, rank_text
-from harness.core.checks.resume import step_of_samples
-from harness.core.checks.samples import label_count_findings, microbatches_of, wrong_labels
+from harness.core.checks.samples import label_count_findings, wrong_labels
 from harness.core.evidence.text import positions_text
 from harness.core.judge.losses import global_loss
 from harness.core.judge.places import first_stage_peer, representative_of_shares
 from harness.core.judge.received_samples import (
-    expected_microbatch_sizes,
+    microbatches_of,
     received_positions_of,
-    received_sample_ids,
-    sample_ids_by_share,
+    sample_id_by_row,
+    samples_of_shares,
+    samples_of_step,
+    shared_samples,
+    step_of_samples,
+    wrong_microbatch_sizes,
 )
 from harness.core.judge.result import Cause, Lines
 from harness.core.judge.trial import Trial
@@ -62,9 +66,10 @@ CauseFinder = Callable[[Trial, int], Cause | None]
 
 
 def other_samples(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Suppose that ranks received other samples. The reference is trained on what they received.
+    """Yield the supposition that ranks received other samples, on which the reference is trained.
 
-    Losses of too few labels may be divided by the number requested.
+    Nothing unless `samples` is broken and a cause is seen. A second one divides losses of too few labels by the number
+    requested. It is not judged again (assume is None) where tp peers differ, or where rows of some step are not known.
     """
     if "samples" not in broken or (cause := wrong_samples(trial)) is None:
         return
@@ -109,7 +114,9 @@ def _assume_whole_sequences(trial: Trial) -> Trial:
 
 
 def _received_by_step(trial: Trial, steps: Iterable[int]) -> dict[int, Rows]:
-    """Return, by step, the rows that all ranks received. Steps whose parts do not make up rows are left out."""
+    """Return, by step, the rows that all ranks received. A step is left out if the parts of its cp ranks do not make up
+    rows.
+    """
     return {step: rows for step in steps if (rows := rows_of_step(trial, step)) is not None}
 
 
@@ -120,7 +127,10 @@ def _label_ratios(trial: Trial, by_step: dict[int, Rows]) -> dict[int, float]:
 
 
 def _is_divided_by_all(trial: Trial, label_shares: dict[int, float]) -> bool:
-    """Return whether fewer losses than requested were summed, and the sum is reported as a mean over those requested."""
+    """Return whether fewer losses than requested were summed, and the sum is reported as a mean over those requested.
+
+    False without label shares.
+    """
     means = {step: (global_loss(trial, step) or math.nan) * share for step, share in label_shares.items()}
     reported_losses = ((step.step, step.reported_loss) for _, step, _ in trial.steps())
     matches = (
@@ -163,7 +173,7 @@ def _step_text(trial: Trial, step: int) -> str:
 def _wrong_cut(trial: Trial, step: int) -> Cause | None:
     """Return the cause if samples are received at positions that are not those of the cp rank. None if none are."""
     case = trial.case
-    ranks = received_sample_ids(trial, step)
+    ranks = samples_of_step(trial, step).by_rank
     length = trial.case.seq_len(step)
     received_positions = {rank: received_positions_of(trial, rank, step) for rank in ranks if case.dims.cp > 1}
     known = {rank: own for rank, own in received_positions.items() if own is not None}
@@ -189,7 +199,7 @@ def _wrong_cut(trial: Trial, step: int) -> Cause | None:
 
 def _differing_peers(trial: Trial, step: int) -> Cause | None:
     """Return the cause if ranks receive other samples than the first of their tp or cp peers. None if all receive the same."""
-    samples_by_rank = received_sample_ids(trial, step)
+    samples_by_rank = samples_of_step(trial, step).by_rank
     for axis in ("tp", "cp"):
         differing_ranks: list[int] = []
         for peers in trial.plan.groups.get(axis, ()):
@@ -207,16 +217,14 @@ def _differing_peers(trial: Trial, step: int) -> Cause | None:
 
 def _shared_samples(trial: Trial, step: int) -> Cause | None:
     """Return the cause if two dp ranks receive the same sample. None if none do."""
-    shares = sample_ids_by_share(trial, step)
+    samples = samples_of_shares(trial, step)
+    shares = samples.by_rank
     when = _step_text(trial, step)
-    ranks_by_ids: dict[tuple[int | None, ...], list[int]] = {}
-    for rank, ids in shares.items():
-        ranks_by_ids.setdefault(tuple(ids), []).append(rank)
-    if groups := [tuple(ranks) for ids, ranks in ranks_by_ids.items() if None not in ids and len(ranks) > 1]:
+    if groups := samples.ranks_alike:
         text = f"{' and '.join(map(rank_text, groups))} received the same samples{when}"
         return Cause("same samples", text, details=(("ranks", groups[0]), ("all", tuple(groups))))
     for pair in itertools.combinations(shares, 2):
-        if (set(shares[pair[0]]) & set(shares[pair[1]])) - {None}:
+        if shared_samples({*shares[rank]} - {None} for rank in pair):
             text = f"dp ranks draw overlapping samples{when}: some are received more than once"
             return Cause("samples overlap", text, details=(("ranks", pair),))
     return None
@@ -227,40 +235,29 @@ def _repeated_samples(trial: Trial, step: int) -> Cause | None:
 
     If all samples of a microbatch come twice, or all of its tokens, the cause has the numbers of the microbatches.
     """
-    shares = sample_ids_by_share(trial, step)
+    samples = samples_of_shares(trial, step)
+    shares = samples.by_rank
     repeating_ranks = [rank for rank, ids in shares.items() if None not in ids and len({*ids}) < len(ids)]
     if not repeating_ranks:
         return None
-    pairs = _repeated_microbatches(trial, repeating_ranks[0], step)
+    pairs = samples.repeated_microbatches(repeating_ranks[0])
     if not pairs:
         verb = "receives" if len(repeating_ranks) == 1 else "receive"
         text = f"{rank_text(repeating_ranks)} {verb} samples more than once{_step_text(trial, step)}"
         return Cause("samples overlap", text, details=(("ranks", tuple(repeating_ranks)),))
-    ranks = [rank for rank in repeating_ranks if _repeated_microbatches(trial, rank, step) == pairs]
+    ranks = [rank for rank in repeating_ranks if samples.repeated_microbatches(rank) == pairs]
     later_microbatches = tuple(number for _, number in pairs)
     passes = microbatches_of(trial, repeating_ranks[0], step)
     numbers_text = positions_text(np.array(sorted({*pairs[0], *later_microbatches})))
     text = f"in step {step} microbatches {numbers_text} have the same tokens"
     details = (("microbatches", later_microbatches), ("ranks", tuple(ranks)))
     without_loss = {number for number, part in enumerate(passes, 1) if part.loss_sum is None}
-    received_ids = {*itertools.chain(*shares.values())}
-    if {*later_microbatches} == without_loss and {*trial.reference.samples[step - 1]} <= received_ids:
+    if {*later_microbatches} == without_loss and not samples.missing:
         text = (
             f"the model runs outside training passes: {text}, no loss of {positions_text(np.array(later_microbatches))}"
         )
         return Cause("odd traces", text, on_ranks_text(trial, ranks).strip(), details=details)
     return Cause("microbatches repeated", text, on_ranks_text(trial, ranks).strip(), details=details)
-
-
-def _repeated_microbatches(trial: Trial, rank: int, step: int) -> list[tuple[int, int]]:
-    """Return pairs (number of an earlier microbatch of a rank, number of a later one with the same samples), from 1."""
-    tokens_of_parts = (part.tokens for part in microbatches_of(trial, rank, step))
-    rows_of_parts = []
-    for tokens in tokens_of_parts:
-        if tokens is not None:
-            rows_of_parts.append(sorted(row.tobytes() for row in tokens))
-    pairs = [(rows_of_parts.index(rows) + 1, number) for number, rows in enumerate(rows_of_parts, 1)]
-    return [(first, number) for first, number in pairs if first < number]
 
 
 # ---- samples of other steps, of the data set, or of nothing known
@@ -271,12 +268,13 @@ def _samples_of_other_steps(trial: Trial, step: int) -> Cause | None:
 
     None if all ranks together receive the step's samples.
     """
-    shares = sample_ids_by_share(trial, step)
-    wanted = {*trial.reference.samples[step - 1]}
+    samples = samples_of_shares(trial, step)
+    shares = samples.by_rank
+    wanted = {*samples.requested}
     when = _step_text(trial, step)
-    wrong_ranks = tuple(rank for rank, ids in shares.items() if {*ids} - wanted)
+    wrong_ranks = tuple(samples.ranks_with_others)
     if not wrong_ranks:
-        missing = wanted.difference(*shares.values())
+        missing = samples.missing
         if not missing:
             return None
         text = f"{len(missing)} of {len(wanted)} samples of step {step} are received by no rank in this step"
@@ -323,8 +321,9 @@ def _unknown_samples(trial: Trial, step: int, wrong_ranks: tuple[int, ...]) -> C
     first_token = first_token_of_rows(trial, step, wrong_ranks)
     received_text = f"rows received{_step_text(trial, step)}{on_ranks_text(trial, wrong_ranks)} are"
     ids: list[int | None] = []
+    shares = samples_of_shares(trial, step).by_rank
     for rank in wrong_ranks:
-        ids += sample_ids_by_share(trial, step)[rank]
+        ids += shares[rank]
     count_text = f"{ids.count(None)} of {len(ids)} " if any(id_ is not None for id_ in ids) else ""
     text = f"{count_text}{received_text} none of the recipe's {len(trial.reference.samples)} steps"
     if first_token:
@@ -333,7 +332,9 @@ def _unknown_samples(trial: Trial, step: int, wrong_ranks: tuple[int, ...]) -> C
 
 
 def _load_data_set(trial: Trial) -> Dataset | None:
-    """Return the data set of the recipe's samples. None if it cannot be read, has other samples, or is too large."""
+    """Return the data set of the recipe's samples. None if it cannot be read, has other samples, or is larger than
+    MOST_SAMPLES. Imports torch.
+    """
     from harness.reference.data import build_dataset
 
     try:
@@ -357,7 +358,7 @@ def _observed_dealing(trial: Trial, step: int, ranks: tuple[int, ...]) -> tuple[
     if None in rows.values() or (data := _load_data_set(trial)) is None:
         return None
     length = trial.case.seq_len(step)
-    index = {data[sample_id][0][:length].numpy().tobytes(): sample_id for sample_id in range(len(data))}
+    index = sample_id_by_row(data, length)
     sample_ids = {}
     for rank, rows_of_share in rows.items():
         if rows_of_share:
@@ -402,10 +403,8 @@ def _possible_dealings(trial: Trial, size: int) -> Iterator[tuple[str, bool, Cal
 def _wrong_microbatches(trial: Trial, step: int) -> Cause | None:
     """Return the cause if ranks run microbatches of other sizes than requested. None if all sizes are right."""
     ranks_by_sizes: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-    for rank in received_sample_ids(trial, step):
-        sizes = tuple(len(part.tokens) for part in microbatches_of(trial, rank, step) if part.tokens is not None)
-        if sizes != (wanted := tuple(expected_microbatch_sizes(trial, rank, step))):
-            ranks_by_sizes.setdefault((sizes, wanted), []).append(rank)
+    for rank, sizes in wrong_microbatch_sizes(trial, step).items():
+        ranks_by_sizes.setdefault(sizes, []).append(rank)
     if not ranks_by_sizes:
         return None
     texts = [
@@ -473,7 +472,7 @@ def _wrong_labels_text(
 def _untrained_numbers(trial: Trial, step: int, ranks: tuple[int, ...]) -> list[int]:
     """Return the numbers, from 1, of these ranks' microbatches that should have labels that count and have none.
 
-    Empty if labels of other microbatches are wrong too.
+    Empty if labels of other microbatches are wrong too, or lie in another way than the right ones, as under cp.
     """
     untrained_microbatches: set[int] = set()
     for rank in ranks:

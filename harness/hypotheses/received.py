@@ -15,13 +15,19 @@ from harness.core.causes.assume import assume_reference
 from harness.core.causes.hypothesis import Broken, Hypothesis
 from harness.core.causes.words import on_ranks_text
 from harness.core.checks.positions import expected_position_rows, nearest_row, wrong_position_rows
-from harness.core.checks.samples import microbatches_of
 from harness.core.evidence.step import Microbatch
 from harness.core.evidence.text import positions_text
 from harness.core.judge.labels import IGNORED, arrange_labels
 from harness.core.judge.numbers import NotOnRecord, validation_batches
 from harness.core.judge.places import first_stage_peer, last_stage_ranks, representative_of_shares
-from harness.core.judge.received_samples import received_positions_of, received_sample_ids, received_token_rows
+from harness.core.judge.received_samples import (
+    microbatches_of,
+    received_positions_of,
+    received_token_rows,
+    requested_rows,
+    samples_of_step,
+    shared_samples,
+)
 from harness.core.judge.result import Cause, Lines
 from harness.core.judge.trial import Trial
 from harness.core.plan.stages import layers_of_stage, positions
@@ -43,7 +49,10 @@ class Rows:
 
 
 def rows_of_step(trial: Trial, step: int) -> Rows | None:
-    """Return the rows of all data-parallel shares, each put together from its cp ranks. None if they do not make up rows."""
+    """Return the rows of all data-parallel shares, one share after the other, each put together from its cp ranks.
+
+    None if those of a share do not make up rows.
+    """
     rows_of_shares = [rows_of_dp_share(trial, rank, step) for rank in representative_of_shares(trial)]
     known = [rows for rows in rows_of_shares if rows is not None]
     if not known or len(known) < len(rows_of_shares):
@@ -54,7 +63,11 @@ def rows_of_step(trial: Trial, step: int) -> Rows | None:
 
 
 def rows_of_dp_share(trial: Trial, rank: int, step: int) -> Rows | None:
-    """Return the rows of one data-parallel share, put together from its cp ranks. None if they do not make up rows."""
+    """Return the rows of one data-parallel share, put together from its cp ranks. None if they do not make up rows.
+
+    They do if each rank's rows have the width of its positions, all ranks have as many rows, and positions cover the
+    sequence once.
+    """
     length = trial.case.seq_len(step)
     rows_by_peer = {}
     for peer in trial.plan.peers(rank, "cp"):
@@ -162,13 +175,12 @@ def are_at_ends(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, int
 
 
 def first_token_of_rows(trial: Trial, step: int, ranks: tuple[int, ...]) -> int:
-    """Return how many tokens into the step's samples all rows begin; 0 if they do not.
+    """Return how many tokens into the step's samples all rows of these ranks begin; 0 if they do not.
 
     At least half of a row must be in the sample.
     """
-    ids = trial.reference.samples[step - 1]
     length = trial.case.seq_len(step)
-    samples = [trial.reference.tokens[trial.reference.sample_ids.index(id_)] for id_ in ids]
+    samples = trial.reference.tokens[requested_rows(trial, step)]
     rows = [*itertools.chain.from_iterable(received_token_rows(trial, step)[rank] for rank in ranks)]
     for first_token in range(1, len(samples[0]) - length // 2):
         known = {sample[first_token : first_token + length].tobytes() for sample in samples}
@@ -178,13 +190,14 @@ def first_token_of_rows(trial: Trial, step: int, ranks: tuple[int, ...]) -> int:
 
 
 def have_shared_rows(trial: Trial) -> bool:
-    """Return whether two dp ranks ever receive the same row of tokens, although the recipe has each sample once."""
+    """Return whether two dp ranks receive the same row of tokens, in whatever steps. False if the recipe has a sample
+    twice.
+    """
     planned = [*itertools.chain.from_iterable(trial.reference.samples)]
     rows_by_rank: dict[int, set[bytes]] = {rank: set() for rank in representative_of_shares(trial)}
     for rank, step in itertools.product(rows_by_rank, trial.case.steps):
         rows_by_rank[rank] |= {row.tobytes() for row in received_token_rows(trial, step).get(rank, [])}
-    overlap = any(first & second for first, second in itertools.combinations(rows_by_rank.values(), 2))
-    return len(set(planned)) == len(planned) and overlap
+    return len(set(planned)) == len(planned) and bool(shared_samples(rows_by_rank.values()))
 
 
 def are_validated_rows(trial: Trial, step: int, ranks: tuple[int, ...]) -> bool:
@@ -252,7 +265,8 @@ def _matching_columns(labels: np.ndarray, own: np.ndarray) -> np.ndarray | None:
 
 
 def label_shift(trial: Trial, step: int, rows: Rows) -> int:
-    """Return by how many positions labels that count are shifted to later tokens; 0 if they are not.
+    """Return by how many positions labels that count are shifted to later tokens, at most LARGEST_SHIFT; 0 if they are
+    not.
 
     They may be shifted in whole rows, or in each cp rank's part.
     """
@@ -288,9 +302,10 @@ def _are_shifted(pieces: Sequence[tuple[np.ndarray, np.ndarray]], shift: int) ->
 
 
 def assume_trained_on(trial: Trial, by_step: dict[int, Rows], counted: dict[int, float] | None = None) -> Trial:
-    """Assume that these rows were the samples of these steps.
+    """Return the trial with the reference trained again, as if these rows were the samples of these steps. Other steps
+    stay.
 
-    counted: by step, how often the loss of each token counts in gradients.
+    counted: by step, how often the loss of each token counts in gradients; None: once.
     """
     reference = trial.reference
     samples = list(trial.reference.samples)
@@ -341,7 +356,9 @@ def other_positions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def wrong_positions(trial: Trial) -> Cause | None:
-    """Return the cause if rotary positions are not those of the tokens received. None if all are right."""
+    """Return the cause if rotary positions are not those of the tokens received. None if all are right, or none were
+    recorded.
+    """
     wrong: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
     for rank, step, _ in trial.steps():
         received_positions = received_positions_of(trial, rank, step.step)
@@ -373,7 +390,7 @@ def _positions_by_layer(trial: Trial, step: int) -> dict[int, np.ndarray]:
     positions_by_layer: dict[int, np.ndarray] = {}
     length = trial.case.seq_len(step)
     ids = trial.reference.samples[step - 1]
-    samples_by_rank = received_sample_ids(trial, step)
+    samples_by_rank = samples_of_step(trial, step).by_rank
     for rank in sorted(trial.ranks, reverse=True):
         rank_positions = positions(trial.case, rank, length)
         rows = _recorded_positions(trial, rank, step, len(rank_positions))

@@ -30,7 +30,10 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of all numbers, each times what belongs to its place. What a change adds up to is zero by chance alone."""
+    """Return the sum of all numbers of a plain tensor, each times a factor of its place. int64 []
+
+    What a change adds up to is zero by chance alone.
+    """
     integers = _as_eight_byte_integers(_integers(tensor))
     total = torch.zeros((), dtype=torch.int64, device=integers.device)
     factors = _place_factors(integers.device)
@@ -53,8 +56,12 @@ _buffers = _Buffers()
 
 
 def reused_buffer(dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """Return where a tensor of at most CHUNK elements can be copied to, until this thread asks again. Trap: streams of a device
-    would write there at once; there it is fresh. Trap: what is made in inference mode cannot be written outside of it."""
+    """Return memory for a copy of a tensor of at most CHUNK elements, in its shape; it is overwritten as this thread
+    asks again.
+
+    On a device it is fresh memory, for streams would write to one buffer at once. Trap: what is made in inference mode
+    cannot be written outside of it.
+    """
     if like.device.type != "cpu":
         return torch.empty(like.shape, dtype=dtype, device=like.device)
     if dtype not in _buffers.tensors:
@@ -64,8 +71,10 @@ def reused_buffer(dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
 
 
 def _as_eight_byte_integers(integers: torch.Tensor) -> torch.Tensor:
-    """Return eight bytes as one number, if their count allows it. Nothing else decides that, for equal bytes have equal
-    digests."""
+    """Return the integers as int64: eight bytes as one number if their count allows it, else each by itself.
+
+    Nothing but the count decides that, for equal bytes have equal digests.
+    """
     elements_per_number = 8 // integers.element_size()
     if integers.numel() % elements_per_number or elements_per_number == 1:
         return integers.to(torch.int64)
@@ -76,7 +85,7 @@ def _as_eight_byte_integers(integers: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _place_factors(device: torch.device) -> torch.Tensor:
-    """Return a number for each place, as good as random and no multiple of 2. int64 [CHUNK]"""
+    """Return an odd number for each place of a chunk, as good as random. int64 [CHUNK]"""
     return hash_numbers(torch.arange(1, CHUNK + 1, dtype=torch.int64, device=device)) | 1
 
 
@@ -102,9 +111,8 @@ def is_constant_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bytes as a row of integers.
-
-    Trap: the stride of a tensor with fewer than two elements may forbid that.
+    """Return the bytes of a plain tensor as a row of integers as wide as its elements. A copy where its stride is not
+    1.
     """
     flat = tensor.detach().reshape(-1)
     if flat.numel() < 2 or flat.stride(0) != 1:

@@ -1,7 +1,8 @@
-"""What a rank leaves of numbers in recorded steps: sketches of gradients, weights and optimizer state, rows of samples, norms.
+"""Recorder of a rank's numbers in recorded steps: sketches of gradients, weights and optimizer state, rows of samples,
+norms.
 
-Gradients are those that the optimizer is about to step with, before clipping by torch's functions. They are looked at once
-after each forward pass: whoever clips or steps next uses them.
+Gradients are those that the optimizer is about to step with, before clipping by torch's functions. They are looked at
+once after each forward pass: whoever clips or steps next uses them.
 """
 
 from __future__ import annotations
@@ -34,8 +35,12 @@ from harness.recording.sketching import Sketcher, alter_by_rounding, columns_of
 
 
 def watch_scalers(clock: Clock, note: Callable[[torch.Tensor], None]) -> None:
-    """Call note with each step's scale. Once a scaler is updated its optimizers have stepped, or will not: passes since the
-    last step trained nothing then. Trap: FSDP1's scaler has an update of its own."""
+    """Replace torch's methods of loss scalers, so that `note` is called with each step's scale, and clock.skip_step
+    with each update.
+
+    Once a scaler is updated its optimizers have stepped, or will not: passes since the last step trained nothing then.
+    A scaler that is turned off has no scale. Trap: FSDP1's scaler has an update of its own.
+    """
     step = torch.amp.GradScaler.step
 
     @not_compiled
@@ -72,9 +77,10 @@ class ChangedWeights:
     def compare_weights(
         self, step: int, parts: Sequence[nn.Module], digests_before: Mapping[str, torch.Tensor]
     ) -> None:
-        """Compare weights with those after the step before, as the first pass of a step begins.
+        """Compare weights with those after the step before, as the first pass of a step begins. Later calls of the step
+        do nothing.
 
-        digests_before: parameter -> digest after the step before; empty if unknown.
+        digests_before: parameter -> digest after the step before; empty if unknown, then nothing is compared.
         """
         if digests_before and step not in self._has_changed_by_step:
             named_parameters = (
@@ -187,12 +193,14 @@ class NumbersRecorder:
         watch_scalers(self.clock, lambda scale: timed(self.note_scale, scale))
 
     def note_scale(self, scale: torch.Tensor) -> None:
+        """Note the scale of the loss in this step."""
         self.scales[self.clock.step] = scale.clone()
 
     def _watch_autocast(self, timed: TimedCall) -> None:
-        """Note the dtype of an autocast as it is entered, for a forward pass may enter one itself.
+        """Replace torch.autocast.__enter__, so that the dtype of the first autocast with gradients is noted in
+        `computes_in`.
 
-        Its own autocast is seen after the first weights were altered.
+        A forward pass may enter one itself. It is then seen after the first weights were altered.
         """
         enter = torch.autocast.__enter__
 
@@ -206,12 +214,15 @@ class NumbersRecorder:
         torch.autocast.__enter__ = note_and_enter
 
     def _note_autocast(self, mode: Any) -> None:
+        """Note the dtype of an autocast; empty if it is turned off."""
         self.computes_in = _dtype_of(mode)
 
     def _with_norm_noted(
         self, original: Callable[..., Any], name: str, timed: TimedCall, parts: Callable[[], Sequence[nn.Module]]
     ) -> Any:
-        """Return a clipping function with gradients looked at before it, and its norm noted."""
+        """Return a clipping function that looks at gradients, calls the original, and notes the norm. While torch
+        compiles it only calls.
+        """
 
         @not_compiled
         @functools.wraps(original)
@@ -229,7 +240,9 @@ class NumbersRecorder:
         return note_and_clip
 
     def _note_norm(self, norm: Any) -> None:
-        """Note a whole norm that is one number; a Partial one is a rank's own part."""
+        """Note a norm in `norms` if it is one number and no DTensor's part. Whatever else clipping returns is not
+        noted.
+        """
         is_complete = torch.is_tensor(norm) and not any(
             placement.is_partial() for placement in getattr(norm, "placements", ())
         )
@@ -237,8 +250,11 @@ class NumbersRecorder:
             self.norms[self.clock.step] = local_tensor_of(norm).clone()
 
     def note_norms_off(self, parts: Sequence[nn.Module]) -> None:
-        """Note how well torch's own norms, of which clipping makes the whole one, hold for these gradients. Functions that clip
-        call one another."""
+        """Note by which part torch's own norm of a gradient is off, the largest of the step. Only gradients on CPU with
+        many elements are.
+
+        It looks once after each pass, for functions that clip call one another.
+        """
         if self._norms_noted_at == (self.clock.step, len(self.pass_inputs)):
             return
         self._norms_noted_at = self.clock.step, len(self.pass_inputs)
@@ -256,7 +272,7 @@ class NumbersRecorder:
     # ---- tensors
 
     def note_first_weights(self, parts: Sequence[nn.Module]) -> None:
-        """Look at the weights before training, and alter them where that is wanted."""
+        """Look at the weights before training, each parameter once; with `noise`, alter them in place and look again."""
         new_shards = [
             shard for shard in local_shards_of(parts, self.sharded) if (0, WEIGHTS, shard.fqn) not in self.sketched
         ]
@@ -272,7 +288,10 @@ class NumbersRecorder:
             self._alter(new_shards)
 
     def _alter(self, shards: Iterable[LocalShard]) -> None:
-        """Alter the first weights by one rounding of the dtype that `noise` names."""
+        """Alter first weights in place by one rounding of the dtype that `noise` names, each once.
+
+        Parameters whose place is not known, and those of a dtype that ROUNDING lacks, are left as they are.
+        """
         dtype = self.noise if self.noise != "compute" else self.computes_in
         self._rounding_dtype = self._rounding_dtype or dtype or "own"
         for shard in shards:
@@ -286,9 +305,13 @@ class NumbersRecorder:
     def pass_begins(
         self, parts: Sequence[nn.Module], inputs: torch.Tensor | None, begins: torch.Tensor | None = None
     ) -> None:
-        """Look at the samples of a pass; gradients that come now are other ones. Whether it trains shows later.
-        begins: where samples do that lie end to end in one row. bool [tokens]
-        Trap: a pipeline calls its stages once to see shapes; that is of step 0."""
+        """Look at the samples of a pass, and at gradients that earlier passes accumulated; gradients that come now are
+        other ones.
+
+        No samples are noted of None, of a single number, and of floating-point numbers in one row. Whether the pass
+        trains shows later. begins: where samples begin that lie end to end in one row, bool [tokens]. Trap: a pipeline
+        calls its stages once to see shapes; that is of step 0.
+        """
         self._noted_since_pass.clear()
         self._note_accumulated(parts)
         if inputs is None or not inputs.dim():
@@ -301,12 +324,16 @@ class NumbersRecorder:
             self.pass_inputs.append(PassInput(self.clock.account, rows, generator_digest(), tokens))
 
     def pass_ends(self) -> None:
-        """Note the state of torch's generators as a pass ends."""
+        """Note the state of torch's generators as the last pass on record ends. A second call for it does nothing."""
         if self.pass_inputs and self.pass_inputs[-1].generators_after is None:
             self.pass_inputs[-1].generators_after = generator_digest()
 
     def _note_accumulated(self, parts: Sequence[nn.Module]) -> None:
-        """Look at what earlier passes of the step left in gradients, where one process trains and no reduction changes it."""
+        """Sketch what earlier passes of the step left in gradients, where one process trains and no reduction changes
+        it.
+
+        Nothing before the first step, and after MOST_PASSES passes of a step.
+        """
         passes = (
             sum(forward_pass.account.step == self.clock.step for forward_pass in self.pass_inputs)
             if self.clock.step
@@ -324,7 +351,10 @@ class NumbersRecorder:
         return self._shards_of_step[1]
 
     def note_gradients(self, parts: Sequence[nn.Module], owned: set[int] | None = None) -> None:
-        """Look at gradients that were not looked at since the last forward pass. owned: ids of parameters; None for all."""
+        """Sketch gradients that were not looked at since the last forward pass. Parameters without one are left out.
+
+        owned: ids of parameters; None for all.
+        """
         for shard in self._local_shards(parts):
             is_wanted = owned is None or id(shard.owner) in owned
             if is_wanted and shard.fqn not in self._noted_since_pass and shard.owner.grad is not None:
@@ -332,7 +362,11 @@ class NumbersRecorder:
                 self._note_tensor(self.clock.step, GRADIENT, shard, shard.owner.grad)
 
     def note_step(self, parts: Sequence[nn.Module], owned: set[int], states: Sequence[Any], rate: float | None) -> None:
-        """Look at the weights that optimizers stepped on, and at the state that these keep. owned: ids of parameters."""
+        """Sketch the weights that optimizers stepped on, and the state of their shape that these keep; note the rate if
+        there is one.
+
+        owned: ids of parameters.
+        """
         if rate is not None:
             self.rates[self.clock.step] = rate
         for shard in self._local_shards(parts):
@@ -349,7 +383,10 @@ class NumbersRecorder:
                         self._note_tensor(self.clock.step, key, shard, value)
 
     def _note_tensor(self, step: int, kind: str, shard: LocalShard, tensor: torch.Tensor) -> None:
-        """Sketch a tensor that lies as a shard's owner does, or note why its place is not known."""
+        """Sketch a tensor that lies as a shard's owner does. If its place is not known, note why in `unplaced`.
+
+        A tensor of integers is left out.
+        """
         if tensor.device.type == "meta" or local_tensor_of(tensor).layout is not torch.strided:
             shard = LocalShard(shard.fqn, shard.shape, shard.owner, why=f"its {kind} has no dense elements")
         elif getattr(tensor, "placements", None) not in (None, getattr(shard.owner, "placements", None)):
@@ -367,7 +404,7 @@ class NumbersRecorder:
                 self._note_rows(step, shard, values)
 
     def _note_rows(self, step: int, shard: LocalShard, values: torch.Tensor) -> None:
-        """Sketch a gradient's blocks of rows."""
+        """Sketch each block of rows of a gradient of which this rank has some."""
         total = shard.shape[0] if shard.shape else 1
         edges = [total * number // self.blocks for number in range(self.blocks + 1)]
         for start, stop in itertools.pairwise(dict.fromkeys(edges)):
@@ -404,7 +441,11 @@ class NumbersRecorder:
             self.sketched[key] = Sketch(*key, shard.slice_text, shard.elements, float(sums[0]), sums[1:])
 
     def build_sketches(self, rank: int, world: int, launch: str, optimizers: tuple[str, ...]) -> RankSketches:
-        """Return all numbers of this rank. What lies on a device is read first."""
+        """Return all numbers of this rank. What lies on a device is read first, and waited for.
+
+        Left out are passes that trained nothing, those before the first step, and those of later pipeline stages, whose
+        inputs are no samples.
+        """
         self._read_sketches()
         passes = defaultdict[int, list[tuple[int, ...]]](list)
         tokens: dict[int, int] = {}
@@ -455,6 +496,7 @@ def _given_norm(parameters: Any = None, max_norm: Any = None, total_norm: Any = 
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -483,13 +525,15 @@ def _autocast_dtypes(parts: Sequence[nn.Module]) -> Iterator[str]:
 
 
 def _dtype_of(mode: Any) -> str:
-    """Return what an autocast casts to; empty where it is turned off."""
+    """Return the dtype that an autocast casts to; empty if it is turned off or has none."""
     dtype = getattr(mode, "fast_dtype", None)
     return _dtype_name(dtype) if getattr(mode, "_enabled", False) and isinstance(dtype, torch.dtype) else ""
 
 
 def _autocasts(function: Any) -> Iterator[torch.autocast]:
-    """Yield the autocasts that a function is wrapped in, as accelerate wraps a model's forward."""
+    """Yield the autocasts that a function is wrapped in, as accelerate wraps a model's forward; at most MOST_WRAPPERS
+    wrappers deep.
+    """
     for _ in range(MOST_WRAPPERS):
         function = getattr(function, "__func__", function)
         for cell in getattr(function, "__closure__", None) or ():

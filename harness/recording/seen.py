@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from harness.core.evidence.codec import array_without_values
 from harness.core.evidence.recording import Fed, RecordedStep
 from harness.core.evidence.records import Group, RankEvidence, TensorEvidence, Wrapper
 from harness.core.evidence.step import StepEvidence
-from harness.core.evidence.store import array_without_values
 from harness.core.probe import describe_environment, structure
 from harness.core.probe.clock import Account, Clock
 from harness.core.probe.collectives import CollectiveRecorder

@@ -1,9 +1,10 @@
-"""What one rank of a recorded job leaves of numbers: sketches of its slices of gradients, weights and optimizer state.
+"""Sketches of a rank's slices of gradients, weights and optimizer state, and the file that has them.
 
-A sketch of a tensor is 32 sums of its elements, each with a sign. Bucket and sign follow from the element's index in the whole
-tensor. So the sketches of slices add up to the sketch of the whole, whatever the layout, and those of tensors of one shape can
-be compared. The length of the difference of two sketches estimates the distance of two tensors. This is a count sketch
-(Charikar, Chen and Farach-Colton, 2002); buckets follow from row and column separately (Pham and Pagh, 2013).
+A sketch of a tensor is 32 sums of its elements, each with a sign. Bucket and sign follow from the element's index in
+the whole tensor. So the sketches of slices add up to the sketch of the whole, whatever the layout, and those of tensors
+of one shape can be compared. The length of the difference of two sketches estimates the distance of two tensors. This
+is a count sketch (Charikar, Chen and Farach-Colton, 2002); buckets follow from row and column separately (Pham and
+Pagh, 2013).
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ import json
 import struct
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from harness.core.evidence.reading import decompress, open_regular_file, parse_json
-from harness.core.evidence.store import EvidenceError
+from harness.core.evidence.codec import decoded_without_values, encoded_without_values
+from harness.core.evidence.format import refuse_other_version, version_of
+from harness.core.evidence.reading import decompress, parse_json, read_bytes
+from harness.core.evidence.store import RECORD_AGAIN, reading_evidence
 from harness.core.evidence.whole_file import open_whole_file
 
 BUCKETS = 32
 """Sums of a sketch."""
-FORMAT = 4
 WEIGHTS = "weights"
 GRADIENT = "gradient"
 """Kinds of tensors; an optimizer's state has the optimizer's own keys."""
@@ -61,6 +62,8 @@ class Sketch:
 @dataclass(frozen=True)
 class RankSketches:
     """All that a rank leaves of numbers."""
+
+    EARLIER_VERSION = "4"
 
     rank: int
     """Global rank."""
@@ -107,22 +110,24 @@ class RankSketches:
 
 
 def sketch_file(directory: Path, rank: int) -> Path:
+    """Return the file of a rank's sketches, below the folder of a recording."""
     return directory / "ranks" / f"rank_{rank:05d}.sketches"
 
 
 def save_sketches(path: Path, rank_sketches: RankSketches) -> None:
     """Write what a rank leaves of numbers. Raises OSError.
 
-    The file is a compressed head of JSON, then the sums: of float64 parameters as they are, of others rounded to float32.
+    The file is a compressed head of JSON, the squares, then the sums: of float64 parameters as they are, of others rounded to
+    float32. The head has all other fields, the sketches as a table, and the texts that the table names by their numbers.
     """
     names: dict[str, int] = {}
     table = []
     for sketch in rank_sketches.sketches:
         name_numbers = [names.setdefault(text, len(names)) for text in (sketch.kind, sketch.fqn, sketch.slice_text)]
         table.append([sketch.step, *name_numbers, sketch.elements])
-    plain = {name: getattr(rank_sketches, name) for name in JSON_FIELDS}
-    header = json.dumps({"format": FORMAT, **plain, "names": [*names], "table": table}, separators=(",", ":")).encode()
-    packed = zlib.compress(header, 1)
+    fields = encoded_without_values(replace(rank_sketches, sketches=()))
+    head = {"format": version_of(RankSketches), **fields, "names": [*names], "table": table}
+    packed = zlib.compress(json.dumps(head, separators=(",", ":")).encode(), 1)
     exact: list[np.ndarray] = []
     rounded: list[np.ndarray] = []
     weights_before = _WeightsBefore()
@@ -137,16 +142,10 @@ def save_sketches(path: Path, rank_sketches: RankSketches) -> None:
         file.write(np.array(exact, "<f8").tobytes() + np.array(rounded, "<f4").tobytes())
 
 
-JSON_FIELDS = (
-    *("rank", "world", "launch", "shapes", "dtypes", "passes", "tokens", "norms", "norms_off", "rates"),
-    *("scales", "optimizers", "computes_in", "noise", "plain", "unplaced", "bare", "drawn", "changed", "tp"),
-)
-"""Fields that JSON keeps."""
-FIELDS_BY_STEP = ("passes", "tokens", "norms", "norms_off", "scales", "rates", "drawn", "changed")
-
-
 class _WeightsBefore:
-    """A file has what each step added to the weights. float32 has room for that, and too little for the weights."""
+    """The weights after the step before, by parameter and slice. A file has what each step added to them: float32 has
+    room for that, and too little for the weights.
+    """
 
     def __init__(self) -> None:
         self._weights: dict[tuple[str, str], np.ndarray] = {}
@@ -160,7 +159,7 @@ class _WeightsBefore:
         return stored
 
     def restore_sums(self, kind: str, fqn: str, slice_text: str, stored: np.ndarray) -> np.ndarray:
-        """Return the sums of a sketch from what the file keeps of them, as float64."""
+        """Return the sums of a sketch from what the file keeps of them, as float64. Call it in the order of the file."""
         if kind == WEIGHTS:
             stored = stored + self._weights.get((fqn, slice_text), 0.0)
             if np.isfinite(stored).all():  # or all later ones would not be, either
@@ -169,34 +168,27 @@ class _WeightsBefore:
 
 
 def load_sketches(path: Path) -> RankSketches | None:
-    """Return what a rank left; None where it left nothing. Raises EvidenceError for a damaged file."""
-    try:
-        with open_regular_file(path) as file:
-            data = file.read(MOST_BYTES + 1)
-    except FileNotFoundError:
+    """Return what a rank left of numbers; None if there is no such file.
+
+    Raises EvidenceError for a file that is damaged, larger than MOST_BYTES, or of a version that is not read.
+    """
+    if not path.exists():
         return None
-    except OSError as error:
-        raise EvidenceError(f"{path}: cannot be read ({error})") from error
-    try:
-        return _unpack(data)
-    except EvidenceError:
-        raise EvidenceError(f"{path}: written by another version of the harness; record the job again") from None
-    except Exception as error:  # one flipped byte makes zlib, json and numpy raise almost anything
-        raise EvidenceError(f"{path}: damaged recording ({error!r}); record the job again") from error
+    with reading_evidence(path, RECORD_AGAIN):
+        return _unpack(read_bytes(path, MOST_BYTES))
 
 
 def _unpack(data: bytes) -> RankSketches:
-    """Return the sketches of a file's bytes. Raises EvidenceError for another version's file."""
+    """Return the sketches of a file's bytes. Raises OtherVersion, or almost anything for damaged bytes."""
     magic, size = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise ValueError("not a file of sketches")
-    header = parse_json(decompress(data[HEADER.size : HEADER.size + size]))
-    if header["format"] != FORMAT:
-        raise EvidenceError
-    names = header["names"]
-    table = header["table"]
-    dtypes = header["dtypes"]
-    is_float64 = [dtypes.get(names[fqn]) == "float64" for _, _, fqn, _, _ in table]
+    head = parse_json(decompress(data[HEADER.size : HEADER.size + size]))
+    refuse_other_version(head.pop("format"), RankSketches)
+    names = head.pop("names")
+    table = head.pop("table")
+    rank_sketches = decoded_without_values(RankSketches, head)
+    is_float64 = [rank_sketches.dtypes.get(names[fqn]) == "float64" for _, _, fqn, _, _ in table]
     offset = HEADER.size + size
     squares = _read_array(data, offset, "<f8", len(table))
     offset += 8 * len(table)
@@ -211,24 +203,11 @@ def _unpack(data: bytes) -> RankSketches:
         kind, fqn, slice_text = (names[name_index] for name_index in name_numbers)
         sums = next(exact_rows) if is_exact else weights_before.restore_sums(kind, fqn, slice_text, next(rounded_rows))
         sketches.append(Sketch(step, kind, fqn, slice_text, elements, square, sums))
-    plain: dict[str, Any] = {name: header[name] for name in JSON_FIELDS if name in header}
-    plain |= {name: _with_step_keys(plain.get(name, {})) for name in FIELDS_BY_STEP}
-    plain["passes"] = {step: tuple(map(tuple, values)) for step, values in plain["passes"].items()}
-    for name in ("drawn", "changed"):
-        plain[name] = {step: tuple(values) for step, values in plain[name].items()}
-    plain["bare"] = {int(row): bare for row, bare in header["bare"].items()}
-    plain["shapes"] = {fqn: tuple(shape) for fqn, shape in plain["shapes"].items()}
-    for name in ("optimizers", "plain", "tp"):
-        plain[name] = tuple(plain.get(name, ()))
-    return RankSketches(**plain, sketches=tuple(sketches))
-
-
-def _with_step_keys(value_by_text: dict[str, Any]) -> dict[int, Any]:
-    """Return the values by step; JSON has steps as text."""
-    return {int(step): value for step, value in value_by_text.items()}
+    return replace(rank_sketches, sketches=tuple(sketches))
 
 
 def _read_array(data: bytes, offset: int, dtype: str, count: int) -> np.ndarray:
+    """Return `count` numbers from an offset in bytes. Raises ValueError if there are fewer."""
     return np.frombuffer(data, dtype, count, offset)
 
 
@@ -261,7 +240,7 @@ def _intervals_text(intervals: Iterable[tuple[int, int]]) -> str:
 
 
 def boxes_of_text(text: str) -> tuple[Box, ...]:
-    """Return the boxes that a slice's text names."""
+    """Return the boxes that a slice's text names. Raises ValueError for a text with an addend."""
 
     def intervals(interval_texts: str) -> tuple[tuple[int, int], ...]:
         pairs = (interval_text.split(":") for interval_text in interval_texts.split(",") if interval_text)
@@ -272,6 +251,9 @@ def boxes_of_text(text: str) -> tuple[Box, ...]:
 
 
 def text_of_boxes(boxes: Iterable[Box], addend: str = "") -> str:
-    """Return the boxes in words. addend: which part of a sum it is, where ranks hold addends of the same elements."""
+    """Return the boxes as a text, as Box.text writes each, with ";" between them and "+ADDEND" behind them.
+
+    addend: which part of a sum it is, where ranks hold addends of the same elements; empty: no part.
+    """
     text = ";".join(box.text for box in boxes)
     return f"{text}+{addend}" if addend else text

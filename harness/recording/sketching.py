@@ -32,7 +32,9 @@ def noise_seed(fqn: str) -> int:
 
 
 class Sketcher:
-    """Maker of sketches that keeps the buckets of rows and columns, for they are the same in every step."""
+    """Maker of sketches. It keeps the buckets of rows and columns, up to MOST_KEPT_BYTES, for they are the same in
+    every step.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -120,6 +122,7 @@ class Sketcher:
 
 
 def _index_numbers(intervals: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """Return all indices of these half-open intervals, in order. int64 [n]"""
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in intervals])
 
 
@@ -186,5 +189,5 @@ def alter_by_rounding(values: torch.Tensor, fqn: str, boxes: Sequence[Box], widt
 
 
 def columns_of(shape: Sequence[int]) -> int:
-    """Return how many columns a parameter has as a matrix of shape[0] rows."""
+    """Return how many columns a parameter has as a matrix of shape[0] rows; 1 for a vector or a scalar."""
     return math.prod(shape[1:])

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from harness.core.evidence.codec import encoded_without_values
 from harness.core.evidence.recording import BESIDE_SUFFIX, MAX_OTHER_GROUPS, Beside, Last, issued_text
 from harness.core.evidence.records import BACKGROUND, CHECKPOINT
-from harness.core.evidence.store import encoded_without_values
 from harness.core.probe.clock import Clock
 from harness.core.probe.collectives import CollectiveRecorder, global_ranks_of, group_of_call
 from harness.core.probe.own_groups import DirectCall, name_of

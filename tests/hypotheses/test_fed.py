@@ -23,7 +23,7 @@ from harness.core.causes.words import rank_text
 from harness.core.checks import judge
 from harness.core.evidence.step import Microbatch
 from harness.core.judge.losses import global_loss
-from harness.core.judge.received_samples import received_sample_ids
+from harness.core.judge.received_samples import samples_of_step
 from harness.core.judge.trial import Trial
 from harness.core.plan.stages import positions
 from harness.hypotheses.fed import other_samples, wrong_samples
@@ -163,7 +163,8 @@ def test_rows_with_the_same_tokens_at_the_places_of_a_cp_rank_are_the_steps_own(
     rows = [trial.reference.sample_ids.index(id_) for id_ in (own, other)]
     tokens[rows[1], 8:] = tokens[rows[0], 8:]
     trial = replace(trial, reference=replace(trial.reference, tokens=tokens))
-    assert received_sample_ids(trial, 1)[1] == received_sample_ids(trial, 1)[0] == [*trial.reference.samples[0]]
+    received = samples_of_step(trial, 1).by_rank
+    assert received[1] == received[0] == [*trial.reference.samples[0]]
 
 
 # ---- how a data set's samples are dealt

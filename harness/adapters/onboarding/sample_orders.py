@@ -13,7 +13,7 @@ from harness.adapters.onboarding.skeleton import NO_DATA_SET
 from harness.adapters.support.requests import NOT_PASSED_ON
 from harness.core.case.case import Case
 from harness.core.judge.places import representative_of_shares
-from harness.core.judge.received_samples import received_token_rows
+from harness.core.judge.received_samples import received_token_rows, sample_id_by_row
 from harness.core.judge.trial import Trial
 from harness.core.trainers import Adapter
 from harness.reference.data import build_dataset, epoch_order, sample_order
@@ -37,7 +37,7 @@ def received_ids(trial: Trial) -> list[int | None]:
     rows: list[Any] = []
     for rank in representative_of_shares(trial):
         rows += received.get(rank, ())
-    id_by_row = {data[index][0][: case.seq_len(1)].numpy().tobytes(): index for index in range(len(data))}
+    id_by_row = sample_id_by_row(data, case.seq_len(1))
     return [id_by_row.get(np.asarray(row, np.int64).tobytes()) for row in rows]
 
 

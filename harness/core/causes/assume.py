@@ -15,8 +15,7 @@ from harness.core.case.case import Case
 from harness.core.causes.words import Arrays
 from harness.core.judge.assumed import AssumedOptimizer
 from harness.core.judge.held_values import reference_order_arguments
-from harness.core.judge.places import representative_of_shares
-from harness.core.judge.received_samples import received_sample_ids
+from harness.core.judge.received_samples import requested_rows, samples_of_shares
 from harness.core.judge.tolerance import clip_coefficient
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import coordinate_of_rank
@@ -87,9 +86,7 @@ def input_mean_squares(trial: Trial) -> Mapping[str, float]:
     from harness.reference.train import mean_squares
 
     inputs = dict[str, float]()
-    tokens_by_id = dict(zip(trial.reference.sample_ids, trial.reference.tokens, strict=True))
-    batch = [tokens_by_id[sample_id] for sample_id in trial.reference.samples[step - 1]]
-    rows = np.stack(batch)[:, : trial.case.seq_len(step)]
+    rows = trial.reference.tokens[requested_rows(trial, step), : trial.case.seq_len(step)]
 
     def record_inputs(module: Any, number: int) -> None:
         if number == step:
@@ -209,12 +206,8 @@ def token_counts(trial: Trial, ranks: Sequence[int], step: int, shape: tuple[int
 
     shape: that of the result, which is float64.
     """
-    received = received_sample_ids(trial, step)
-    sample_ids = set[object]()
-    for rank in representative_of_shares(trial):
-        if rank in ranks:
-            sample_ids.update(received.get(rank, []))
-    rows = [row for row, sample_id in enumerate(trial.reference.samples[step - 1]) if sample_id in sample_ids]
+    received = samples_of_shares(trial, step).on_ranks(ranks).counts
+    rows = [row for row, sample_id in enumerate(trial.reference.samples[step - 1]) if sample_id in received]
     counts = np.zeros(shape)
     counts[rows] = 1.0
     return counts

@@ -37,7 +37,7 @@ from harness.core.judge.contents import view_of_slice
 from harness.core.judge.finding import Finding
 from harness.core.judge.held_values import reference_order_arguments
 from harness.core.judge.losses import global_loss, losses_of_rank
-from harness.core.judge.received_samples import received_sample_ids
+from harness.core.judge.received_samples import samples_of_step
 from harness.core.judge.result import Cause, Line, Lines, Verdict
 from harness.core.judge.tolerance import NoBound
 from harness.core.judge.trial import Trial
@@ -321,12 +321,10 @@ def ranks_whose_losses_are_off(trial: Trial, step: int) -> list[int]:
     Empty if a rank's expected loss is unknown: with noise, dropout, cp or pp, or where samples or losses are not known.
     """
     case = trial.case
-    received = received_sample_ids(trial, step)
+    samples = samples_of_step(trial, step)
+    received = samples.by_rank
     observed = {rank: losses_of_rank(trial, rank, step) for rank in received}
-    received_ids = set[object]()
-    for sample_ids in received.values():
-        received_ids.update(sample_ids)
-    are_samples_known = received_ids <= {*trial.reference.samples[step - 1]}
+    are_samples_known = not samples.ranks_with_others
     if not case.exact or case.model.dropout or case.dims.cp * case.n_stages > 1:
         return []
     if not are_samples_known or not all(observed.values()):

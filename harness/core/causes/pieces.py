@@ -19,10 +19,9 @@ from harness.core.causes import assume
 from harness.core.causes.assume import assume_separate_clipping
 from harness.core.causes.differences import observed_gradients, pairs_with_wrong_gradient
 from harness.core.causes.words import Arrays, sort_fqns
-from harness.core.checks.samples import microbatches_of
 from harness.core.judge.contents import view_of_slice
 from harness.core.judge.places import last_stage_ranks
-from harness.core.judge.received_samples import sample_ids_by_share
+from harness.core.judge.received_samples import microbatches_of, requested_rows, samples_of_shares
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.stages import positions
@@ -48,9 +47,9 @@ class Pieces:
         self.trial = trial
         self.chunks = chunks
         self._masks = dict[tuple[int, int], np.ndarray]()
-        self._shares = {step: sample_ids_by_share(trial, step) for step in trial.case.steps}
+        self._shares = {step: samples_of_shares(trial, step) for step in trial.case.steps}
         pieces: list[tuple[int, int, int, int]] = []
-        for rank, sample_ids in self._shares[trial.first_step].items():
+        for rank, sample_ids in self._shares[trial.first_step].by_rank.items():
             for row in range(len(sample_ids)):
                 pieces += [(rank, row, cp_rank, chunk) for cp_rank, chunk in np.ndindex(trial.case.dims.cp, chunks)]
         self.all = tuple(pieces)
@@ -63,13 +62,8 @@ class Pieces:
     def all_received_once(self) -> bool:
         """Return whether the ranks together received each sample of every step once, in shares of constant sizes."""
         steps = self._shares.values()
-        received = []
-        for shares in steps:
-            sample_ids = itertools.chain.from_iterable(shares.values())
-            received.append(sorted(sample_id for sample_id in sample_ids if sample_id is not None))
-        expected = [sorted(self.trial.reference.samples[step - 1]) for step in self.trial.case.steps]
-        sizes_of_shares = {tuple(map(len, shares.values())) for shares in steps}
-        return received == expected and len(sizes_of_shares) == 1
+        sizes_of_shares = {tuple(map(len, samples.by_rank.values())) for samples in steps}
+        return all(samples.counts == samples.requested for samples in steps) and len(sizes_of_shares) == 1
 
     def mesh_coordinates(self, axes: Sequence[str]) -> np.ndarray:
         """Return the mesh coordinate at which each piece is received, along these axes, int [pieces, axes]."""
@@ -89,8 +83,9 @@ class Pieces:
             length = self.trial.case.seq_len(step)
             rank, row, cp_rank, chunk = self.all[number]
             batch = trial.reference.samples[step - 1]
-            shares = self._shares.get(step)  # nothing of an earlier launch, where all count alike
-            batch_row = batch.index(shares[rank][row]) if shares else number // (trial.case.dims.cp * self.chunks)
+            batch_row = number // (trial.case.dims.cp * self.chunks)  # of an earlier launch, where all count alike
+            if step in self._shares and self._shares[step].by_rank:
+                batch_row = batch.index(self._shares[step].by_rank[rank][row])
             counts = np.zeros((len(batch), length))
             self._masks[number, step] = counts
             positions_of_rank = positions(trial.case, cp_rank * trial.case.dims.tp, length)
@@ -100,9 +95,7 @@ class Pieces:
 
     def valid_tokens(self, step: int) -> np.ndarray:
         """Return the number of valid tokens of each piece in a step, float64 [pieces]."""
-        sample_ids = self.trial.reference.samples[step - 1]
-        rows = [self.trial.reference.sample_ids.index(sample_id) for sample_id in sample_ids]
-        valid = self.trial.reference.labels[rows, : self.trial.case.seq_len(step)] >= 0
+        valid = self.trial.reference.labels[requested_rows(self.trial, step), : self.trial.case.seq_len(step)] >= 0
         return np.array([float((self.token_mask(number, step) * valid).sum()) for number in range(len(self.all))])
 
     def gradients(self, step: int) -> list[Arrays]:

@@ -16,7 +16,7 @@ from harness.core.checks.update import is_right_rate
 from harness.core.evidence.records import Resumed
 from harness.core.judge.contents import view_of_slice
 from harness.core.judge.finding import Finding, Value
-from harness.core.judge.received_samples import received_sample_ids
+from harness.core.judge.received_samples import samples_of_step, step_of_samples
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.core.judge.trial import Trial
 from harness.core.plan.slices import numel, slice_text
@@ -259,31 +259,19 @@ def _rate_findings(trial: Trial) -> Iterator[Finding]:
 def _sample_findings(trial: Trial) -> Iterator[Finding]:
     """Yield a finding for each rank that received samples of another step in the first step of the launch."""
     first = trial.case.steps.start
-    wanted = set(trial.reference.samples[first - 1])
-    for rank, ids in received_sample_ids(trial, first).items():
-        if foreign := [id_ for id_ in ids if id_ not in wanted]:
-            subject: dict[str, Any] = {
-                "step": first,
-                "quantity": "samples of another step",
-                "note": _step_note(trial, ids),
-            }
-            yield Finding.at(rank, 0, len(foreign), unit=f"of {len(ids)} samples", **subject)
+    samples = samples_of_step(trial, first)
+    for rank in samples.ranks_with_others:
+        ids = samples.by_rank[rank]
+        foreign = [id_ for id_ in ids if id_ not in samples.requested]
+        subject: dict[str, Any] = {
+            "step": first,
+            "quantity": "samples of another step",
+            "note": _step_note(trial, ids),
+        }
+        yield Finding.at(rank, 0, len(foreign), unit=f"of {len(ids)} samples", **subject)
 
 
 def _step_note(trial: Trial, ids: list[int | None]) -> str:
     """Return a note of the step that these samples belong to; empty if they belong to no single one."""
     step = step_of_samples(trial, ids)
     return f"all are of step {step}" if step else ""
-
-
-def step_of_samples(trial: Trial, ids: list[int | None]) -> int | None:
-    """Return the first step of the recipe, from 1, that all these samples belong to.
-
-    None if there is none, or no sample.
-    """
-    if not ids:
-        return None
-    for step, samples in enumerate(trial.reference.samples, start=1):
-        if set(ids) <= set(samples):
-            return step
-    return None

@@ -11,7 +11,6 @@ Inputs that are no integers may be cut over tp, as activations are under sequenc
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,19 +19,20 @@ from typing import Any
 import numpy as np
 
 from harness.core.evidence.keys import steps_text
-from harness.core.evidence.step import Microbatch
 from harness.core.evidence.summary import Summary
 from harness.core.evidence.text import positions_text, ranks_text
 from harness.core.judge.finding import Finding, Value
 from harness.core.judge.labels import arrange_labels
 from harness.core.judge.observed import group_ranks_by
-from harness.core.judge.places import first_stage_peer, first_stage_ranks, last_stage_ranks, representative_of_shares
+from harness.core.judge.places import first_stage_peer, last_stage_ranks, representative_of_shares
 from harness.core.judge.received_samples import (
-    expected_microbatch_sizes,
+    StepSamples,
+    microbatches_of,
     received_positions_of,
-    received_sample_ids,
     received_token_rows,
     sample_id_by_tokens,
+    samples_of_step,
+    wrong_microbatch_sizes,
 )
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.core.judge.trial import Trial
@@ -52,13 +52,13 @@ def check(trial: Trial) -> Result:
 
 
 def _judge_recipe(trial: Trial) -> Result:
+    """Return the verdict on samples, microbatches, positions and labels of all steps, by the recipe's samples."""
     findings: list[Finding] = []
     examined = 0
     for step in trial.case.steps:
-        wanted = trial.reference.samples[step - 1]
-        received = received_sample_ids(trial, step)
-        examined += sum(len(ids) for ids in received.values())
-        findings += _partition_findings(trial, received, step, wanted) + _microbatch_findings(trial, step)
+        received = samples_of_step(trial, step)
+        examined += sum(len(ids) for ids in received.by_rank.values())
+        findings += _partition_findings(trial, received, step) + _microbatch_findings(trial, step)
         findings += _position_findings(trial, step) or _unknown_row_findings(received, step)
         findings += (
             _peer_findings(trial, received, step) + label_count_findings(trial, step) + _label_findings(trial, step)
@@ -67,7 +67,9 @@ def _judge_recipe(trial: Trial) -> Result:
 
 
 def _position_findings(trial: Trial, step: int) -> list[Finding]:
-    """Return a finding of each rank whose rows are samples, but not at the positions of this cp rank."""
+    """Return a finding of each rank whose rows are samples, but not at the positions of this cp rank. Unknown rows give
+    none.
+    """
     findings = []
     for rank in received_token_rows(trial, step):
         received_positions = received_positions_of(trial, rank, step)
@@ -78,56 +80,53 @@ def _position_findings(trial: Trial, step: int) -> list[Finding]:
     return findings
 
 
-def _unknown_row_findings(received: dict[int, list[int | None]], step: int) -> list[Finding]:
+def _unknown_row_findings(received: StepSamples, step: int) -> list[Finding]:
     """Return a finding of each rank that received rows of tokens that are no sample."""
     return [
         Finding.at(
             rank, 0, ids.count(None), step=step, quantity="rows of tokens that are no sample of the recipe's steps"
         )
-        for rank, ids in received.items()
+        for rank, ids in received.by_rank.items()
         if None in ids
     ]
 
 
-def _peer_findings(trial: Trial, received: dict[int, list[int | None]], step: int) -> list[Finding]:
+def _peer_findings(trial: Trial, received: StepSamples, step: int) -> list[Finding]:
     """Return findings of ranks that received other samples than the first of their tp or cp peers."""
     findings = []
     for axis in ("tp", "cp"):
-        for rank in received:
-            first = trial.plan.peers(rank, axis)[0]
-            if received[rank] != received.get(first):
+        for rank, ids in received.by_rank.items():
+            peers = trial.plan.peers(rank, axis)
+            ids_of_first = received.by_rank.get(peers[0])
+            if ids != ids_of_first:
                 subject: dict[str, Any] = {
                     "step": step,
                     "quantity": "samples",
                     "axis": axis,
-                    "group": trial.plan.peers(rank, axis),
-                    "note": f"expected: those of rank {first}",
+                    "group": peers,
+                    "note": f"expected: those of rank {peers[0]}",
                 }
-                findings.append(
-                    Finding.at(rank, _ids_value(received.get(first)), _ids_value(received[rank]), **subject)
-                )
+                findings.append(Finding.at(rank, _ids_value(ids_of_first), _ids_value(ids), **subject))
     return findings
 
 
-def _partition_findings(
-    trial: Trial, received: dict[int, list[int | None]], step: int, wanted: tuple[int, ...]
-) -> list[Finding]:
-    """Return a finding if the data-parallel ranks together did not receive each of these samples once."""
-    counts: Counter[int] = Counter()
-    for rank in representative_of_shares(trial):
-        counts.update(id_ for id_ in received.get(rank, []) if id_ is not None)
-    if counts == Counter(wanted):
+def _partition_findings(trial: Trial, received: StepSamples, step: int) -> list[Finding]:
+    """Return a finding if the data-parallel ranks together did not receive each sample of the step once."""
+    shares = received.on_ranks(representative_of_shares(trial))
+    counts = shares.counts
+    if counts == received.requested:
         return []
+    wanted = {*received.requested}
     twice = sorted(id_ for id_, count in counts.items() if count > 1)
-    anywhere = {*itertools.chain.from_iterable(received.values())}
-    received_by_none = sorted(set(wanted) - anywhere)
-    received_by_some_peers = sorted((set(wanted) & anywhere) - set(counts))
-    foreign = sorted(set(counts) - set(wanted))
+    received_by_none = sorted(received.missing)
+    received_by_some_peers = sorted(shares.missing - received.missing)
+    foreign = sorted({*counts} - wanted)
     kinds = [("received more than once", twice), ("received by no rank", received_by_none)]
     kinds += [("received by some tp or cp peers only", received_by_some_peers), ("of another step", foreign)]
     observed = "; ".join(f"{len(ids)} {text} ({_ids_text(ids)})" for text, ids in kinds if ids)
-    expected = f"each of {len(wanted)} samples received by one dp rank"
-    twins = _ranks_with_same_samples(trial, received)
+    expected = f"each of {received.requested.total()} samples received by one dp rank"
+    first_share = representative_of_shares(trial)[:1]
+    twins = next((ranks for ranks in shares.ranks_alike if ranks[:1] == tuple(first_share)), ())
     note = f"ranks {ranks_text(twins)} received the same" if twins else ""
     return [Finding(ranks=twins, step=step, quantity="samples", expected=expected, observed=observed, note=note)]
 
@@ -136,32 +135,15 @@ def _ids_value(ids: list[int | None] | None) -> Value:
     return tuple(ids) if ids else None
 
 
-def _ranks_with_same_samples(trial: Trial, received: dict[int, list[int | None]]) -> tuple[int, ...]:
-    """Return the first rank of all shares and those that received the same samples. Empty if no other rank did.
-
-    Nothing is known about rows that are no sample.
-    """
-    shares = representative_of_shares(trial)
-    ids_by_rank = {rank: ids for rank in shares if (ids := received.get(rank)) and None not in ids}
-    same_ranks = [
-        rank for rank in shares[1:] if rank in ids_by_rank and ids_by_rank[rank] == ids_by_rank.get(shares[0])
-    ]
-    return (shares[0], *same_ranks) if same_ranks else ()
-
-
 def _microbatch_findings(trial: Trial, step: int) -> list[Finding]:
     """Return findings of first stages that received another number of microbatches, or other sizes, than requested.
 
     Accumulation must leave a trace: the same batch in one piece gives the same gradient.
     """
-    findings = []
-    for rank in first_stage_ranks(trial):
-        wanted = expected_microbatch_sizes(trial, rank, step)
-        for record in trial.ranks[rank].steps:
-            sizes = tuple(len(microbatch.tokens) for microbatch in record.microbatches if microbatch.tokens is not None)
-            if record.step == step and sizes != wanted:
-                findings.append(Finding.at(rank, wanted, sizes, step=step, quantity="samples of each microbatch"))
-    return findings
+    return [
+        Finding.at(rank, expected_sizes, sizes, step=step, quantity="samples of each microbatch")
+        for rank, (sizes, expected_sizes) in wrong_microbatch_sizes(trial, step).items()
+    ]
 
 
 def label_count_findings(trial: Trial, step: int) -> list[Finding]:
@@ -192,15 +174,6 @@ def label_count_findings(trial: Trial, step: int) -> list[Finding]:
             }
             findings.append(Finding.at(rank, tuple(token_counts), tuple(label_counts), **subject))
     return findings
-
-
-def microbatches_of(trial: Trial, rank: int, step: int) -> list[Microbatch]:
-    """Return the microbatches that a rank ran in a step."""
-    microbatches: list[Microbatch] = []
-    for record in trial.ranks[rank].steps:
-        if record.step == step:
-            microbatches += record.microbatches
-    return microbatches
 
 
 def _label_findings(trial: Trial, step: int) -> list[Finding]:
@@ -235,9 +208,9 @@ def wrong_labels(trial: Trial, step: int) -> dict[int, list[tuple[int, int, int]
 
 
 def _own_labels(trial: Trial, rank: int, step: int) -> list[np.ndarray | None]:
-    """Return the labels [samples, positions] of each microbatch that the pipeline of this last stage received.
+    """Return the right labels [samples, positions] of each microbatch that the pipeline of this last stage received.
 
-    None for a microbatch with tokens that are no sample's.
+    None for a microbatch with tokens that are no sample's, or of another width than this rank's positions.
     """
     reference = trial.reference
     rank_positions = positions(trial.case, rank, trial.case.seq_len(step))
@@ -257,6 +230,7 @@ def _own_labels(trial: Trial, rank: int, step: int) -> list[np.ndarray | None]:
 
 
 def _ids_text(ids: list[int]) -> str:
+    """Return sample ids in words, at most four of them."""
     return ", ".join(map(str, ids[:4])) + (", ..." if len(ids) > 4 else "")
 
 
@@ -264,7 +238,12 @@ def _ids_text(ids: list[int]) -> str:
 
 
 def _judge_digests(trial: Trial) -> Result:
-    """Compare inputs as digests. Ranks that differ in another axis are not compared."""
+    """Return the verdict by digests of inputs. Ranks that differ in another axis than data parallelism and tp are not
+    compared.
+
+    NOT APPLICABLE without data parallelism, unless tp ranks are fed tokens. UNKNOWN if some rank's inputs were not
+    seen, or if ranks are fed partly the same.
+    """
     dims = trial.plan.dims
     other_tokens, compared = _compare_tokens(trial)
     if dims.dp == 1:
@@ -290,7 +269,10 @@ def _judge_digests(trial: Trial) -> Result:
 
 
 def _compare_tokens(trial: Trial) -> tuple[list[Finding], int]:
-    """Return a finding of each rank that received other tokens than the first of its tp peers, and how many were compared."""
+    """Return (a finding of each rank that received other tokens than the first of its tp peers, number of comparisons).
+
+    A comparison is of one rank and step. Ranks without tokens are left out.
+    """
     tokens = {summary.rank: summary.received.tokens for summary in trial.rank_summaries if summary.received.tokens}
     findings: list[Finding] = []
     compared = 0
@@ -333,6 +315,7 @@ def _same_samples_findings(trial: Trial) -> list[Finding]:
 
 
 def _sorted_items(by_step: Mapping[int, Any]) -> tuple[tuple[int, Any], ...]:
+    """Return (step, value) pairs in the order of steps."""
     return tuple(sorted(by_step.items()))
 
 

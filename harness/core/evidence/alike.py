@@ -14,20 +14,24 @@ from typing import Any
 
 import numpy as np
 
+from harness.core.evidence.codec import encoded_without_values
 from harness.core.evidence.keys import ranks_key, stable_digest
 from harness.core.evidence.recording import RankRecord, RecordedStep
 from harness.core.evidence.records import BACKGROUND, Collective, RankEvidence, TensorEvidence, Wrapper
-from harness.core.evidence.store import encoded_without_values
 
 
 @dataclass
 class NumberedGroups:
-    """The groups that a record names, numbered in the order in which they first occur."""
+    """The groups that a record names, numbered in the order in which they first occur: (group's name, its ranks as
+    ranks_key writes them) -> number.
+    """
 
     numbers: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def encode(self, ranks: Sequence[int], group: str = "") -> list[Any]:
-        """Return [number of the group], followed by the ranks if they are not in ascending order."""
+        """Return [number of the group], followed by the ranks if they are not in ascending order. A new group gets the
+        next number.
+        """
         ascending = _ascending(tuple(ranks))
         number_of_group = self.numbers.setdefault((group, ranks_key(ascending)), len(self.numbers))
         if ascending == tuple(ranks):
@@ -36,9 +40,11 @@ class NumberedGroups:
 
 
 def rank_class_of_record(record: RankRecord) -> tuple[int, tuple[tuple[str, str], ...]]:
-    """Return the number of a record's class, and (group, ranks) of each group that it names, in order.
+    """Return the number of a record's class, and (group, ranks) of each group that it names, in the order of their
+    numbers.
 
-    The name of the group is empty where only ranks are named.
+    The ranks are a text of ranks_key. The name of the group is empty where only ranks are named. Collectives in the
+    background come last, by group.
     """
     places = NumberedGroups()
     evidence = record.evidence
@@ -74,12 +80,13 @@ def _ascending(ranks: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _comparable_step(step: RecordedStep) -> RecordedStep:
-    """Return the step without values that ranks of one class may have different: digests, times, memory."""
+    """Return the step with digests, times and memory set to 0, for ranks of one class may have different ones."""
     fed = tuple(replace(inputs, digest=0, others=()) for inputs in step.fed)
     return replace(step, digests=dict.fromkeys(step.digests, 0), fed=fed, seconds=0.0, peak=0, began=0.0)
 
 
 def _encode_wrapper(wrapper: Wrapper, places: NumberedGroups) -> dict[str, Any]:
+    """Return a wrapper's fields as plain values, its ranks as numbers of groups."""
     ranks = {name: places.encode(getattr(wrapper, name)) for name in ("shard_ranks", "replicate_ranks")}
     return vars(wrapper) | ranks
 
@@ -93,12 +100,18 @@ def _background_last(call: Collective) -> tuple[str, ...]:
 
 
 def _encode_call(call: Collective, places: NumberedGroups) -> list[Any]:
+    """Return a collective as plain values, its ranks and its peer as numbers of groups, its root as a place in the
+    group.
+    """
     peer = None if call.peer is None else places.encode((call.peer,))
     group = places.encode(call.ranks, call.group)
     return [group, peer, call.op, call.dtype, call.bytes, call.phase, call.step, call.seq, call.root_place]
 
 
 def _encode_parameters(evidence: RankEvidence, places: NumberedGroups) -> list[Any]:
+    """Return all parameters as plain values without contents. Each mesh is encoded once, for most parameters are on the
+    same one.
+    """
     meshes: dict[int, Any] = {}
     for tensor in evidence.parameters:
         if tensor.mesh is not None and id(tensor.mesh) not in meshes:
@@ -107,16 +120,20 @@ def _encode_parameters(evidence: RankEvidence, places: NumberedGroups) -> list[A
 
 
 def _encode_tensor(tensor: TensorEvidence, meshes: Mapping[int, Any]) -> list[Any]:
+    """Return a parameter's claims, and the shape and dtype of the local shard. meshes: by address of a mesh, the
+    encoded one.
+    """
     mesh = None if tensor.mesh is None else meshes[id(tensor.mesh)]
     local_shard = [list(tensor.value.shape), str(tensor.value.dtype)]
     return [tensor.fqn, tensor.global_shape, tensor.dtype, mesh, tensor.placements, local_shard]
 
 
 def _encode_mesh(rank: int, mesh: np.ndarray, places: NumberedGroups) -> list[Any]:
-    """Return the mesh's shape, and the rank's line along each axis: the ranks that differ from it in that axis alone.
+    """Return the mesh's shape, and the rank's line along each axis: the ranks that differ from it in that axis alone,
+    and itself.
 
-    The rank's coordinate follows from its lines, unless a line is not in ascending order: NumberedGroups.encode adds the
-    ranks then.
+    A rank outside of the mesh has ["elsewhere", the mesh]. The rank's coordinate follows from its lines, unless a line
+    is not in ascending order: NumberedGroups.encode adds the ranks then.
     """
     if rank not in mesh:
         return ["elsewhere", mesh.tolist()]
@@ -124,7 +141,11 @@ def _encode_mesh(rank: int, mesh: np.ndarray, places: NumberedGroups) -> list[An
 
 
 def mesh_lines_of_rank(rank: int, mesh: np.ndarray) -> list[list[int]]:
-    """Return, by axis of a mesh that has the rank, the ranks that differ from it in that axis alone."""
+    """Return, by axis of a mesh, the ranks that differ from this rank in that axis alone, and itself, in the mesh's
+    order.
+
+    Precondition: the rank is in the mesh.
+    """
     coordinate = [int(index) for index in np.argwhere(mesh == rank)[0]]
     lines = []
     for axis in range(mesh.ndim):

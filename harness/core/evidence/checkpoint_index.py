@@ -48,9 +48,10 @@ class Checkpoint:
 
 
 def read_checkpoint_index(folder: Path, fqns: Collection[str], fqn: Callable[[str], str]) -> Checkpoint:
-    """Return the contents of the latest checkpoint below a folder. One that cannot be read has only the reason, in `unread`.
+    """Return the contents of the latest checkpoint below a folder, by the time of its index. Imports torch.
 
-    fqns: of the model's parameters. fqn: from a parameter's name in the trainer to the reference's.
+    If none is there, or the index cannot be read, only `unread` is set, to the reason. fqns: of the model's parameters.
+    fqn: from a parameter's name in the trainer to the reference's.
     """
     index_files = sorted(folder.rglob(".metadata"), key=lambda path: path.stat().st_mtime)
     if not index_files:
@@ -80,12 +81,14 @@ def read_checkpoint_index(folder: Path, fqns: Collection[str], fqn: Callable[[st
 
 
 def _load_metadata(folder: Path) -> Any:
+    """Return the index of a folder, unpickled by torch. Raises almost anything for a damaged one."""
     from torch.distributed.checkpoint import FileSystemReader
 
     return FileSystemReader(folder).read_metadata()
 
 
 def _saved_tensor(name: str, fqn: str, entry: Any) -> SavedTensor:
+    """Return the record of a tensor, whose elements are those of all its pieces together."""
     numbers = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
     return SavedTensor(name, fqn, tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."), numbers)
 

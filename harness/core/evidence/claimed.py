@@ -26,7 +26,8 @@ MAX_LISTED_PARAMETERS = 1000
 def unclaimed_digests(record: RankRecord) -> dict[str, tuple[int, int]]:
     """Return, by fqn, the digests of a parameter before the first step and after the last on record.
 
-    Empty where a wrapper or a DTensor claims something.
+    Empty where a wrapper or a DTensor claims something, and where digests before the first step or after another are
+    missing. At most MAX_LISTED_PARAMETERS are listed, the first by name.
     """
     evidence = record.evidence
     if evidence.structure or any(tensor.mesh is not None for tensor in evidence.parameters):
@@ -60,7 +61,10 @@ def _cached_mesh(mesh: Any) -> tuple[Any, np.ndarray, int]:
 
 
 def placement_text(tensor: TensorEvidence) -> str:
-    """Return a text of a tensor's placement: "Replicate over 2, Shard(0) over 8"; "plain"; "on one rank"."""
+    """Return a text of a tensor's placement along axes of several ranks: "Replicate over 2, Shard(0) over 8".
+
+    It is "plain" for a tensor without a mesh, and "on one rank" where no axis has several ranks.
+    """
     if tensor.mesh is None:
         return "plain"
     _, mesh, _ = _cached_mesh(tensor.mesh)
@@ -75,8 +79,9 @@ def placement_text(tensor: TensorEvidence) -> str:
 def claimed_slice_keys(evidence: RankEvidence) -> list[tuple[Any, ...]]:
     """Return a key of the slice that this rank claims to hold, for each parameter of which something claims it.
 
-    A key is (fqn, group or mesh, cuts). Ranks with equal keys are replicas. A parameter that DDP manages is whole on the ranks
-    of its group, and so is one that FSDP1 shards over no ranks.
+    A key is (fqn, group or mesh, cuts). Ranks with equal keys are replicas. A parameter that DDP manages is whole on
+    the ranks of its group, and so is one that FSDP1 shards over no ranks. Left out are plain parameters that DDP
+    ignores or that no wrapper copies, and DTensors that _slice_key has no key of.
     """
     wrappers = evidence.structure.values()
     ignored_fqns = set[str]().union(*(wrapper.ignored for wrapper in wrappers))
@@ -117,10 +122,11 @@ def _slice_key(rank: int, tensor: TensorEvidence) -> tuple[Any, ...] | None:
 
 
 def group_roles(evidence: RankEvidence) -> dict[str, str]:
-    """Return the role of each group, as a text.
+    """Return the role of each group in words, by its ranks as ranks_key writes them.
 
-    A wrapper shards parameters over it, or replicates them. Or DTensors are cut or copied over it, which does not show whether
-    this is tensor parallelism.
+    "sharded by fsdp2" and "replicated by ddp" name the wrapper; "replicated by fsdp1 alone" is one that shards nothing.
+    "cut" and "copied" are of DTensors alone, which do not show whether this is tensor parallelism. A wrapper's role
+    comes before a DTensor's.
     """
     role_of: dict[str, str] = {}
     for tensor in evidence.parameters:
@@ -138,9 +144,10 @@ def group_roles(evidence: RankEvidence) -> dict[str, str]:
 
 
 def copied_contents(record: RankRecord) -> dict[str, dict[int, int]]:
-    """Return, by group, the contents by step of parameters that DTensors claim to copy over it, while they cut others.
+    """Return the contents by step of parameters that DTensors claim to copy over a group over which they cut others.
 
-    Under tensor parallelism these are norms, for example.
+    The key is the group's ranks as ranks_key writes them; a group without such parameters is left out. Contents are one
+    number for all of them. Under tensor parallelism these are norms, for example.
     """
     copied = defaultdict[str, set[str]](set)
     cut = set[str]()
@@ -156,10 +163,12 @@ def copied_contents(record: RankRecord) -> dict[str, dict[int, int]]:
 def uncut_contents(record: RankRecord) -> dict[str, dict[int, int]]:
     """Return the contents by step of parameters that lie outside of a mesh over which DTensors cut others.
 
-    Under tensor parallelism these are norms that a trainer lays on the data ranks alone. Each rank of the group then holds all
-    of such a parameter, unless the trainer cut it by hand. So a key is a group and one of two kinds of parameters.
-    `drawn` did not begin as constants: ranks that cut them by hand began with other numbers.
-    `constant` lie in modules all of whose parameters began as constants; a layer that is cut by hand has a weight besides.
+    Under tensor parallelism these are norms that a trainer lays on the data ranks alone. Each rank of the group then
+    holds all of such a parameter, unless the trainer cut it by hand. A key is the group's ranks as ranks_key writes
+    them, and one of two kinds of parameters; a kind without any is left out, and so are groups of wrappers.
+
+    `drawn` did not begin as constants: ranks that cut them by hand began with other numbers. `constant` lie in modules
+    all of whose parameters began as constants; a layer that is cut by hand has a weight besides.
     """
     wrappers = record.evidence.structure.values()
     ignored_fqns = set[str]()
@@ -192,11 +201,12 @@ def uncut_contents(record: RankRecord) -> dict[str, dict[int, int]]:
 
 
 def _module_of(fqn: str) -> str:
+    """Return the name of the module that has a parameter: layers.0.wq of layers.0.wq.weight. Empty for one of the root."""
     return fqn.rpartition(".")[0]
 
 
 def _lies_outside(tensor: TensorEvidence, ranks: Sequence[int]) -> bool:
-    """Return whether a mesh of the tensor's own, or none, lacks other ranks of a group."""
+    """Return whether a tensor is plain, or is on a mesh that lacks some of these ranks."""
     return tensor.mesh is None or not set(ranks) <= set(_cached_mesh(tensor.mesh)[1].flatten().tolist())
 
 
@@ -209,9 +219,11 @@ def _contents_by_step(record: RankRecord, fqns: Collection[str]) -> dict[int, in
 
 
 def ignored_digests(record: RankRecord) -> dict[str, dict[int, int]]:
-    """Return, by fqn, the digest by step of each parameter that a wrapper ignores, without those that begin as constants.
+    """Return, by fqn, the digest by step of each parameter that a wrapper ignores, without those that begin as
+    constants.
 
     They are a rank's own experts, or replicas that a wrapper ignores by mistake. Two experts may both begin with zeros.
+    A parameter without digests has an empty dict.
     """
     ignored_fqns = set[str]()
     for wrapper in record.evidence.structure.values():
@@ -225,7 +237,11 @@ def ignored_digests(record: RankRecord) -> dict[str, dict[int, int]]:
 
 
 def _placements_by_group(rank: int, tensor: TensorEvidence) -> list[tuple[str, str]]:
-    """Return (placement, ranks along it) of each axis of the tensor's mesh that has several ranks. Empty for a plain tensor."""
+    """Return (placement, ranks along it as ranks_key writes them) of each axis of the tensor's mesh that has several
+    ranks.
+
+    Empty for a plain tensor, and for a rank outside of the mesh.
+    """
     _, mesh, _ = _cached_mesh(tensor.mesh if tensor.mesh is not None else NOWHERE)
     if rank not in mesh:
         return []

@@ -6,7 +6,8 @@ before.
 
 Names in files are data. What is renamed in Python keeps its name there: a field by `field(metadata=stored_as("old"))`, a record
 by `STORED = "Old"` in its class. Fields that move into a record of their own keep their place in files by `INLINED`, and the
-version by STORED_ORDER. So no recording, golden, history or trusted reference becomes another one.
+version by STORED_ORDER. So no recording, golden, history or trusted reference becomes another one. A record whose files had
+numbers of their own has the one that is still read in `EARLIER_VERSION` of its class.
 """
 
 from __future__ import annotations
@@ -57,20 +58,9 @@ def stored_items(record: Any) -> Iterator[tuple[str, Any]]:
             yield field_name(field), value
 
 
-def as_stored_values(value: Any) -> Any:
-    """Return a record, and all records in it, as dicts by the names in files."""
-    if dataclasses.is_dataclass(value):
-        return {name: as_stored_values(item) for name, item in stored_items(value)}
-    if isinstance(value, dict):
-        return {key: as_stored_values(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(as_stored_values, value))
-    return value
-
-
-def version_of(kind: type) -> str:
-    """Return the version of files that hold a record of this kind: 2-1a2b3c4d."""
-    return f"{FORMAT_VERSION}-{fields_digest(kind)}"
+def version_of(*kinds: type) -> str:
+    """Return the version of files that hold records of these kinds: 2-1a2b3c4d, with a space between two."""
+    return " ".join(f"{FORMAT_VERSION}-{fields_digest(kind)}" for kind in kinds)
 
 
 @functools.cache
@@ -102,16 +92,22 @@ def _of_first_files(kind: type) -> list[tuple[str, Any]]:
     return sorted(fields, key=lambda field: order.get(field[0], len(order)))
 
 
-def other_version_text(written: str, kind: type) -> str:
-    """Return the reason why a file with this version is not read; empty for the version of this harness."""
-    if written == version_of(kind):
-        return ""
-    digits = written.partition("-")[0]
-    number = int(digits) if digits.isdigit() else 1
+class OtherVersion(Exception):
+    """A file is of another version. The message says of which one, and which one is read here."""
+
+
+def refuse_other_version(written: object, *kinds: type) -> None:
+    """Raise OtherVersion unless a file with this version, as it says, is read as one that holds these kinds of records."""
+    text = str(written)
+    if text == version_of(*kinds) or text in {vars(kind).get("EARLIER_VERSION") for kind in kinds}:
+        return
+    digits = text.partition("-")[0]
+    # Numbers without a digest are those of before.
+    number = int(digits) if "-" in text and digits.isdigit() else 1
     if number < FORMAT_VERSION:
         age = "an older"
     elif number > FORMAT_VERSION:
         age = "a newer"
     else:
         age = "another"
-    return f"written by {age} version of the harness (records {written or '1'}, here {version_of(kind)})"
+    raise OtherVersion(f"written by {age} version of the harness (records {text or '1'}, here {version_of(*kinds)})")

@@ -28,14 +28,17 @@ Arrays = dict[str, np.ndarray]
 
 
 def blocks(parts: Sequence[str], rows: Mapping[str, int]) -> tuple[Block, ...]:
-    """Return the blocks of a fused tensor whose parts lie in this order. rows: of each part; n times means n equal blocks."""
+    """Return the blocks of a fused tensor whose parts lie in this order.
+
+    rows: of each part; a part that comes n times is cut into n equal blocks.
+    """
     return tuple((part, rows[part] // parts.count(part)) for part in parts)
 
 
 def local_blocks_of(whole: Sequence[Block], length: int) -> Sequence[Block]:
-    """Return one rank's blocks: the run that, repeated for each rank, gives `whole`; empty if there is none.
+    """Return one rank's blocks: the run that, repeated for each rank, gives `whole`. Empty if there is none.
 
-    length: rows that the rank has.
+    length: number of rows that the rank has.
     """
     rows = sum(size for _, size in whole)
     degree = rows // length if length and rows % length == 0 else 0
@@ -44,7 +47,7 @@ def local_blocks_of(whole: Sequence[Block], length: int) -> Sequence[Block]:
 
 
 def rows_by_part(blocks: Sequence[Block]) -> dict[str, np.ndarray]:
-    """Return each part's rows (or elements) of the fused tensor, in the part's own order. int64"""
+    """Return, by part, the numbers of its rows (or elements) in the fused tensor, in the part's own order. int64 [rows]"""
     rows_of_blocks: dict[str, list[np.ndarray]] = {}
     start = 0
     for part, size in blocks:
@@ -65,7 +68,12 @@ class FusedSlices:
     """Of a tensor of which the rank's gradient and optimizer state are an interval: the element at which that begins."""
 
     def elements_by_part(self, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
-        """Return each part's rows, or its elements in an interval of the flattened tensor. int64. Empty: left as it is."""
+        """Return, by part, the numbers of its rows in a local array; of an interval of the flattened tensor its
+        elements. int64.
+
+        Empty for a tensor that is not fused, for a scalar, and where the rank's rows are not whole blocks: it stays as
+        it is. A part without elements in the interval is left out.
+        """
         whole = self.fused.get(name, ())
         if not whole or not array.ndim:
             return {}
@@ -109,7 +117,10 @@ def split_fused(evidence: RankEvidence, fused: Fused, starts: Mapping[str, int] 
 
 
 def split_fused_checkpoint(checkpoint: Checkpoint, fused: Fused) -> Checkpoint:
-    """Return the checkpoint with each fused tensor replaced by its parts, each with its share of the rows."""
+    """Return the checkpoint with each fused tensor replaced by its parts, each with its share of rows and elements.
+
+    A tensor whose rows are not those of the blocks stays as it is.
+    """
     parts = (_split_saved_tensor(tensor, fused.get(tensor.fqn, ())) for tensor in checkpoint.tensors)
     return dataclasses.replace(checkpoint, tensors=tuple(itertools.chain.from_iterable(parts)))
 
@@ -128,7 +139,7 @@ def _split_saved_tensor(tensor: SavedTensor, whole: Sequence[Block]) -> Iterator
 
 
 def _split_arrays(arrays: Arrays, cuts: FusedSlices) -> Arrays:
-    """Return the arrays with fused ones replaced by their parts."""
+    """Return the arrays with fused ones replaced by their parts. By name; others stay as they are."""
     separated: Arrays = {}
     for name, array in arrays.items():
         parts = {part: array[rows] for part, rows in cuts.elements_by_part(name, array).items()}
@@ -137,9 +148,9 @@ def _split_arrays(arrays: Arrays, cuts: FusedSlices) -> Arrays:
 
 
 def _split_states(states: dict[str, Arrays], cuts: FusedSlices) -> dict[str, Arrays]:
-    """Return the optimizer's state with that of fused tensors replaced by that of their parts.
+    """Return the optimizer's state by fqn and key, with that of fused tensors replaced by that of their parts.
 
-    Each part gets the optimizer's counter of steps, which has no dims.
+    Each part gets a copy of the optimizer's counter of steps, which has no dims.
     """
     separated: dict[str, Arrays] = {}
     for name, state in states.items():
@@ -152,7 +163,10 @@ def _split_states(states: dict[str, Arrays], cuts: FusedSlices) -> dict[str, Arr
 
 
 def _split_tensor(tensor: TensorEvidence, cuts: FusedSlices) -> Iterator[TensorEvidence]:
-    """Yield the parts of a parameter, each with its mesh and placements; the parameter itself if it has no parts."""
+    """Yield the parts of a parameter, each with its mesh and placements; the parameter itself if it has no parts.
+
+    The number of a part's rows in the whole parameter follows from the rank's, for all ranks hold the same blocks.
+    """
     parts = cuts.elements_by_part(tensor.fqn, tensor.value)
     for name, rows in parts.items():
         value = tensor.value[rows]

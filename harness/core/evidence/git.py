@@ -18,12 +18,18 @@ FILTER_PATTERN = r"^filter\..*\.(clean|smudge|process|required)$"
 
 
 def run_git(folder: Path | str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run git in a folder, in English, with no filter, hook or fsmonitor of that repository. Raises OSError without git."""
+    """Run git in a folder, in English, with no filter, hook or fsmonitor of that repository. Return the ended process.
+
+    Output is text; no exit code raises. Raises OSError without git.
+    """
     return _run_git_with(folder, HARMLESS_SETTINGS | _filters_switched_off(folder), arguments)
 
 
 def _filters_switched_off(folder: Path | str) -> dict[str, str]:
-    """Return settings that switch off each filter that is configured there. Reading the configuration runs nothing."""
+    """Return settings that switch off each filter that is configured there. Reading the configuration runs nothing.
+
+    Empty where no filter is configured.
+    """
     listed = _run_git_with(folder, {}, ("config", "--null", "--name-only", "--get-regexp", FILTER_PATTERN))
     names = {name for name in listed.stdout.split("\0") if name}
     return {name: "false" if name.endswith(".required") else "" for name in names}
@@ -32,7 +38,7 @@ def _filters_switched_off(folder: Path | str) -> dict[str, str]:
 def _run_git_with(
     folder: Path | str, settings: dict[str, str], arguments: tuple[str, ...]
 ) -> subprocess.CompletedProcess[str]:
-    """Run git with additional settings.
+    """Run git with additional settings, and return the ended process; no exit code raises.
 
     Settings go through the environment: on the command line a "=" in a filter's name would end the name.
     """

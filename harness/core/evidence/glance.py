@@ -14,14 +14,19 @@ from harness.core.evidence.summary import Summary, summary_without_class
 
 
 def summary_from_values(evidence: RankEvidence) -> Summary:
-    """Return the summary of a rank, with the contents of parameters before the first step and after each."""
+    """Return the summary of a rank, with one number for the contents of parameters before the first step and after
+    each.
+
+    It says that the rank ended well, and has no class of ranks.
+    """
     before = {tensor.fqn: tensor.value for tensor in evidence.parameters}
     steps = (_contents_record(0, before), *(_contents_record(step.step, step.parameters) for step in evidence.steps))
     return summary_without_class(RankRecord(evidence, steps, ended="ok", steps_seen=_last_step(evidence)))
 
 
 def record_without_digests(evidence: RankEvidence, how: str) -> RankRecord:
-    """Return the record that a recorder would have left of structure and inputs, without any computed values.
+    """Return the record that a recorder would have left of structure, inputs, times and memory, without digests of
+    parameters.
 
     how: the word for how the rank ended.
     """
@@ -49,4 +54,5 @@ def _inputs_record(step: StepEvidence) -> RecordedStep:
 
 
 def _digest(value: np.ndarray) -> int:
+    """Return a number of 64 bits for the bytes of an array; shape and dtype do not count."""
     return int.from_bytes(hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=8).digest())

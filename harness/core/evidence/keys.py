@@ -15,7 +15,7 @@ def stable_digest(things: Any) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def ranks_key(ranks: tuple[int, ...]) -> str:
-    """Return ascending ranks as a short text: 0-7, 0-56:8 (every eighth), 0,3,4."""
+    """Return ascending ranks as a short text: 0-7, 0-56:8 (every eighth), 0,3,4. Empty for none."""
     strides = {following - rank for rank, following in zip(ranks, ranks[1:], strict=False)}
     if len(ranks) < 3 or len(strides) > 1:
         return ",".join(map(str, ranks))
@@ -33,7 +33,7 @@ def steps_text(steps: tuple[int, ...]) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def ranks_from_key(key: str) -> tuple[int, ...]:
-    """Return the ranks that a text of ranks_key names."""
+    """Return the ranks that a text of ranks_key names, ascending. Raises ValueError for a text that is none."""
     if "-" not in key:
         return tuple(int(rank) for rank in key.split(",") if rank)
     span, _, stride = key.partition(":")

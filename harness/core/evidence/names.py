@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import TypeVar
 
 from harness.core.evidence.records import RankEvidence, Resumed
 from harness.core.evidence.step import StepEvidence
-from harness.core.evidence.store import T
+
+T = TypeVar("T")
 
 
 def with_reference_names(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:

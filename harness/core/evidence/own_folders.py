@@ -86,7 +86,7 @@ RECORDING_FOLDER = FolderKind(
 )
 REFERENCE_FOLDER = FolderKind(
     files=any_pattern(
-        r"((job|run|whole)\.json|store|(reference|weights)\.npz|\.weights\.partial\.npz)",
+        r"((job|run|whole)\.json|store|(reference|weights)\.npz)",
         rf"logs/{_RANK}\.log|(failures|exits)/{_RANK}\.json|stacks/{_RANK}\.txt|inflight/{_RANK}\.(bin|groups)",
     ),
     folders=any_pattern("logs|failures|exits|stacks|inflight"),
@@ -98,10 +98,11 @@ REFERENCE_FOLDER = FolderKind(
 
 
 def empty_own_folder(folder: Path, kind: FolderKind) -> Path:
-    """Delete all entries of a folder, or make it, and return it. Raises EvidenceError for an entry that is not ours.
+    """Delete all entries of a folder, or make it, and return it. Raises EvidenceError, also for an entry that is not
+    ours.
 
-    Nothing is deleted then. The files that prove that the others are ours are deleted last: a process that is killed in between
-    leaves a folder that the next one accepts.
+    Nothing is deleted if an entry is not ours, or if the folder is a symbolic link. The files that prove that the
+    others are ours are deleted last: a process that is killed in between leaves a folder that the next one accepts.
     """
     try:
         if folder.is_symlink():
@@ -128,7 +129,10 @@ def refuse_foreign_entries(folder: Path, kind: FolderKind) -> None:
 
 
 def foreign_entry(folder: Path, kind: FolderKind) -> str | None:
-    """Return the first entry, relative to the folder, that is not ours; None where all are. Raises OSError."""
+    """Return the first entry, relative to the folder, that is not ours; None where all are. Raises OSError.
+
+    The file that names the folder is looked at first. Without it every entry is foreign, if the kind needs it.
+    """
     mark = folder / kind.mark
     if os.path.lexists(mark) and not (is_plain_file(mark) and has_keys(_decoded_text(mark), kind.keys)):
         return kind.mark
@@ -159,7 +163,10 @@ def entries_below(folder: Path) -> Iterator[tuple[Path, os.DirEntry[str]]]:
 
 
 def list_trainer_files(folder: Path) -> None:
-    """Write the list of what the trainer wrote below a case's folder. Raises EvidenceError."""
+    """Write the list of what the trainer wrote below a case's folder: checkpoints and exports. Raises EvidenceError.
+
+    Without any, no list is written.
+    """
     trainer_folders = [*folder.glob("checkpoint"), *folder.glob("*/export"), *folder.glob("unwatched/checkpoint")]
     trainer_folders += folder.glob("unwatched/*/export")
     listed = []
@@ -172,7 +179,10 @@ def list_trainer_files(folder: Path) -> None:
 
 
 def _listed_trainer_paths(folder: Path) -> set[str]:
-    """Return the list's paths that lie in a trainer's folder, whatever else a damaged list has."""
+    """Return the list's paths that lie in a trainer's folder, whatever else a damaged list has.
+
+    Empty without a list, and for one that cannot be read.
+    """
     try:
         paths = parse_json(read_bytes(folder / TRAINER_FILES))
     except (OSError, ValueError):
@@ -187,13 +197,15 @@ def _listed_trainer_paths(folder: Path) -> set[str]:
 
 
 def replace_own(path: Path, text: str, is_ours: Callable[[str], bool]) -> None:
-    """Write a small text file, complete or not at all. Raises EvidenceError where something else lies there."""
+    """Write a small text file, complete or not at all. Raises EvidenceError if a file that is not ours lies there."""
     refuse_foreign_file(path, is_ours)
     write_text(path, text)
 
 
 def refuse_foreign_file(path: Path, is_ours: Callable[[str], bool]) -> None:
-    """Raise EvidenceError if the path exists and is not a file of ours. An empty file may be replaced."""
+    """Raise EvidenceError if the path exists and is not a plain file of ours, by its text. An empty file may be
+    replaced.
+    """
     if not os.path.lexists(path):
         return
     try:
@@ -214,7 +226,7 @@ def is_plain_file(path: Path) -> bool:
 
 
 def has_keys(text: str, keys: frozenset[str]) -> bool:
-    """Return whether the text is a JSON object with all of these keys."""
+    """Return whether the text is a JSON object with all of these keys. False for a text that is no JSON."""
     value: Any = parse_json(text) if is_json(text) else None
     return isinstance(value, Mapping) and keys <= value.keys()
 
@@ -229,4 +241,5 @@ def is_json(text: str) -> bool:
 
 
 def _decoded_text(path: Path) -> str:
+    """Return the text of a file; bytes that are not UTF-8 are replaced. Raises OSError as read_bytes does."""
     return read_bytes(path).decode("utf-8", errors="replace")

@@ -12,6 +12,8 @@ from harness.core.evidence.summary import Summary
 
 @dataclass(frozen=True)
 class RecordedRun(Run):
+    """A recorded run: `ranks` has the evidence of one rank of each class, whose groups are those of that rank."""
+
     representatives: Mapping[int, int] = field(default_factory=dict)
     """Rank that left a record -> the one that is read instead, or itself."""
     summaries: Mapping[int, Summary] = field(default_factory=dict)
@@ -19,9 +21,13 @@ class RecordedRun(Run):
 
     @property
     def recorded_ranks(self) -> frozenset[int]:
+        """Return the ranks that left a record, whether or not it is read."""
         return frozenset(self.ranks) | frozenset(self.representatives)
 
     def evidence_for(self, rank: int) -> RankEvidence:
+        """Return the evidence of a rank, or that of the representative of its class. Raises KeyError for a rank without
+        a record.
+        """
         return self.ranks[rank if rank in self.ranks else self.representatives[rank]]
 
     def groups_on_all(self, chosen: Callable[[RankEvidence], Iterable[tuple[int, ...]]]) -> set[tuple[int, ...]]:

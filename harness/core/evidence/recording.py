@@ -6,23 +6,23 @@ written complete or not at all.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import json
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from harness.core.evidence.format import LATER, version_of
+from harness.core.evidence.codec import decoded_without_values, encoded_without_values
+from harness.core.evidence.format import LATER, refuse_other_version, version_of
 from harness.core.evidence.reading import MAX_FILE_BYTES, decompress, open_regular_file, parse_json
 from harness.core.evidence.records import BACKGROUND, RankEvidence
-from harness.core.evidence.store import EvidenceError, decoded_without_values, encoded_without_values
+from harness.core.evidence.store import RECORD_AGAIN, reading_evidence
 from harness.core.evidence.whole_file import open_whole_file
 
 S = TypeVar("S")
@@ -100,7 +100,7 @@ class Last:
     """Group -> how many it had issued over each of the other groups that it used last; None where that is not on record."""
 
     def issued_over(self, group: str) -> int | None:
-        """Return how many collectives the rank had issued over a group; None if that is not known."""
+        """Return how many collectives the rank had issued over a group; 0 if none. None if that is not on record."""
         if group == self.group:
             return self.seq
         if self.elsewhere is None:
@@ -209,7 +209,10 @@ def save_record(path: Path, summary: object, record: RankRecord) -> None:
 
 
 def record_bytes(summary: object, record: RankRecord) -> bytes:
-    """Return the bytes of the file of a rank's record. Raises OSError for more bytes than would be read again."""
+    """Return the bytes of the file of a rank's record: the summary's line, then the packed record without values.
+
+    Raises OSError for more bytes than would be read again.
+    """
     meshes: list[Any] = []
     encoded = encoded_without_values(_with_mesh_indices(record, meshes))
     body = json.dumps([encoded, [*map(_shorten_mesh, meshes)]], separators=(",", ":")).encode()
@@ -221,8 +224,8 @@ def record_bytes(summary: object, record: RankRecord) -> bytes:
 
 
 def summary_line(summary: object) -> bytes:
-    """Return the first line of the file of a rank's record: version and summary."""
-    version_and_summary = {"format": _version_of_file(type(summary)), "summary": encoded_without_values(summary)}
+    """Return the first line of the file of a rank's record: version and summary, as JSON with a line break."""
+    version_and_summary = {"format": version_of(type(summary), RankRecord), "summary": encoded_without_values(summary)}
     return json.dumps(version_and_summary, separators=(",", ":")).encode() + b"\n"
 
 
@@ -230,28 +233,30 @@ RANGE_PATTERN = re.compile(rb'"(\d+)-(\d+)(?::\d+)?"')
 
 
 def refuse_endless_ranges(line: bytes) -> None:
-    """Raise ValueError if a range of ranks or steps is longer than any job's: ranks_from_key would build all its numbers."""
+    """Raise ValueError if a range of ranks or steps in the line is longer than any job's.
+
+    ranks_from_key would build all its numbers.
+    """
     if any(int(last) - int(first) > MAX_RANGE for first, last in RANGE_PATTERN.findall(line)):
         raise ValueError(f"a range of more than {MAX_RANGE} numbers")
 
 
 def load_summary(path: Path, kind: type[S]) -> S:
     """Read the summary in a rank's file. Raises EvidenceError. kind: Summary."""
-    with _as_evidence_error(path), open_regular_file(path) as file:
+    with reading_evidence(path, RECORD_AGAIN), open_regular_file(path) as file:
         line = file.readline(MAX_FILE_BYTES + 1)
         refuse_endless_ranges(line)
         head = parse_json(line)
-        if head["format"] != _version_of_file(kind):
-            raise EvidenceError(f"{path}: written by another version of the harness; record the job again")
+        refuse_other_version(head["format"], kind, RankRecord)
         return decoded_without_values(kind, head["summary"])
 
 
 def load_record(path: Path) -> RankRecord:
-    """Read the record in a rank's file. Raises EvidenceError.
+    """Read the record in a rank's file; arrays have their shapes, no values. Raises EvidenceError.
 
-    The version is in the first line, so the caller has to read the summary before.
+    Precondition: load_summary read the file before, for the version is in the first line, which is skipped here.
     """
-    with _as_evidence_error(path), open_regular_file(path) as file:
+    with reading_evidence(path, RECORD_AGAIN), open_regular_file(path) as file:
         file.readline(MAX_FILE_BYTES + 1)
         plain, meshes = parse_json(decompress(file.read(MAX_FILE_BYTES + 1)))
         return _with_meshes(decoded_without_values(RankRecord, plain), [*map(_restore_mesh, meshes)])
@@ -306,19 +311,3 @@ def _cached_even_mesh(shape: tuple[int, ...], first: int, steps: tuple[int, ...]
 def _even_mesh(*, shape: Sequence[int], first: int, steps: Sequence[int]) -> np.ndarray:
     """Return the mesh whose ranks begin with `first` and rise by one of the steps along each axis."""
     return first + np.tensordot(np.array(steps, np.int64), np.indices(shape), 1)
-
-
-def _version_of_file(kind: type) -> str:
-    """Return the version of a rank's file: that of its summary, and that of its record."""
-    return f"{version_of(kind)} {version_of(RankRecord)}"
-
-
-@contextlib.contextmanager
-def _as_evidence_error(path: Path) -> Iterator[None]:
-    """Raise EvidenceError with the file's path instead of any other exception of the block."""
-    try:
-        yield
-    except EvidenceError:
-        raise
-    except Exception as error:  # one flipped byte makes zlib and json raise almost anything
-        raise EvidenceError(f"{path}: damaged recording ({error!r}); record the job again") from error

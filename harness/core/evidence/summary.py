@@ -1,4 +1,4 @@
-"""What a page on all ranks of a recorded job needs of one of them.
+"""Summary of one rank of a recorded job: what a page on all ranks needs of it.
 
 Many things are one number here: ranks that have the same number have the same things. Ranks of groups are written as a
 person writes ranges, for a group may have thousands.
@@ -100,17 +100,20 @@ class Summary:
 
 
 def summary_of(record: RankRecord) -> Summary:
-    """Return the summary of a rank that left this record."""
+    """Return the summary of a rank that left this record, with the class of ranks that left alike records."""
     number_of_class, groups = rank_class_of_record(record)
     return _summary(record, RankClass(number=number_of_class, groups=groups))
 
 
 def summary_without_class(record: RankRecord) -> Summary:
-    """Return the summary for use where nobody looks for ranks with alike records."""
+    """Return the summary with class 0 and no groups of the class, for use where nobody looks for ranks with alike
+    records.
+    """
     return _summary(record, RankClass(number=0, groups=()))
 
 
 def _summary(record: RankRecord, rank_class: RankClass) -> Summary:
+    """Return the summary; what it has of one step alone is of step_shown(record)."""
     evidence = record.evidence
     shown = step_shown(record)
     step = next((step for step in evidence.steps if step.step == shown), None)
@@ -140,6 +143,7 @@ def _summary(record: RankRecord, rank_class: RankClass) -> Summary:
 
 
 def _environment(record: RankRecord, shown: StepEvidence | None) -> Environment:
+    """Return where and how the process ran. Settings are those of the step that is shown; none if no step is."""
     evidence = record.evidence
     settings = shown.settings if shown else {}
     return Environment(
@@ -152,6 +156,7 @@ def _environment(record: RankRecord, shown: StepEvidence | None) -> Environment:
 
 
 def _modules(record: RankRecord) -> Modules:
+    """Return models, wrappers and optimizers. Without a list of stepped parameters, none counts as unstepped."""
     wrappers = record.evidence.structure.values()
     names = {tensor.fqn for tensor in record.evidence.parameters}
     return Modules(
@@ -165,6 +170,7 @@ def _modules(record: RankRecord) -> Modules:
 
 
 def _parameters(evidence: RankEvidence) -> Parameters:
+    """Return counts, placements, and one number each for model and slices; 0 slices where nothing claims any."""
     parameters = evidence.parameters
     places = claimed_slice_keys(evidence)
     return Parameters(
@@ -177,6 +183,9 @@ def _parameters(evidence: RankEvidence) -> Parameters:
 
 
 def _contents(record: RankRecord) -> Contents:
+    """Return what parameters hold, by step, as digests. Steps without numbers that are not finite are left out of
+    `not_finite`.
+    """
     return Contents(
         by_step=_contents_by_step(record),
         copies=copied_contents(record),
@@ -189,6 +198,11 @@ def _contents(record: RankRecord) -> Contents:
 
 
 def _contents_by_step(record: RankRecord) -> dict[int, int]:
+    """Return, by step, one number for the parameters of which something claims where they lie; for all if nothing
+    claims any.
+
+    Steps without digests are left out.
+    """
     claimed = {fqn for fqn, *_ in claimed_slice_keys(record.evidence)}
     compared = claimed or {tensor.fqn for tensor in record.evidence.parameters}
     contents = {}
@@ -199,6 +213,7 @@ def _contents_by_step(record: RankRecord) -> dict[int, int]:
 
 
 def _received(record: RankRecord) -> Received:
+    """Return digests of what the rank was fed, by step. `tokens` has integers alone; a step without any is left out."""
     fed = {step.step: step.fed for step in record.steps if step.fed}
     integers = {step: [batch for batch in batches if "int" in batch.dtype] for step, batches in fed.items()}
     return Received(
@@ -211,6 +226,7 @@ def _received(record: RankRecord) -> Received:
 
 
 def _traffic(record: RankRecord, shown: int) -> Traffic:
+    """Return what moved: in the step that is shown, and outside of forward and backward in all whole steps."""
     evidence = record.evidence
     return Traffic(
         uses=uses(evidence, shown, record.ended_steps),
@@ -222,6 +238,7 @@ def _traffic(record: RankRecord, shown: int) -> Traffic:
 
 
 def _groups(record: RankRecord) -> Groups:
+    """Return the groups that the rank is a member of: roles, what it issued over each, and those that nothing ran over."""
     evidence = record.evidence
     return Groups(
         roles=group_roles(evidence),
@@ -233,6 +250,7 @@ def _groups(record: RankRecord) -> Groups:
 
 
 def _resources(record: RankRecord, shown: StepEvidence | None) -> Resources:
+    """Return seconds by step, and bytes: the peak of all steps, and what was held in the step that is shown."""
     return Resources(
         seconds={step.step: step.seconds for step in record.steps if step.seconds},
         peak=max((step.peak for step in record.steps), default=0),
@@ -242,16 +260,22 @@ def _resources(record: RankRecord, shown: StepEvidence | None) -> Resources:
 
 
 def idle_steps(record: RankRecord) -> tuple[int, ...]:
-    """Trap: optimizers that step on other tensors than the model's, as ZeRO's do, look for no gradient there."""
+    """Return the steps in which no parameter that an optimizer has, and this rank holds some of, had a gradient.
+
+    Empty if the optimizers have none of the model's tensors. Trap: optimizers that step on other tensors than the
+    model's, as ZeRO's do, look for no gradient there.
+    """
     fqns = {tensor.fqn for tensor in record.evidence.parameters if tensor.value.size} & {*record.stepped}
     return tuple(step.step for step in record.steps if step.step and fqns and fqns <= {*step.ungraded})
 
 
 def _inputs(fed: Iterable[Fed]) -> int:
+    """Return one number for digests and shapes of the first inputs of these passes, in order."""
     return stable_digest([(batch.digest, batch.shape) for batch in fed])
 
 
 def _each_input(fed: Iterable[Fed]) -> tuple[int, ...]:
+    """Return the digests of all inputs of these passes, in order, at most MOST_INPUTS."""
     digests: list[int] = []
     for batch in fed:
         digests += (batch.digest, *batch.others)
@@ -259,14 +283,22 @@ def _each_input(fed: Iterable[Fed]) -> tuple[int, ...]:
 
 
 def step_shown(record: RankRecord) -> int:
-    """The second, in which groups are set up and caches filled; else the last that was recorded, and ended if any did. 0: there
-    is none."""
+    """Return the step that a summary shows: 2 if it was recorded, for groups are set up and caches filled by then; else
+    the last.
+
+    Steps that did not end count only if none did. 0 without any.
+    """
     steps = record.ended_steps or tuple(step.step for step in record.evidence.steps)
     return 2 if 2 in steps else max(steps, default=0)
 
 
 def uses(evidence: RankEvidence, shown: int, ended: Sequence[int] = ()) -> tuple[Use, ...]:
-    """A rank may do something once, as DDP broadcasts its buckets in the second step alone. ended: steps that did."""
+    """Return what moved in forward, backward and pipeline of the step that is shown, by group, collective, phase and
+    dtype.
+
+    Barriers and groups of one rank are left out. `steps` of a use says in which steps as much moved, for a rank may do
+    something once, as DDP broadcasts its buckets in the second step alone. ended: steps that did.
+    """
     inside = [call for call in evidence.collectives if call.phase in INSIDE and call.op != "barrier"]
     moved = _by_step(call for call in inside if len(call.ranks) > 1)
     steps = tuple(sorted(step.step for step in evidence.steps))
@@ -281,7 +313,10 @@ def uses(evidence: RankEvidence, shown: int, ended: Sequence[int] = ()) -> tuple
 
 
 def _blocked(calls: Sequence[Collective], steps: Sequence[int]) -> dict[Kind, dict[int, float]]:
-    """Return by kind and step how long calls blocked; nothing of a kind of which some call was not seen to return."""
+    """Return, by kind and by each of these steps, the seconds for which calls blocked their thread.
+
+    A kind of which some call was not seen to return is left out.
+    """
     seconds_by_kind: dict[Kind, dict[int, float]] = defaultdict(lambda: dict.fromkeys(steps, 0.0))
     for call in calls:
         if call.step in steps:
@@ -291,7 +326,7 @@ def _blocked(calls: Sequence[Collective], steps: Sequence[int]) -> dict[Kind, di
 
 
 def _by_step(calls: Iterable[Collective]) -> dict[Kind, dict[int, tuple[int, int]]]:
-    """How many of each kind, and their bytes."""
+    """Return, by kind and step, (number of calls, their bytes)."""
     amounts_by_kind: dict[Kind, dict[int, tuple[int, int]]] = defaultdict(dict)
     for call in calls:
         by_step = amounts_by_kind[ranks_key(call.ranks), call.op, call.phase, call.dtype]
@@ -301,15 +336,21 @@ def _by_step(calls: Iterable[Collective]) -> dict[Kind, dict[int, tuple[int, int
 
 
 def whole_steps(record: RankRecord) -> tuple[int, ...]:
-    """Return the steps that another step followed, or the only step of a job. What comes after a job's last step, such as a
-    checkpoint, is on the account of that step."""
+    """Return the steps that ended and that another step followed, or the only step of a job.
+
+    What comes after a job's last step, such as a checkpoint, is on the account of that step.
+    """
     steps = [step.step for step in record.evidence.steps]
     last = max(record.steps_seen, *steps, 0)
     return tuple(step for step in record.ended_steps if step < last or len(steps) == 1)
 
 
 def outside(evidence: RankEvidence, steps: tuple[int, ...]) -> tuple[Outside, ...]:
-    """Return what moved losses, norms and so on. A correct job may do so in some steps only, so each step is looked at."""
+    """Return what moved losses, norms and so on: outside of forward, backward and pipeline, in these steps.
+
+    Equal calls and bytes in several steps are one entry, with its steps. A correct job may move such things in some
+    steps only.
+    """
     calls = [call for call in evidence.collectives if call.step in steps and call.phase not in INSIDE]
     alike: dict[tuple[Kind, int, int], list[int]] = defaultdict(list)
     for kind, by_step in _by_step(call for call in calls if len(call.ranks) > 1).items():
@@ -322,12 +363,16 @@ def outside(evidence: RankEvidence, steps: tuple[int, ...]) -> tuple[Outside, ..
 
 
 def background(evidence: RankEvidence) -> tuple[Use, ...]:
+    """Return what other threads moved over groups of several ranks, which is of no step."""
     moved = _by_step(call for call in evidence.collectives if call.phase == BACKGROUND and len(call.ranks) > 1)
     return tuple(Use(*kind, *by_step[0]) for kind, by_step in sorted(moved.items()))
 
 
 def issued(evidence: RankEvidence) -> tuple[Issued, ...]:
-    """Return what was issued by group. What is sent from one rank to another has no order that others share."""
+    """Return what was issued over each group of several ranks, as one number for all and one for each step.
+
+    Sends and receives are left out: what goes from one rank to another has no order that others share.
+    """
     sequences: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for call in evidence.collectives:
         if call.op not in POINT_TO_POINT and len(call.ranks) > 1:
@@ -339,7 +384,7 @@ def issued(evidence: RankEvidence) -> tuple[Issued, ...]:
 
 
 def _by_steps(calls: Sequence[Any]) -> dict[int, int]:
-    """calls: as issued, the step last."""
+    """Return, by step, one number for its calls. calls: as _as_issued returns them, the step last."""
     return {
         step: stable_digest([call for call in calls if call[-1] == step])
         for step in dict.fromkeys(c[-1] for c in calls)
@@ -351,17 +396,24 @@ WITHOUT_PLACE = "broadcast"
 
 
 def _as_issued(call: Collective) -> list[Any]:
+    """Return what members of a group should issue alike: [op, dtype, bytes, place of the root, step].
+
+    Bytes are 0 for collectives of which ranks may pass different numbers of bytes.
+    """
     return [call.op, call.dtype, 0 if call.op in UNEVEN else call.bytes, call.root_place, call.step]
 
 
 def _without_place(calls: Sequence[list[Any]]) -> list[list[Any]]:
+    """Return the calls with the step of each WITHOUT_PLACE set to 0."""
     return [[*call[:-1], 0] if call[0] == WITHOUT_PLACE else call for call in calls]
 
 
 def _idle(evidence: RankEvidence) -> list[Any]:
+    """Return the groups of several ranks over which this rank issued nothing."""
     used = {call.ranks for call in evidence.collectives}
     return [group for group in evidence.groups if len(group.ranks) > 1 and group.ranks not in used]
 
 
 def _waits(evidence: RankEvidence, step: int) -> int:
+    """Return the number of barriers in forward, backward and pipeline of a step."""
     return sum(c.op == "barrier" and c.step == step and c.phase in INSIDE for c in evidence.collectives)

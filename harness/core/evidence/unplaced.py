@@ -21,7 +21,8 @@ def own_group_text(group: OwnGroup) -> str:
 def unplaced_groups_reason(groups: Mapping[int, Iterable[OwnGroup]]) -> str:
     """Return the reason why it is unknown between which ranks some bytes moved; empty if it is known. groups: by rank.
 
-    Barriers, calls before the first step and groups of one rank move nothing that a check asks for.
+    It is of the first rank that uses such a group, or that made one and was never seen to call it. Barriers, calls
+    before the first step and groups of one rank move nothing that a check asks for.
     """
     for rank, own_groups in sorted(groups.items()):
         for group in own_groups:

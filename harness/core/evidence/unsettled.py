@@ -19,9 +19,11 @@ PARTIAL_MEAN = "Partial(avg)"
 
 
 def with_settled_gradients(ranks: Mapping[int, RankEvidence]) -> dict[int, RankEvidence]:
-    """Return the evidence of ranks that have unsettled gradients, with these in the placements of their parameters.
+    """Return, by rank, the evidence of ranks that have unsettled gradients, with these in the placements of their
+    parameters.
 
-    A gradient stays as it is where another rank's part is not there, or where it is to be gathered.
+    Ranks without any are left out. A gradient stays as it is where another rank's part is not there, or where it is to
+    be gathered.
     """
     settled = {}
     for rank, evidence in ranks.items():
@@ -31,6 +33,7 @@ def with_settled_gradients(ranks: Mapping[int, RankEvidence]) -> dict[int, RankE
 
 
 def _with_settled_steps(ranks: Mapping[int, RankEvidence], rank: int) -> RankEvidence:
+    """Return a rank's evidence with each unsettled gradient that can be computed replaced by the settled one."""
     steps = []
     for step in ranks[rank].steps:
         gradients = dict(step.gradients)
@@ -73,7 +76,10 @@ def _settle_gradient(
 
 
 def ranks_of_partial_sum(lies: UnsettledGradient, rank: int) -> list[int]:
-    """Return the ranks whose partial gradients add up to this rank's gradient; the rank alone if nothing is partial."""
+    """Return the ranks whose partial gradients add up to this rank's gradient, itself among them.
+
+    It is the rank alone if nothing is partial. Precondition: the rank is in the gradient's mesh.
+    """
     mesh = np.array(lies.mesh)
     coordinate = np.argwhere(mesh == rank)[0]
     axes = [
@@ -86,7 +92,9 @@ def ranks_of_partial_sum(lies: UnsettledGradient, rank: int) -> list[int]:
 def _gradient_of_peer(
     ranks: Mapping[int, RankEvidence], peer: int, step: int, fqn: str, lies: UnsettledGradient
 ) -> np.ndarray | None:
-    """Return a rank's gradient of a parameter. None if it is not there, or has other placements than `lies`."""
+    """Return a rank's gradient of a parameter. None if it is not there, is not unsettled, or has other placements than
+    `lies`.
+    """
     steps = ranks[peer].steps if peer in ranks else ()
     record = next((record for record in steps if record.step == step), None)
     if record is None or fqn not in record.unsettled or record.unsettled[fqn].placements != lies.placements:
@@ -95,7 +103,9 @@ def _gradient_of_peer(
 
 
 def _chunk_of_dim(value: np.ndarray, dim: int, parts: int, index: int) -> np.ndarray:
-    """Return one part of a dim as torch.chunk cuts it: all have the first one's length, but the last ones."""
+    """Return one part of a dim as torch.chunk cuts it: all have the first one's length, but the last ones may be
+    shorter or empty.
+    """
     size = value.shape[dim]
     length = -(-size // parts)  # rounded up
     start = min(index * length, size)

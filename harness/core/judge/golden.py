@@ -19,7 +19,7 @@ from typing import Any
 from harness import BUILTIN, ROOT
 from harness.core.case import case_files
 from harness.core.case.case import Case
-from harness.core.evidence.format import as_stored_values
+from harness.core.evidence.codec import encoded_without_values
 from harness.core.evidence.own_folders import has_keys, is_json, replace_own
 from harness.core.evidence.reading import read_json
 from harness.reference.config import ModelConfig, TrainingConfig
@@ -72,8 +72,8 @@ def launches_with_reference(case: Case) -> list[Case]:
 
 def _non_default_fields(config: Any, default: Any) -> dict[str, Any]:
     """Return the fields of a config that differ from the default's, as they are stored."""
-    defaults = as_stored_values(default)
-    return {key: value for key, value in as_stored_values(config).items() if value != defaults[key]}
+    defaults = encoded_without_values(default)
+    return {key: value for key, value in encoded_without_values(config).items() if value != defaults[key]}
 
 
 def recipe_name(case: Case) -> str:

@@ -17,7 +17,7 @@ from harness.core.judge.held_values import reference_order_arguments, whole_weig
 from harness.core.judge.labels import IGNORED
 from harness.core.judge.norms import PARAMETERS, norm_of, ranks_by_distance
 from harness.core.judge.places import first_stage_peer, first_stage_ranks, last_stage_ranks
-from harness.core.judge.received_samples import received_positions_of, received_sample_ids
+from harness.core.judge.received_samples import received_positions_of, samples_of_step
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.stages import positions
@@ -208,7 +208,7 @@ def _valid_label_count(trial: Trial, rank: int, step: int) -> int:
     Raises NotOnRecord if the rank received none, or tokens that are no sample of the recipe.
     """
     reference = trial.reference
-    sample_ids = received_sample_ids(trial, step).get(rank, [None])
+    sample_ids = samples_of_step(trial, step).by_rank.get(rank, [None])
     if None in sample_ids:
         raise NotOnRecord(f"step {step}: rank {rank} received no samples of the recipe")
     rows = [reference.sample_ids.index(sample_id) for sample_id in sample_ids if sample_id is not None]

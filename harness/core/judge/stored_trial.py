@@ -15,7 +15,15 @@ from harness.core.case.traits import TrainerTraits
 from harness.core.evidence.reading import read_json
 from harness.core.evidence.records import RankEvidence, Run
 from harness.core.evidence.step import Microbatch, StepEvidence
-from harness.core.evidence.store import CASE_FILE, TRAITS_FILE, EvidenceError, load_run, load_stored
+from harness.core.evidence.store import (
+    CASE_FILE,
+    RUN_AGAIN,
+    TRAITS_FILE,
+    EvidenceError,
+    load_run,
+    load_stored,
+    reading_evidence,
+)
 from harness.core.judge import golden
 from harness.core.judge.order import flatten_trial
 from harness.core.judge.trial import Trial
@@ -96,15 +104,12 @@ def _read_json_file(path: Path, build: Callable[[Any], T]) -> T:
 
     Raises EvidenceError, with what to do, if it is missing, damaged, or not of this version.
     """
-    try:
-        return build(read_json(path))
-    except FileNotFoundError as error:
-        wanted = "a folder that `harness run` wrote is wanted, of a run that ended"
-        raise EvidenceError(f"{path}: no such file; {wanted}") from error
-    except CaseError as error:
-        raise EvidenceError(f"{path}: not a case of this version of the harness ({error}); run it again") from error
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise EvidenceError(f"{path}: damaged ({error}); run the case again") from error
+    with reading_evidence(path, RUN_AGAIN, missing="a folder that `harness run` wrote is wanted, of a run that ended"):
+        plain = read_json(path)
+        try:
+            return build(plain)
+        except CaseError as error:
+            raise EvidenceError(f"{path}: not a case of this version of the harness ({error}); run it again") from error
 
 
 # ---- context parallelism that cuts a microbatch's samples as one row

@@ -27,6 +27,7 @@ from harness.core.evidence.fused import Block, blocks, split_fused, split_fused_
 from harness.core.evidence.names import with_reference_names
 from harness.core.evidence.records import Collective, RankEvidence
 from harness.core.evidence.store import CHECKPOINT_FILE, evidence_file, save_stored, write_text
+from harness.core.evidence.whole_file import open_whole_file
 from harness.core.launch import inflight
 from harness.core.run.exports import read_export
 from harness.core.trainers import StartedTrainer
@@ -232,9 +233,8 @@ def reference(options: dict[str, Any]) -> None:
     case = from_json(options["case"])
     directory = Path(options["directory"])
     trained = train(case.model, case.training, options["device"], noise=options["noise"], model_of=case.model_of)
-    partial = directory / ".weights.partial.npz"
-    np.savez(partial, **trained.weights)  # type: ignore[arg-type]
-    os.replace(partial, directory / "weights.npz")
+    with open_whole_file(directory / "weights.npz") as file:
+        np.savez(file, **trained.weights)  # type: ignore[arg-type]
     save_stored(directory / "reference.npz", trained)
 
 

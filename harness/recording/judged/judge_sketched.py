@@ -68,8 +68,6 @@ class Numbers:
     """Tensors of which each element is held by some rank."""
     unknown: Mapping[Key, str]
     """Tensor that is not whole -> why."""
-    rows: Mapping[int, Counter[int]]
-    """Step -> digest of a row of samples: how often any rank was fed it."""
     tokens: Mapping[int, tuple[int, ...]]
     """Step -> one number for all tokens of each rank that was fed any."""
     norms: Mapping[int, Mapping[int, float]]
@@ -106,6 +104,14 @@ class Numbers:
     """Step -> by what its gradients were divided, as clipping in one recording alone was seen in them."""
     unfinished: frozenset[int] = frozenset()
     """Steps in which some rank was fed samples and its optimizer did not step."""
+
+    @functools.cached_property
+    def rows(self) -> dict[int, Counter[int]]:
+        """Return, by step, how often all ranks together were fed each row of samples, by its digest."""
+        rows_by_step = {}
+        for step, passes_by_rank in self.passes.items():
+            rows_by_step[step] = Counter(chain(*chain(*passes_by_rank.values())))
+        return rows_by_step
 
     @property
     def steps(self) -> list[int]:
@@ -246,7 +252,6 @@ class _Total:
             dtypes=self.dtypes,
             whole=whole,
             unknown=unknown,
-            rows={step: Counter(chain(*chain(*passes_of_ranks.values()))) for step, passes_of_ranks in passes.items()},
             tokens={step: tuple(numbers) for step, numbers in self.tokens.items()},
             norms=self.norms,
             norms_off=self.norms_off,

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Container, Iterable, Mapping, Set
 from functools import reduce
 from itertools import chain
 
 from harness.core.judge.finding import Finding
+from harness.core.judge.received_samples import StepSamples
 from harness.core.judge.result import Result, Verdict, verdict_of
 from harness.recording.judged.judge_sketched import Numbers, missing_ranks
 
 
 def compare_rows(baseline: Numbers, candidate: Numbers, steps: list[int]) -> Result:
-    """Compare the rows that ranks are fed, each as often as any other: tp ranks are fed what their peers are."""
+    """Return whether ranks of two recordings are fed the same rows in these steps, each as often as any other.
+
+    Counts are divided by their common divisor, for tp ranks are fed what their peers are. PASS as well if the same
+    tokens are cut into other rows. UNKNOWN if a step has no rows in one recording, if inputs are no integers, or if
+    rows are missing that a rank which did not finish may have been fed.
+    """
     findings = []
     examined = 0
     doubt = ""
     for step in steps:
-        expected, observed = map(_divide_by_gcd, rows_without_padding(baseline, candidate, step))
+        samples = recorded_samples_of_step(baseline, candidate, step)
+        expected = _divide_by_gcd(samples.requested)
+        observed = _divide_by_gcd(samples.counts)
         if not expected or not observed:
             return Result(
                 "samples", Verdict.UNKNOWN, note=f"no samples of step {step} were seen in one of the recordings"
@@ -67,33 +75,54 @@ def _why_cut_short(numbers: Numbers, step: int) -> str:
     return missing_ranks(numbers)
 
 
-def rows_without_padding(baseline: Numbers, candidate: Numbers, step: int) -> tuple[Counter[int], Counter[int]]:
-    """Return how often each row was fed in a step. One that is padded in one recording alone counts by what is not padding."""
-    expected = baseline.rows.get(step, Counter())
-    observed = candidate.rows.get(step, Counter())
-    return _match_padding(observed, expected, baseline.bare), _match_padding(expected, observed, candidate.bare)
+def recorded_samples_of_step(baseline: Numbers, candidate: Numbers, step: int) -> StepSamples:
+    """Return the rows of the first recording's step as those requested, and the rows that ranks of the second one were fed.
+
+    A row that is padded in one recording alone counts by what is not padding.
+    """
+    expected = baseline.rows.get(step, Counter[int]())
+    observed = candidate.rows.get(step, Counter[int]())
+    requested = Counter[int]()
+    rows_without_padding = _rows_without_padding(expected, observed, baseline.bare)
+    for row, count in expected.items():
+        requested[rows_without_padding.get(row, row)] += count
+    passes_by_rank = candidate.passes.get(step, {})
+    rows_without_padding = _rows_without_padding(observed, expected, candidate.bare)
+    if not rows_without_padding:
+        return StepSamples(requested, passes_by_rank)
+    microbatches = {}
+    for rank, passes in passes_by_rank.items():
+        microbatches[rank] = tuple(_replace_rows(rows, rows_without_padding) for rows in passes)
+    return StepSamples(requested, microbatches)
 
 
-def _match_padding(wanted: Counter[int], rows: Counter[int], bare: Mapping[int, int]) -> Counter[int]:
-    """Return how often each row was fed; without its padding if it is among the wanted rows only so."""
-    counts = Counter[int]()
-    for row, count in rows.items():
-        counts[bare[row] if row not in wanted and bare.get(row) in wanted else row] += count
-    return counts
+def _replace_rows(rows: Iterable[int], replaced: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the rows with those that are keys of `replaced` exchanged for its values."""
+    return tuple(replaced.get(row, row) for row in rows)
+
+
+def _rows_without_padding(rows: Iterable[int], wanted: Container[int], bare: Mapping[int, int]) -> dict[int, int]:
+    """Return, by row that is among the wanted ones only without its padding, the row without it. bare: the same of all rows."""
+    return {row: bare[row] for row in rows if row not in wanted and bare.get(row) in wanted}
 
 
 def _divide_by_gcd(rows: Counter[int]) -> Counter[int]:
-    """Divide by how often each was fed at least, if all were fed so often, or a multiple."""
+    """Return the counts divided by their greatest common divisor. Empty for none."""
     least = reduce(math.gcd, rows.values(), 0)
     return Counter({row: count // least for row, count in rows.items()}) if least else Counter()
 
 
 def _token_sum(numbers: tuple[int, ...]) -> int | None:
+    """Return the sum of ranks' numbers for their tokens, modulo 2**64. None without any, as of inputs that are no
+    integers.
+    """
     return sum(numbers) % 2**64 if numbers else None
 
 
 def _is_multiple(baseline: Numbers, candidate: Numbers, step: int) -> bool:
-    """Return whether all tokens were fed several times, as tp ranks are fed the same."""
+    """Return whether the second recording's sum of tokens is the first one's, some times: at most as often as it has
+    ranks.
+    """
     expected = _token_sum(baseline.tokens.get(step, ())) or 0
     observed = _token_sum(candidate.tokens.get(step, ())) or 0
     return any((expected * times - observed) % 2**64 == 0 for times in range(1, max(candidate.world, 1) + 1))
@@ -103,11 +132,12 @@ def _is_multiple(baseline: Numbers, candidate: Numbers, step: int) -> bool:
 
 
 def peers_with_other_rows(baseline: Numbers, candidate: Numbers, wrong: Set[int]) -> list[Finding]:
-    """Return tp groups of the second recording whose ranks are fed different rows of the first one's batch.
+    """Return a finding for each tp group and step of the second recording whose ranks are fed different rows of the
+    first one's batch.
 
-    wrong: steps in which a gradient, a state or an update is wrong. Peers may be fed such rows by right, where the model itself
-    exchanges them. Then the first step with such rows has right gradients, and nothing is found. Pieces of rows and rows of no
-    batch, as trainers feed that broadcast those of one rank, are not compared.
+    wrong: steps in which a gradient, a state or an update is wrong. Empty unless the first step with such rows is the
+    first wrong one: peers may be fed such rows by right, where the model itself exchanges them. Pieces of rows and rows
+    of no batch, as trainers feed that broadcast those of one rank, are not compared.
     """
     groups_of_steps = {}
     for step in candidate.steps:
@@ -135,7 +165,7 @@ def peers_with_other_rows(baseline: Numbers, candidate: Numbers, wrong: Set[int]
 
 
 def with_peer_findings(result: Result, findings: list[Finding]) -> Result:
-    """Return the result with these as well."""
+    """Return the result with these findings before its own, and so FAIL. Unchanged without any."""
     return verdict_of(result.check, [*findings, *result.findings], result.examined) if findings else result
 
 
@@ -148,8 +178,9 @@ def _groups_with_other_rows(baseline: Numbers, candidate: Numbers, step: int) ->
     for group in candidate.tp:
         rows_of_ranks = []
         for rank in group:
-            rows = Counter(chain.from_iterable(passes.get(rank, ())))
-            rows_of_ranks.append(_match_padding(batch, rows, candidate.bare))
+            rows = [*chain.from_iterable(passes.get(rank, ()))]
+            rows_without_padding = _rows_without_padding(rows, batch, candidate.bare)
+            rows_of_ranks.append(Counter(_replace_rows(rows, rows_without_padding)))
         are_of_batch = all(rows and rows.keys() <= batch.keys() for rows in rows_of_ranks)
         if are_of_batch and any(rows != rows_of_ranks[0] for rows in rows_of_ranks):
             groups.append(group)

@@ -123,7 +123,6 @@ def _shift_steps(numbers: Numbers, offset: int) -> Numbers:
         unknown={(step + offset, kind, fqn): why for (step, kind, fqn), why in numbers.unknown.items()},
         after_pass={(step + offset, passes): sums for (step, passes), sums in numbers.after_pass.items()},
         by_rows={(step + offset, fqn): sums for (step, fqn), sums in numbers.by_rows.items()},
-        rows=_shift_keys(numbers.rows, offset),
         tokens=_shift_keys(numbers.tokens, offset),
         norms=_shift_keys(numbers.norms, offset),
         norms_off=_shift_keys(numbers.norms_off, offset),

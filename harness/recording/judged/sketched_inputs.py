@@ -1,6 +1,7 @@
-"""What goes into the training of a recording and is not what went into the first one: parameters, weights, rows, settings.
+"""Facts about inputs of a recording's training that are not the first recording's: parameters, weights, rows, settings.
 
-It is seen directly, so it is stated as a fact: nothing is assumed, and what follows from it is not judged again.
+Each is seen directly, so nothing is assumed, and what follows from it is not judged again. Facts about rows come only
+if `samples` is broken, those about settings only if `recipe` is.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from collections.abc import Iterator
 from harness.core.causes.hypothesis import Broken, Fact
 from harness.core.causes.words import shorten_names
 from harness.core.evidence.text import number_text, ranks_text
+from harness.core.judge.received_samples import StepSamples, shared_samples, steps_of_samples
 from harness.core.judge.result import Cause
 from harness.recording.judged.judge_same_training import CHECKS
 from harness.recording.judged.judge_sketched import missing_ranks
 from harness.recording.judged.recorded_recipe import SCALE
-from harness.recording.judged.same_rows import rows_without_padding
+from harness.recording.judged.same_rows import recorded_samples_of_step
 from harness.recording.judged.two_recordings import FEW, TwoRecordings
 from harness.recording.sketches import WEIGHTS
 
@@ -37,7 +39,10 @@ KINDS = {
 
 
 def parameters_lost(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """Parameters that the second recording lacks. None where it has some under other names, or a rank left nothing."""
+    """Yield one fact on parameters that the second recording lacks, as whole layers if they are.
+
+    Nothing where it has some under other names, or a rank left no numbers.
+    """
     expected = evidence.baseline.shapes
     observed = evidence.candidate.shapes
     lost = tuple(fqn for fqn in expected if fqn not in observed)
@@ -51,8 +56,10 @@ def parameters_lost(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
 
 
 def never_stepped(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """Parameters that no optimizer of the second recording steps on. None where it has some under other names, or a rank left
-    nothing."""
+    """Yield one fact on parameters that no optimizer of the second recording steps on, though the first one's does.
+
+    Nothing where it has some under other names, or a rank left no numbers.
+    """
     baseline = evidence.baseline
     candidate = evidence.candidate
     step = min(candidate.steps, default=0)
@@ -68,7 +75,10 @@ def never_stepped(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
 
 
 def trained_besides(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """Parameters that the second recording steps on and the first one does not, where all of the first one's are in both."""
+    """Yield one fact, a symptom, on parameters that only the second recording steps on.
+
+    Nothing where it lacks one of the first recording's parameters, or a rank of the first left no numbers.
+    """
     expected = evidence.baseline.shapes
     observed = evidence.candidate.shapes
     step = min(evidence.candidate.steps, default=0)
@@ -96,7 +106,7 @@ def layer_of(fqn: str) -> str:
 
 
 def other_initial_weights(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """Weights before training that are not the first recording's."""
+    """Yield one fact if weights before training are not the first recording's, and the job did not resume."""
     if "initial_weights" in broken and not evidence.baseline.after:
         text = "training does not start from the first recording's weights"
         hint = "load the same checkpoint in both, or draw weights by a seed that does not depend on the rank"
@@ -109,7 +119,7 @@ def other_initial_weights(evidence: TwoRecordings, broken: Broken) -> Iterator[F
 
 
 def peers_differ(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """Groups of tp ranks that are fed different rows."""
+    """Yield one fact on tp groups whose ranks are fed different rows in the first wrong step."""
     findings = broken["samples"].findings if "samples" in broken else ()
     peers = [finding.ranks for finding in findings if finding.axis == "tp" and finding.step == evidence.step]
     if peers:
@@ -119,18 +129,26 @@ def peers_differ(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
 
 
 def fed_again(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """A rank whose passes were all fed the same rows."""
-    passes = evidence.candidate.passes.get(evidence.step, {})
-    again = [rank for rank, rows in sorted(passes.items()) if len(rows) > 1 and len({*map(sorted_rows, rows)}) == 1]
+    """Yield one fact on ranks whose passes of the first wrong step, of which there are several, were all fed the same
+    rows.
+    """
+    samples = _samples(evidence)
+    again = []
+    for rank, passes in sorted(samples.microbatches.items()):
+        if len(passes) > 1 and len(samples.repeated_microbatches(rank)) == len(passes) - 1:
+            again.append(rank)
     if "samples" in broken and again:
-        many = len(passes[again[0]])
+        many = len(samples.microbatches[again[0]])
         text = f"all {many} microbatches of step {evidence.step} are fed the same rows on ranks {ranks_text(again)}"
         yield _samples_fact(evidence, "microbatches repeated", text, ranks=tuple(again))
 
 
 def same_samples(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """A part of the rows is fed, each of them several times as often."""
-    expected, observed = _rows(evidence)
+    """Yield one fact if only a part of the rows of the first wrong step is fed, each several times as often as in the
+    first recording.
+    """
+    expected = _samples(evidence).requested
+    observed = _samples(evidence).counts
     if "samples" not in broken or not {*observed} < {*expected}:
         return
     often = times_as_often(expected, observed)
@@ -144,33 +162,28 @@ def same_samples(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
 
 
 def of_another_step(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """Yield one fact if all ranks with odd rows took them from the same single other step.
+    """Yield one fact if all ranks with rows that are not of this step have rows of one other step alone.
 
-    Odd ranks have rows that are not of this step; all rows of them must be of the other one. Nothing unless `samples` is
-    broken, or if several steps fit.
+    Nothing unless `samples` is broken, or if several steps fit.
     """
     if "samples" not in broken:
         return
-    step = evidence.step
-    expected = evidence.baseline.rows
-    received: dict[int, set[int]] = {}
-    for rank, passes in evidence.candidate.passes.get(step, {}).items():
-        received[rank] = set().union(*passes)
-    odd = sorted(rank for rank, rows in received.items() if not rows <= {*expected[step]})
-    steps = []
-    for other_step, rows_of_step in expected.items():
-        if odd and all(received[rank] <= {*rows_of_step} for rank in odd):
-            steps.append(other_step)
+    samples = _samples(evidence)
+    ranks = sorted(samples.ranks_with_others)
+    steps = steps_of_samples(evidence.baseline.rows, samples.on_ranks(ranks).counts)
     if len(steps) == 1:
-        text = f"step {step} receives the samples of step {steps[0]}"
-        if len(odd) < len(received):
-            text += f" on ranks {ranks_text(odd)}"
-        yield _samples_fact(evidence, "data position", text, of_step=steps[0], ranks=tuple(odd))
+        text = f"step {evidence.step} receives the samples of step {steps[0]}"
+        if len(ranks) < len(samples.by_rank):
+            text += f" on ranks {ranks_text(ranks)}"
+        yield _samples_fact(evidence, "data position", text, of_step=steps[0], ranks=tuple(ranks))
 
 
 def samples_lost(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """Rows that are fed to no rank, where all others are fed as often as each other."""
-    expected, observed = _rows(evidence)
+    """Yield one fact on rows of the first wrong step that are fed to no rank, where all others are fed as often as each
+    other.
+    """
+    expected = _samples(evidence).requested
+    observed = _samples(evidence).counts
     if "samples" in broken and observed < expected and times_as_often(expected, observed) == max(observed.values()):
         lost = sum((expected - observed).values())
         many = sum(expected.values())
@@ -179,17 +192,16 @@ def samples_lost(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
 
 
 def samples_overlap(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """Rows that several ranks are fed in these steps, where the first recording has each once."""
+    """Yield one fact on rows that several ranks are fed in these steps, where the first recording has each once."""
     if "samples" in broken and (several := rows_of_several_ranks(evidence)):
         text = f"ranks draw overlapping samples: {several} rows of these steps are fed to several of them"
         yield _samples_fact(evidence, "samples overlap", text)
 
 
 def other_samples(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """Rows that are others, of the first recording's steps or of none."""
+    """Yield one fact if `samples` is broken: the rows are others, of the first recording's steps or of none."""
     if "samples" not in broken:
         return
-    _, observed = _rows(evidence)
     every: set[int] = set()
     for rows in evidence.baseline.rows.values():
         every.update(rows)
@@ -197,48 +209,46 @@ def other_samples(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     hint = "set the sampler's seed and the batch per rank so that both train on the same global batch"
     if evidence.step != evidence.comparison.steps[0]:
         hint = f"both are fed the same ones up to step {evidence.step - 1}"
-    kind = "samples dealt otherwise" if {*observed} <= every else "samples of no step"
+    kind = "samples dealt otherwise" if {*_samples(evidence).counts} <= every else "samples of no step"
     yield _samples_fact(evidence, kind, text, hint)
 
 
 def _samples_fact(evidence: TwoRecordings, kind: str, text: str, hint: str = "", **details: object) -> Fact:
+    """Return a fact that explains `samples`, with these details and the first wrong step."""
     return Fact(Cause(kind, text, hint=hint, details=(*details.items(), ("step", evidence.step))), ("samples",))
 
 
-def _rows(evidence: TwoRecordings) -> tuple[Counter[int], Counter[int]]:
-    """Return how often each row was fed in the first wrong step, in both recordings."""
-    return rows_without_padding(evidence.baseline, evidence.candidate, evidence.step)
-
-
-def sorted_rows(rows: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(rows))
+def _samples(evidence: TwoRecordings) -> StepSamples:
+    """Return the rows of the first wrong step, those of the first recording and those that ranks of the second were fed."""
+    return recorded_samples_of_step(evidence.baseline, evidence.candidate, evidence.step)
 
 
 def times_as_often(expected: Counter[int], observed: Counter[int]) -> int:
-    """Return how often the rarest row is fed, relative to the first recording's rarest."""
+    """Return how often the rarest row is fed, relative to the first recording's rarest, rounded down. 0 where none is
+    fed.
+    """
     return min(observed.values(), default=0) // max(min(expected.values(), default=0), 1)
 
 
 def rows_of_several_ranks(evidence: TwoRecordings) -> int:
-    """Return how many rows are fed to several ranks in these steps, where the first recording has each once. Ranks that are
-    always fed alike are one."""
+    """Return how many rows are fed to several ranks in all steps. 0 unless the first recording has each row once.
+
+    Ranks that are always fed alike count as one.
+    """
     by_rank: dict[int, set[int]] = {}
     for passes in evidence.candidate.passes.values():
         for rank, rows_of_passes in passes.items():
             by_rank.setdefault(rank, set()).update(*rows_of_passes)
-    ranks = Counter[int]()
-    for rows in {frozenset(rows) for rows in by_rank.values()}:
-        ranks.update(rows)
     expected = sum(evidence.baseline.rows.values(), Counter[int]())
     once = max(expected.values(), default=0) == 1
-    return sum(number > 1 for number in ranks.values()) if once else 0
+    return len(shared_samples({frozenset(rows) for rows in by_rank.values()})) if once else 0
 
 
 # ---- settings
 
 
 def other_scale(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """A loss that is scaled by another number."""
+    """Yield one fact if the first difference of the recipe is the number that the loss is scaled by."""
     finding = broken["recipe"].findings[0] if "recipe" in broken else None
     if finding is None or finding.name != SCALE:
         return
@@ -252,7 +262,10 @@ def other_scale(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
 
 
 def other_setting(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
-    """A setting of the optimizer that is another one."""
+    """Yield one fact on the first setting of the optimizer that differs from the first recording's.
+
+    Nothing if the first difference is the scale of the loss.
+    """
     finding = broken["recipe"].findings[0] if "recipe" in broken else None
     if finding is None or finding.name == SCALE:
         return
@@ -266,4 +279,5 @@ def other_setting(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
 
 
 def _scales_text(scales: tuple[float, ...]) -> str:
+    """Return scales in words, "8 and 16"; "nothing" for none."""
     return " and ".join(map(number_text, scales)) or "nothing"

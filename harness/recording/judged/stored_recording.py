@@ -1,4 +1,4 @@
-"""A recording, read: its ranks' summaries, and what the command became of."""
+"""Reader of a recording's folder: summaries of its ranks, and how the command and each process ended."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from harness.core.evidence.codec import decoded_without_values
 from harness.core.evidence.keys import ranks_from_key
 from harness.core.evidence.provided import RECORDED, Provided
 from harness.core.evidence.reading import read_json
@@ -24,7 +25,7 @@ from harness.core.evidence.recording import (
     load_summary,
     record_file,
 )
-from harness.core.evidence.store import EvidenceError, decoded_without_values
+from harness.core.evidence.store import RECORD_AGAIN, EvidenceError, reading_evidence
 from harness.core.evidence.summary import Summary
 from harness.recording.folders import JOB_FILE, JOBS_FOLDER, job_folders
 from harness.recording.injection import PROCESSES_FOLDER
@@ -85,21 +86,27 @@ class Recording:
 
 
 def holds_recording(directory: Path) -> bool:
-    """Return whether a recording, or one job of a recording, lies there. It may be damaged."""
+    """Return whether a recording, or one job of a recording, lies there. It may be damaged, or of no rank."""
     return bool(_rank_files(directory)) or (_command_folder(directory) / STARTED).exists()
 
 
 def _rank_files(directory: Path) -> list[Path]:
+    """Return the files of ranks' records, in the order of ranks. Empty without any."""
     return sorted((directory / "ranks").glob("rank_*.record"))
 
 
 def _command_folder(directory: Path) -> Path:
-    """Return the folder of all jobs of the command."""
+    """Return the folder of all jobs of the command: that of the recording, for a folder of one of several jobs."""
     return directory.parent.parent if directory.parent.name == JOBS_FOLDER else directory
 
 
 def load_recording(directory: Path) -> Recording:
-    """Return the recording of a folder. Raises EvidenceError where nothing was recorded."""
+    """Return the recording of a folder, with the other jobs of its command. Raises EvidenceError where nothing was
+    recorded.
+
+    A rank's file that cannot be read, or is of another launch, is in `unreadable`. Raises EvidenceError for other files
+    that are damaged.
+    """
     files = _rank_files(directory)
     whole = _command_folder(directory)
     command_info = load_command_info(whole)
@@ -112,11 +119,11 @@ def load_recording(directory: Path) -> Recording:
         try:
             summary = load_summary(file, Summary)
             if not 0 <= summary.rank < summary.world <= MAX_RANGE or file != record_file(directory, summary.rank):
-                raise EvidenceError(f"{file}: damaged: rank {summary.rank} of {summary.world}; record the job again")
+                raise EvidenceError(f"{file}: damaged: rank {summary.rank} of {summary.world}; {RECORD_AGAIN}")
             launch = command_info.get("launch", launch or summary.environment.launch)
             if summary.environment.launch != launch:
                 ids = f"{summary.environment.launch or 'none'}, the recording is {launch or 'none'}"
-                raise EvidenceError(f"{file}: belongs to another recording (it is of {ids}); record the job again")
+                raise EvidenceError(f"{file}: belongs to another recording (it is of {ids}); {RECORD_AGAIN}")
             summaries[summary.rank] = _with_last_state(directory, summary)
         except EvidenceError as error:
             unreadable[int(file.stem.removeprefix("rank_"))] = str(error)
@@ -142,7 +149,7 @@ def load_recording(directory: Path) -> Recording:
 
 
 def unrecorded_model_text(summaries: Iterable[Summary]) -> str:
-    """Say which model, or the beginning of which, is not on record; empty if all are."""
+    """Return which model, or the beginning of which, is not on record, of the first such rank; empty if all are."""
     for summary in summaries:
         if summary.recorder.left_out:
             return f"not recorded: {summary.recorder.left_out[0]}"
@@ -150,7 +157,7 @@ def unrecorded_model_text(summaries: Iterable[Summary]) -> str:
 
 
 def recorder_failure_text(summaries: Iterable[Summary]) -> str:
-    """Say where the recorder itself raised, and what; empty if nowhere."""
+    """Return where the recorder itself raised, and what, of the first such rank; empty if nowhere."""
     for summary in summaries:
         if summary.recorder.failed:
             return f"rank {summary.rank} is not recorded to its end: {summary.recorder.failed[0]}"
@@ -158,33 +165,39 @@ def recorder_failure_text(summaries: Iterable[Summary]) -> str:
 
 
 def exit_text(code: int) -> str:
-    """Name an exit code, or minus the signal."""
+    """Return an exit code in words: "exit code 1"; for minus a signal its name, "SIGTERM", or "signal 99" if it has
+    none.
+    """
     if code >= 0:
         return f"exit code {code}"
     return signal.Signals(-code).name if -code in [*signal.Signals] else f"signal {-code}"
 
 
 def is_ended_by_launcher(recording: Recording, rank: int) -> bool:
-    """Return whether it died by the signal that launchers send to all others where one did not end well, and there is one."""
+    """Return whether a rank died by SIGTERM, which launchers send to all others where one did not end well, and one did
+    not.
+    """
     others = any(code not in (0, -signal.SIGTERM) for code in recording.exits.values())
     raised = any(summary.progress.ended == "raised" for summary in recording.summaries.values())
     return recording.exits.get(rank) == -signal.SIGTERM and (others or raised)
 
 
 def _folders_of_jobs(whole: Path) -> list[Path]:
-    """Return the folders of all its jobs."""
+    """Return the folders of all jobs of a command: `whole` itself first, then those that exist."""
     return list(itertools.takewhile(lambda folder: folder == whole or folder.exists(), job_folders(whole)))
 
 
 def _job_words(directory: Path) -> str:
+    """Return the words that a job's processes have in common; empty without a file that says them."""
     file = directory / PROCESSES_FOLDER / JOB_FILE
     return file.read_text(encoding="utf-8") if file.exists() else ""
 
 
 def _load_exits(directory: Path, whole: Path) -> dict[int, int]:
-    """Return the exit codes that ranks left as they ended, and that the launchers and parents wrote that waited for them.
+    """Return, by rank, the exit code that it left as it ended, or that the launcher or parent wrote that waited for it.
 
-    Where there are several jobs, a launcher's report counts for its own ranks alone.
+    Ranks of which none says are left out. Where there are several jobs, a launcher's report counts for its own ranks
+    alone. Raises EvidenceError for a damaged file.
     """
     processes = _processes_of_ranks(directory / PROCESSES_FOLDER)
     several = len(_folders_of_jobs(whole)) > 1
@@ -192,10 +205,8 @@ def _load_exits(directory: Path, whole: Path) -> dict[int, int]:
     for file in sorted({*(directory / PROCESSES_FOLDER).glob("*.ends"), *(whole / PROCESSES_FOLDER).glob("*.ends")}):
         if file.parent.parent != directory and file.name.startswith("rank_"):
             continue
-        try:
+        with reading_evidence(file, RECORD_AGAIN):
             codes = {int(rank): int(code) for rank, code in read_json(file).items()}
-        except (OSError, ValueError) as error:
-            raise EvidenceError(f"{file}: damaged ({error}); record the job again") from error
         own = not several or file.name.startswith("rank_")
         for rank, code in codes.items():
             if own or processes.get(rank, ("", ""))[1] == file.stem:
@@ -204,21 +215,22 @@ def _load_exits(directory: Path, whole: Path) -> dict[int, int]:
 
 
 def _processes_of_ranks(folder: Path) -> dict[int, tuple[str, str]]:
-    """Return, by rank, its process and the one that started it, as HOST-PID. A restarted rank has its last process."""
+    """Return, by rank, its process and the one that started it, as HOST-PID. A restarted rank has its last process.
+
+    Raises EvidenceError for a damaged file.
+    """
     processes = {}
     files = (file for file in folder.glob("rank_*.*") if file.suffix[1:].isdecimal())
     for file in sorted(files, key=lambda file: int(file.suffix[1:])):
-        try:
+        with reading_evidence(file, RECORD_AGAIN):
             claim = read_json(file)
             own_and_parent = (f"{claim['host']}-{claim['pid']}", f"{claim['host']}-{claim['parent']}")
-        except (OSError, ValueError, KeyError) as error:
-            raise EvidenceError(f"{file}: damaged ({error}); record the job again") from error
         processes[int(file.stem.removeprefix("rank_"))] = own_and_parent
     return processes
 
 
 def _exits_of_children(processes: dict[int, tuple[str, str]], folder: Path) -> dict[int, int]:
-    """Return the exit codes of ranks that multiprocessing started."""
+    """Return, by rank, the exit code of a process that multiprocessing started and waited for. Others are left out."""
     exits = {}
     for rank, (process, _) in processes.items():
         with contextlib.suppress(
@@ -229,19 +241,25 @@ def _exits_of_children(processes: dict[int, tuple[str, str]], folder: Path) -> d
 
 
 def load_command_info(directory: Path) -> dict[str, Any]:
-    """Return what the command was started with; empty where nothing says. Raises EvidenceError."""
-    try:
-        return read_json(directory / STARTED)
-    except FileNotFoundError:
+    """Return what recording.json says of the command: launch, command, ranks, code, same_as, after, nothing, as far as
+    known.
+
+    Empty without that file. Raises EvidenceError for a damaged one.
+    """
+    file = directory / STARTED
+    if not file.exists():
         return {}
-    except (OSError, ValueError) as error:
-        raise EvidenceError(f"{directory / STARTED}: damaged ({error}); record the job again") from error
+    with reading_evidence(file, RECORD_AGAIN):
+        return read_json(file)
 
 
 def _with_last_state(directory: Path, summary: Summary) -> Summary:
-    """Return the summary with what a rank left later than its record.
+    """Return the summary with what a rank left later than its record. One of a rank that ended by itself is returned
+    unchanged.
 
-    This is the error with which os._exit was called, how far it came, and what other threads issued meanwhile.
+    This is the error with which os._exit was called, how far it came, and what other threads issued meanwhile. Where it
+    did not write how far it came, or half of it, the record's stays. Raises EvidenceError if what it left of threads is
+    damaged.
     """
     if summary.progress.ended:
         return summary
@@ -257,17 +275,20 @@ def _with_last_state(directory: Path, summary: Summary) -> Summary:
 
 
 def _last_page(directory: Path, summary: Summary) -> bytes:
+    """Return the bytes of the page that a running process maps. Raises OSError without it."""
     return (directory / "ranks" / f"rank_{summary.rank:05d}.last").read_bytes()
 
 
 def _load_beside(file: Path) -> tuple[Beside, ...]:
-    """Return what a killed process left of threads that issued over one group. Empty if it left nothing."""
-    try:
-        return decoded_without_values(tuple[Beside, ...], read_json(file.with_suffix(BESIDE_SUFFIX)))
-    except FileNotFoundError:
+    """Return what a killed process left of threads that issued over one group; empty if it left nothing.
+
+    file: its record. Raises EvidenceError if what it left is damaged.
+    """
+    beside_file = file.with_suffix(BESIDE_SUFFIX)
+    if not beside_file.exists():
         return ()
-    except Exception as error:
-        raise EvidenceError(f"{file.with_suffix(BESIDE_SUFFIX)}: damaged ({error}); record the job again") from error
+    with reading_evidence(beside_file, RECORD_AGAIN):
+        return decoded_without_values(tuple[Beside, ...], read_json(beside_file))
 
 
 def _load_last(directory: Path, summary: Summary) -> Last | None:

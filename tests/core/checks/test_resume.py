@@ -18,8 +18,9 @@ from harness.core.case.dims import ParallelDims
 from harness.core.case.features import Features
 from harness.core.causes import diagnose
 from harness.core.checks import judge
-from harness.core.checks.resume import PARAMETER, assemble_state, step_of_samples
+from harness.core.checks.resume import PARAMETER, assemble_state
 from harness.core.evidence.records import Resumed
+from harness.core.judge.received_samples import step_of_samples
 from harness.core.judge.result import Result, Verdict
 from harness.core.judge.trial import Trial
 

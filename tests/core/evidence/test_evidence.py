@@ -105,7 +105,7 @@ def test_saving_again_replaces_what_was_there(tmp_path: Path) -> None:
 
 # ---- damage
 
-AGAIN = "delete it and run the case again"
+AGAIN = "run the case again"
 
 
 def refusal(path: Path, kind: type = RankEvidence) -> str:
@@ -115,7 +115,7 @@ def refusal(path: Path, kind: type = RankEvidence) -> str:
 
 
 def test_a_missing_file_is_named_with_the_remedy(tmp_path: Path) -> None:
-    assert refusal(tmp_path / "x.npz") == f"{tmp_path}/x.npz: no such evidence; run the case again"
+    assert refusal(tmp_path / "x.npz") == f"{tmp_path}/x.npz: no such file; run the case again"
 
 
 def test_a_file_truncated_anywhere_is_damaged(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_file_truncated_anywhere_is_damaged(tmp_path: Path) -> None:
     for length in range(0, len(whole), 41):
         path.write_bytes(whole[:length])
         message = refusal(path)
-        assert message.startswith(f"{path}: damaged evidence (") and message.endswith(f"); {AGAIN}"), message
+        assert message.startswith(f"{path}: damaged (") and message.endswith(f"); {AGAIN}"), message
 
 
 def test_a_flipped_byte_is_damage_or_changes_nothing(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_foreign_file_is_damaged_evidence(tmp_path: Path, what: str) -> None:
     path = tmp_path / "rank.npz"
     write_foreign(path, what)
     message = refusal(path, Microbatch if what == "fewer bytes than promised" else RankEvidence)
-    assert message.startswith(f"{path}: damaged evidence (") and message.endswith(f"); {AGAIN}"), message
+    assert message.startswith(f"{path}: damaged (") and message.endswith(f"); {AGAIN}"), message
 
 
 # ---- a run that is not whole
@@ -238,7 +238,7 @@ def test_a_missing_and_a_damaged_rank_are_told_and_the_others_read(tmp_path: Pat
     path.write_bytes(evidence_file(tmp_path, 0).read_bytes()[:-500])
     run = load_run(tmp_path)
     assert list(run.ranks) == [0]
-    assert run.unreadable[1].startswith(f"{path}: damaged evidence (")
+    assert run.unreadable[1].startswith(f"{path}: damaged (")
 
 
 def test_a_folder_that_is_no_run_is_answered_with_the_remedy(tmp_path: Path) -> None:

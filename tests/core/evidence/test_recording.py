@@ -92,7 +92,7 @@ def test_a_damaged_recording_is_named(tmp_path: Path) -> None:
     one, path = record(0), record_file(tmp_path, 0)
     save_record(path, summary_of(one), one)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(EvidenceError, match="rank_00000.record: damaged recording"):
+    with pytest.raises(EvidenceError, match="rank_00000.record: damaged .*; record the job again"):
         load_record(path)
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from harness.core.evidence.checkpoint_index import Checkpoint
-from harness.core.evidence.format import INLINED, LATER, as_stored_values, stored_as, version_of
+from harness.core.evidence.codec import encoded_without_values
+from harness.core.evidence.format import INLINED, LATER, stored_as, version_of
 from harness.core.evidence.recording import RankRecord
 from harness.core.evidence.records import Exit, RankEvidence
 from harness.core.evidence.store import load_stored, save_stored
@@ -53,7 +54,7 @@ def test_a_file_of_before_is_read_by_a_record_that_was_renamed_and_its_files_are
     save_stored(tmp_path / "today", today)
     with np.load(tmp_path / "before") as one, np.load(tmp_path / "today") as other:
         assert all(np.array_equal(one[part], other[part]) for part in ("header", "blob"))
-    assert as_stored_values(Inner(0.5)) == as_stored_values(RenamedInner(0.5)) == {"lr": 0.5}
+    assert encoded_without_values(Inner(0.5)) == encoded_without_values(RenamedInner(0.5)) == {"lr": 0.5}
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def test_a_file_of_before_is_read_by_a_record_whose_fields_moved_into_parts_of_i
     assert (today.rank, today.optimizer.learning_rate, today.values.note) == (3, 0.5, "")
     assert (today.values.first.tolist(), today.values.last.tolist()) == ([0, 1, 2, 3, 4, 5], [0, 1])
     assert version_of(Flat) == version_of(Composed)
-    assert as_stored_values(today).keys() == {"rank", "value", "lr", "after", "note"}
+    assert encoded_without_values(today).keys() == {"rank", "value", "lr", "after", "note"}
     save_stored(tmp_path / "today", today)
     again = load_stored(tmp_path / "today", Composed)
     assert (again.values.first.tolist(), again.values.last.tolist()) == ([0, 1, 2, 3, 4, 5], [0, 1])

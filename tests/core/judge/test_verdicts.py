@@ -28,7 +28,7 @@ from harness.core.case.dims import ParallelDims
 from harness.core.checks import judge, run_check
 from harness.core.evidence.records import Collective
 from harness.core.judge.finding import Bound, Limit, Part
-from harness.core.judge.received_samples import possible_positions, received_sample_ids, sample_ids_by_share
+from harness.core.judge.received_samples import possible_positions, samples_of_shares, samples_of_step
 from harness.core.judge.result import Verdict
 from harness.core.judge.tolerance import Bounds
 from harness.core.judge.trial import Trial
@@ -241,9 +241,9 @@ def test_memory_after_forward_is_told_as_a_range_where_padding_is_allowed() -> N
 
 def test_each_share_of_the_batch_is_told_by_its_first_rank() -> None:
     trial = trial_of(tiny_case("fsdp_2_tp_2"))
-    received = received_sample_ids(trial, 1)
+    received = samples_of_step(trial, 1).by_rank
     assert sorted(received) == [0, 1, 2, 3]
-    assert sample_ids_by_share(trial, 1) == {0: received[0], 2: received[2]}
+    assert samples_of_shares(trial, 1).by_rank == {0: received[0], 2: received[2]}
 
 
 def test_a_cp_ranks_tokens_are_looked_for_where_anybody_would_cut_them() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -304,10 +303,10 @@ def test_the_bound_is_the_noise_that_was_recorded() -> None:
 def test_noise_of_another_training_is_refused() -> None:
     assert why_no_noise(RIGHT, noisy(1e-2)) == ""
     assert "altered" in why_no_noise(RIGHT, RIGHT)
-    others = {step: Counter({5: 1}) for step in STEPS}
+    others = {step: {0: ((5,),)} for step in STEPS}
     tokens = dict.fromkeys(STEPS, (1,))
-    assert "not the same training" in why_no_noise(RIGHT, replace(noisy(1e-2), rows=others, tokens=tokens))
-    assert "was not seen" in why_no_noise(RIGHT, replace(noisy(1e-2), rows={}, tokens={}))
+    assert "not the same training" in why_no_noise(RIGHT, replace(noisy(1e-2), passes=others, tokens=tokens))
+    assert "was not seen" in why_no_noise(RIGHT, replace(noisy(1e-2), passes={}, tokens={}))
 
 
 def test_a_number_that_is_not_finite_is_no_small_distance() -> None:
