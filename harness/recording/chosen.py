@@ -37,7 +37,10 @@ class StepSelection:
     def __contains__(self, step: object) -> bool:
         if not isinstance(step, int) or step == 0:
             return step == 0
-        return any(first <= step <= last for first, last in self.spans) or bool(self.every and step % self.every == 0)
+        for first, last in self.spans:  # no generator: this is asked a dozen times in each step that is not recorded
+            if first <= step <= last:
+                return True
+        return bool(self.every and step % self.every == 0)
 
 
 def _parse_step(text: str, part: str) -> int:
