@@ -86,8 +86,10 @@ def known_sequence(options: dict[str, Any]) -> None:
     partner = _rank() ^ 1
     if _rank() % 2 == 0:
         dist.send(ones, partner)
+        dist.send(ones, partner)
     else:
         dist.recv(torch.empty(8), partner)
+        dist.recv(torch.empty(8))
     dist.barrier(group=half)
     recorder.remove()
     dist.all_reduce(ones)  # no longer seen

@@ -148,11 +148,17 @@ def call_text(sequence: list[Collective], index: int, *, phases: bool = True) ->
 
 
 def _unmatched_findings(calls_by_rank: Mapping[int, list[Collective]]) -> list[Finding]:
-    """Return a finding for each pair of ranks of which one sent another number of bytes than the other received."""
+    """Return findings of pairs of ranks where the one sent another number of bytes than the other received.
+
+    Pairs whose target received from any source over that group are left out: from whom is not on record.
+    """
     balance: dict[tuple[int, int, str], list[int]] = defaultdict(lambda: [0, 0])
+    from_any: set[tuple[int, str]] = set()
     for rank, calls in calls_by_rank.items():
         for call in calls:
-            if call.op in POINT_TO_POINT and call.peer is not None:
+            if call.op == "recv" and call.peer is None:
+                from_any.add((rank, call.group))
+            elif call.op in POINT_TO_POINT and call.peer is not None:
                 pair = (rank, call.peer) if call.op == "send" else (call.peer, rank)
                 balance[(*pair, call.group)][POINT_TO_POINT.index(call.op)] += call.bytes
     return [
@@ -164,6 +170,6 @@ def _unmatched_findings(calls_by_rank: Mapping[int, list[Collective]]) -> list[F
             observed=received,
             unit="bytes",
         )
-        for (source, target, _), (sent, received) in sorted(balance.items())
-        if sent != received
+        for (source, target, group), (sent, received) in sorted(balance.items())
+        if sent != received and (target, group) not in from_any
     ]

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from harness.core.blame.calls import Issued
+from harness.core.blame.culprits import assign_blame
+from harness.core.blame.rank_exit import RankExit
 from harness.core.evidence.records import Exit
-from harness.core.launch.blame import assign_blame
-from harness.core.launch.inflight import Inflight, Issued, current_inflight, read_inflight
+from harness.core.launch.inflight import Inflight, current_inflight, read_inflight
 from harness.core.launch.job import Job, LaunchError, prepare_folder
 from harness.core.launch.leftovers import end_leftovers
 from harness.core.launch.local import LocalRanks, RankServer, default_server, preloadable_modules
-from harness.core.launch.rank_exit import RankExit
 from harness.core.launch.slots import Pool, TakenSlots, reference_slot_pool, slot_pool, slots_wanted_by
 from harness.core.launch.standing import describe_running_jobs, registered_job
 from harness.core.launch.supervise import supervise

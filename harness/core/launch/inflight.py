@@ -17,8 +17,9 @@ import os
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from harness.core.blame.calls import GROUP_CREATION, Issued
 
 CELL_FORMAT = struct.Struct(
     "<QIqqqiid24s12s16sQ"
@@ -26,25 +27,6 @@ CELL_FORMAT = struct.Struct(
 MAX_LANES = 1024  # with more sequences than this the oldest cells are overwritten; the reader then knows fewer
 FILE_BYTES = MAX_LANES * 2 * CELL_FORMAT.size
 NO_PEER = -1
-GROUP_CREATION = ("init_process_group", "new_group")
-
-
-@dataclass(frozen=True)
-class Issued:
-    """A collective as one rank issued it, or the making of a group."""
-
-    group: str
-    ranks: tuple[int, ...]
-    seq: int  # as in evidence.Collective
-    op: str
-    bytes: int
-    step: int = 0  # -1: of none that is known
-    phase: str = ""
-    peer: int | None = None
-    order: int = 0  # its place in all that this rank issued
-    root: int | None = None
-    dtype: str = ""
-    time: float = 0.0  # when it was about to be issued, seconds since 1970
 
 
 class Inflight:

@@ -25,6 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from harness.core.blame.calls import GROUP_CREATION
 from harness.core.launch import inflight
 from harness.core.launch.job import rank_file, read_json, write_json
 from harness.core.launch.leftovers import end_leftovers, mark_children
@@ -198,7 +199,7 @@ def record_group_creation(world_size: int) -> None:
         """Return torch's name of a new group, after recording that this rank begins to make it."""
         name = name_of(ranks, use_hashed_name)
         if record is not None and not use_hashed_name:
-            op = inflight.GROUP_CREATION[bool(ranks)]
+            op = GROUP_CREATION[bool(ranks)]
             record.issue(str(name), tuple(ranks) or tuple(range(world_size)), next(issue_numbers), op, 0, 0, "")
         return name
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
+from harness.core.blame.calls import Issued, describe_call
+from harness.core.blame.rank_exit import RankExit, frames_of, is_in_collective, stack_text, useful_frames
+from harness.core.blame.waits import JobCalls
 from harness.core.evidence.text import ranks_text
 from harness.core.launch.job import Job
 from harness.core.launch.process import is_stopped
-from harness.core.launch.rank_exit import RankExit, frames_of, is_in_collective, stack_text, useful_frames
-from harness.core.launch.sequences import calls_waited_for, describe_call
 from harness.core.launch.supervise import Ranks, collect_stacks, read_issued, read_rank_exit
 
 _running_jobs: list[tuple[Job, Ranks]] = []
@@ -41,10 +42,10 @@ def _describe_job(job_and_ranks: tuple[Job, Ranks]) -> list[str]:
     alive = [rank for rank in ranks.pids if rank not in ranks.statuses and rank not in stopped]
     issued = {rank: read_issued(job, rank) for rank in range(job.world_size)}  # before they are disturbed
     collect_stacks(job, ranks, alive)
-    fates = [
+    exits = [
         replace(read_rank_exit(job, ranks, rank), is_stopped=rank in stopped, issued=issued[rank]) for rank in issued
     ]
-    return [f"{job_label(job)}: {text}" for text in describe_ranks(fates)]
+    return [f"{job_label(job)}: {text}" for text in describe_ranks(exits)]
 
 
 def job_label(job: Job) -> str:
@@ -56,12 +57,12 @@ def job_label(job: Job) -> str:
     return case if launch == "run" else f"{case}, {launch}"
 
 
-def describe_ranks(fates: Sequence[RankExit]) -> list[str]:
+def describe_ranks(exits: Sequence[RankExit]) -> list[str]:
     """Return what the ranks do, those that do the same in one line, and first those for which others wait."""
-    waits = {fate.rank: calls_waited_for(fate, fates) for fate in fates}
+    waits = JobCalls(exits).waits
     ranks_by_text: dict[str, list[int]] = {}
-    for rank_fate in sorted(fates, key=lambda each: bool(waits[each.rank])):
-        ranks_by_text.setdefault(_describe_rank(rank_fate, fates), []).append(rank_fate.rank)
+    for rank_exit in sorted(exits, key=lambda each: bool(waits[each.rank])):
+        ranks_by_text.setdefault(_describe_rank(rank_exit, waits[rank_exit.rank]), []).append(rank_exit.rank)
     lines = []
     for text, ranks in ranks_by_text.items():
         noun = "ranks" if len(ranks) > 1 else "rank"
@@ -69,15 +70,16 @@ def describe_ranks(fates: Sequence[RankExit]) -> list[str]:
     return lines
 
 
-def _describe_rank(fate: RankExit, fates: Sequence[RankExit]) -> str:
-    if fate.status is not None:
-        return "ended" if fate.status == 0 else f"ended with exit code {fate.status}"
-    if fate.is_stopped:
+def _describe_rank(rank_exit: RankExit, waits: Mapping[int, Issued]) -> str:
+    """Return how a rank ended, else in which call it waits for whom, else where it is. waits: rank -> the call."""
+    if rank_exit.status is not None:
+        return "ended" if rank_exit.status == 0 else f"ended with exit code {rank_exit.status}"
+    if rank_exit.is_stopped:
         return "stopped (SIGSTOP or a debugger)"
-    if waits := calls_waited_for(fate, fates):
+    if waits:
         issued = next(iter(waits.values()))
         return f"in {describe_call(issued)}, waiting for {ranks_text(sorted(waits))}"
-    if fate.issued and is_in_collective(fate):
-        return f"in {describe_call(fate.issued[-1])}, which no rank lacks"
-    where = stack_text(useful_frames(frames_of(fate))[:2]).replace("\n", ", called at ")
+    if rank_exit.issued and is_in_collective(rank_exit):
+        return f"in {describe_call(rank_exit.issued[-1])}, which no rank lacks"
+    where = stack_text(useful_frames(frames_of(rank_exit))[:2]).replace("\n", ", called at ")
     return f"at {where}" if where else "at a place that it did not report"

@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from harness.core.blame.calls import Issued
+from harness.core.blame.rank_exit import RankExit
 from harness.core.evidence.records import AT_LIMIT, AT_WORK, BACKGROUND
-from harness.core.launch.inflight import Issued, read_inflight
+from harness.core.launch.inflight import read_inflight
 from harness.core.launch.job import Job, rank_file, read_json
 from harness.core.launch.leftovers import find_outliving
 from harness.core.launch.process import is_stopped
-from harness.core.launch.rank_exit import RankExit
 
 GRACE = 3.0  # seconds; when a rank dies the others raise within 20 ms
 STACK_PATIENCE = 2.0  # a dump takes milliseconds; a stopped rank never answers

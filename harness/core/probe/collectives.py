@@ -309,8 +309,12 @@ def group_of_call(args: tuple[Any, ...]) -> dist.ProcessGroup:
 
 
 def _peer_rank(op: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> int | None:
-    """Return the global rank of the other side of a send or receive, whose position in the group torch passes; else None."""
-    return _global_rank_at(args[2], group) if op in ("send", "recv") and isinstance(args[2], int) else None
+    """Return the global rank of the other side of a send or receive, whose position in the group torch passes; else None.
+
+    A receive from any source has none: its third argument is the tag.
+    """
+    is_named = op in ("send", "recv") and len(args) > 3 and isinstance(args[2], int)
+    return _global_rank_at(args[2], group) if is_named else None
 
 
 def _root_rank(op: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> int | None:

@@ -8,9 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from harness.core.blame.calls import Issued
+from harness.core.blame.culprits import blame_of
+from harness.core.blame.divergence import find_different_calls
+from harness.core.blame.waits import JobCalls
 from harness.core.evidence.keys import ranks_key, steps_text
 from harness.core.evidence.lost_peer import is_lost_peer_error
-from harness.core.evidence.recording import Beside, Last
+from harness.core.evidence.recording import Beside, Last, issued_text
+from harness.core.evidence.records import IN_A_RING
 from harness.core.evidence.summary import Summary
 from harness.core.evidence.text import names_text, ranks_text, some_ranks_text
 from harness.core.judge.finding import Finding
@@ -30,7 +35,7 @@ from harness.core.judge.observed import (
 )
 from harness.core.judge.result import Result, Verdict, verdict_of
 from harness.core.judge.separate_models import find_separate_models
-from harness.recording.judged.recorded_waits import diverging_ranks, find_different_calls, find_waits, ranks_by_text
+from harness.recording.judged.recorded_calls import rank_exits_of, ranks_by_text
 from harness.recording.judged.stored_recording import Recording, exit_text, is_ended_by_launcher
 
 GLOO = re.compile(r"\[/\S+\] |\. This is typically caused.*")
@@ -279,13 +284,15 @@ def _exit_anomalies(recording: Recording) -> list[Anomaly]:
     )
     # by peers that went on, or by each other
     all_were_left = raised and all(map(is_lost_peer_error, raised)) and have_peers_ended
-    if interrupted or all_were_left or (recording.code or 0) < 0:
-        own += _wait_anomalies(recording)
-    lost = [_error_anomaly(error, ranks) for error, ranks in ranks_of_errors if is_lost_peer_error(error)]
     exit_texts: dict[int, str] = {}
     for rank in peers:
         if words := _exit_words(recording, rank):
             exit_texts[rank] = f"{words}; {_last_collective_text(recording, rank)}"
+    has_ended_well = not raised and not exit_texts
+    job = JobCalls([] if has_ended_well else rank_exits_of(recording, recording.world))
+    if interrupted or all_were_left or (recording.code or 0) < 0:
+        own += _wait_anomalies(job)
+    lost = [_error_anomaly(error, ranks) for error, ranks in ranks_of_errors if is_lost_peer_error(error)]
     by_exit = ranks_by_text({rank: text for rank, text in exit_texts.items() if rank in recording.exits})[:4]
     ends = [Anomaly.of_ranks(Kind.ENDED, ranks, f"{some_ranks_text(ranks)}: {text}") for text, ranks in by_exit]
     waited = [row for row, (_, ranks) in zip(ends, by_exit, strict=True) if is_ended_by_launcher(recording, ranks[0])]
@@ -294,7 +301,7 @@ def _exit_anomalies(recording: Recording) -> list[Anomaly]:
         Anomaly.of_ranks(Kind.ENDED_UNHEARD, ranks, f"{some_ranks_text(ranks)}, {text}") for text, ranks in unheard[:4]
     ]
     first = [*own, *(row for row in ends if row not in waited)]
-    different_calls = _different_call_anomalies(recording)
+    different_calls = _different_call_anomalies(job)
     rows = [*first, *lost, *waited, *gone] if first or different_calls else [*gone, *lost, *waited]
     rows = [*different_calls, *rows, *_progress_anomalies(recording)] if rows else []
     if recording.code and recording.summaries and not rows:
@@ -383,38 +390,44 @@ def _interrupt_anomalies(recording: Recording, ranks: Sequence[int]) -> list[Ano
     return rows
 
 
-def _wait_anomalies(recording: Recording) -> list[Anomaly]:
+def _wait_anomalies(job: JobCalls) -> list[Anomaly]:
     """Return ranks that others waited for, in a job that was ended from outside or by what came of it.
 
     A single rank that issued another collective than all its peers comes first, unless different calls are reported
     anyway. At most four waits follow. Empty if none is known.
     """
     rows = []
-    diverging = {} if find_different_calls(recording) else diverging_ranks(recording)
-    if len(diverging) == 1:
-        for rank, text in diverging.items():
-            rows.append(Anomaly.of_ranks(Kind.CALLS_DIFFER, [rank], f"rank {rank} {text}"))
-    for wait in find_waits(recording)[:4]:
-        collective = f"{wait.last.text} over {ranks_text(wait.last.ranks)}, number {wait.last.seq} of that group"
-        text = f"{some_ranks_text(wait.behind)}, by {some_ranks_text(wait.ahead)} in {collective}"
+    waits = job.group_waits()
+    blame = blame_of(job.exits)
+    if not find_different_calls(job) and len(blame.reasons) == 1:
+        for rank, text in blame.reasons.items():
+            if text.startswith(IN_A_RING):
+                rows.append(Anomaly.of_ranks(Kind.CALLS_DIFFER, [rank], f"rank {rank}: {text}"))
+    for wait in waits[:4]:
+        collective = (
+            f"{_issued_text(wait.call)} over {ranks_text(wait.call.ranks)}, number {wait.call.seq} of that group"
+        )
+        text = f"{some_ranks_text(wait.behind)}, by {some_ranks_text(wait.waiting)} in {collective}"
         rows.append(Anomaly.of_ranks(Kind.WAITED_FOR, wait.behind, text))
     return rows
 
 
-def _different_call_anomalies(recording: Recording) -> list[Anomaly]:
+def _different_call_anomalies(job: JobCalls) -> list[Anomaly]:
     """Return one anomaly for each group whose members issued different collectives under one number; at most two.
 
     Empty if no group has any. In a job that did not end well, what members then raise or wait for follows from it.
     """
     rows = []
-    for calls in find_different_calls(recording)[:2]:
-        kinds = " and ".join(f"{text} on {some_ranks_text(ranks)}" for text, ranks in calls.issued[:3])
-        all_ranks: list[int] = []
-        for _, ranks in calls.issued:
-            all_ranks += ranks
-        text = f"number {calls.number} over {ranks_text(calls.members)} is {kinds}"
-        rows.append(Anomaly.of_ranks(Kind.CALLS_DIFFER, all_ranks, text))
+    for calls in find_different_calls(job)[:2]:
+        kinds = " and ".join(f"{_issued_text(call)} on {some_ranks_text(ranks)}" for call, ranks in calls.kinds[:3])
+        text = f"number {calls.seq} over {ranks_text(calls.members)} is {kinds}"
+        rows.append(Anomaly.of_ranks(Kind.CALLS_DIFFER, calls.issued, text))
     return rows
+
+
+def _issued_text(call: Issued) -> str:
+    """Return a collective as a recording names it, without its number and group."""
+    return issued_text(call.op, call.step, call.phase)
 
 
 def _collective_text(last: Last) -> str:

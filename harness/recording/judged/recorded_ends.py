@@ -4,40 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from harness.core.evidence.lost_peer import is_lost_peer_error
+from harness.core.blame.culprits import blame_of, manner_of_exit
+from harness.core.blame.rank_exit import RankExit
 from harness.core.evidence.records import Exit
 from harness.core.evidence.summary import Summary
 from harness.core.evidence.text import ranks_text
-from harness.recording.judged.recorded_waits import diverging_ranks
-from harness.recording.judged.stored_recording import Recording, exit_text, is_ended_by_launcher, recorder_failure_text
-
-NOTHING_HEARD = "how it ended is unknown"
-BY_HAND = "KeyboardInterrupt"
-"""What ranks of a job raise that somebody ended."""
+from harness.recording.judged.recorded_calls import NOTHING_HEARD, rank_exits_of
+from harness.recording.judged.stored_recording import Recording, exit_text, recorder_failure_text
 
 
 def exits_of(recording: Recording, world: int) -> tuple[Exit, ...]:
-    """Return all exits. A rank that only lost a peer is not to blame if another is, or if another vanished without an end.
-    If one rank issued what none of its peers did, it is the one to blame of those that lost each other."""
-    exits = [_exit(rank, recording.summaries.get(rank), recording) for rank in range(world)]
-    if any(rank_exit.blamed and not rank_exit.error.startswith(BY_HAND) for rank_exit in exits):
-        return tuple(exits)
-    has_failed = any(rank_exit.how != "ok" for rank_exit in exits)
-    reasons = diverging_ranks(recording) if has_failed else {}
-    exits = [
-        replace(rank_exit, reason=reasons.get(rank_exit.rank, ""), diverged=rank_exit.rank in reasons)
-        for rank_exit in exits
-    ]
-    if len(reasons) == 1:
-        return tuple(replace(rank_exit, blamed=rank_exit.rank in reasons) for rank_exit in exits)
-    gone = [
-        rank_exit.rank
-        for rank_exit in exits
-        if rank_exit.how == "killed" and not is_ended_by_launcher(recording, rank_exit.rank)
-    ]
-    if gone:
-        return tuple(replace(rank_exit, blamed=rank_exit.rank in gone) for rank_exit in exits)
-    return tuple(replace(rank_exit, blamed=rank_exit.how == "raised") for rank_exit in exits)
+    """Return the exit record of each of `world` ranks, the culprits blamed, with the reason."""
+    rank_exits = rank_exits_of(recording, world)
+    blame = blame_of(rank_exits)
+    exits = []
+    for rank_exit in rank_exits:
+        exit_record = _exit(rank_exit, recording)
+        if rank_exit.rank in blame.reasons:
+            reason = blame.reasons[rank_exit.rank]
+            exit_record = replace(exit_record, blamed=True, reason=reason, diverged=blame.diverged)
+        exits.append(exit_record)
+    return tuple(exits)
 
 
 def why_exits_unknown(exits: tuple[Exit, ...], recording: Recording) -> str:
@@ -59,24 +46,24 @@ def why_exits_unknown(exits: tuple[Exit, ...], recording: Recording) -> str:
     return f"the exit of ranks {ranks_text(unheard)} is not reported; the command ended with exit code 0"
 
 
-def _exit(rank: int, left: Summary | None, recording: Recording) -> Exit:
-    code = recording.exits.get(rank)
+def _exit(rank_exit: RankExit, recording: Recording) -> Exit:
+    """Return the exit record of a rank, without blame."""
+    rank = rank_exit.rank
+    left = recording.summaries.get(rank)
     if left is not None and left.progress.ended == "raised":
-        return Exit(rank, "raised", 1, error=left.progress.error, blamed=not is_lost_peer_error(left.progress.error))
-    if code is not None and code < 0:
-        signal = exit_text(code)
-        last = _last_collective_text(rank, recording)
-        if is_ended_by_launcher(recording, rank):
-            return Exit(rank, "killed", signal=signal, error=f"{signal} after another had ended", last_collective=last)
-        return Exit(rank, "signal", signal=signal, error=_progress_text(left), last_collective=last, blamed=True)
-    if code:
-        return Exit(rank, "raised", code, error=f"exited with code {code}", blamed=True)
-    if left is None:
-        return Exit(rank, "lost", error="it left no evidence")
-    if left.progress.ended or code == 0 or recording.code == 0:
-        return Exit(rank, "ok", 0)
-    how = ", ".join(filter(None, (NOTHING_HEARD, _progress_text(left))))
-    return Exit(rank, "killed", error=how, last_collective=_last_collective_text(rank, recording))
+        return Exit(rank, "raised", 1, error=left.progress.error)
+    how = manner_of_exit(rank_exit)
+    if how == "raised":
+        return Exit(rank, how, rank_exit.status, error=f"exited with code {rank_exit.status}")
+    if how == "lost":
+        return Exit(rank, how, error=rank_exit.launcher_trouble)
+    if how == "ok":
+        return Exit(rank, how, 0)
+    signal = None if rank_exit.status is None else exit_text(rank_exit.status)
+    error = rank_exit.kill_reason or _progress_text(left)
+    if rank_exit.is_vanished:
+        error = ", ".join(filter(None, (NOTHING_HEARD, _progress_text(left))))
+    return Exit(rank, how, signal=signal, error=error, last_collective=_last_collective_text(rank, recording))
 
 
 def _progress_text(left: Summary | None) -> str:

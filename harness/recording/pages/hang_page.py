@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from harness.core.blame.calls import describe_call
+from harness.core.blame.waits import GroupWait
 from harness.core.evidence.text import count_text, some_ranks_text
-from harness.core.launch.sequences import describe_call
 from harness.core.report.text import Rows
 from harness.recording.pages.recording_page import wrapped_table
 from harness.recording.traces.analyzer import Analysis
-from harness.recording.traces.hang import Hang, StuckGroup
+from harness.recording.traces.hang import Hang
 
 MOST_GROUPS = 8
 
@@ -43,7 +44,7 @@ def _hang_rows(hang: Hang, analysis: Analysis) -> Rows:
     return [*rows, ("torch's own", analyzer_text(hang, analysis))]
 
 
-def _waiting_text(group: StuckGroup) -> str:
+def _waiting_text(group: GroupWait) -> str:
     """Return the text on a group that waits: which ranks issued the collective, which did not, and of which it is
     not known."""
     text = f"{describe_call(group.call)}: issued by {some_ranks_text(group.issued)}"

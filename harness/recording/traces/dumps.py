@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from harness.core.blame.calls import UNKNOWN_STEP, GroupKey, Issued, group_key
 from harness.core.evidence.reading import MAX_FILE_BYTES, parse_json, read_bytes
 from harness.core.evidence.recording import MAX_RANGE
 from harness.core.evidence.store import EvidenceError
-from harness.core.launch.inflight import Issued
-from harness.core.launch.sequences import GroupKey, group_key
 from harness.recording.traces.kineto import DTYPES, operator_of, sorted_ranks
 from harness.recording.traces.plain_pickle import NotPlain, load_plain
 
@@ -26,8 +25,6 @@ RANK = re.compile(r"(\d+)(\.\w+)?$")
 PEER = re.compile(r"(\d+)\s*(->|<-)\s*(\d+)")
 COALESCED = re.compile(r"([A-Z_]+_)?coalesced")
 """What stands behind several collectives of one number, which are taken together."""
-UNKNOWN_STEP = -1
-"""The step of what is issued in no step that is known."""
 REMEDY = "have torch write it again (TORCH_NCCL_DUMP_ON_TIMEOUT, or torch._C._distributed_c10d._dump_fr_trace)"
 
 
@@ -121,6 +118,7 @@ def _build_dump(path: Path, rank: int, plain: Mapping[str, Any], groups: Mapping
         issued_by_key = dict[Any, Issued]()
         states = dict[tuple[GroupKey, int], set[str]]()
         sent = defaultdict[tuple[str, str, int], int](int)
+        coalesced_bytes = defaultdict[tuple[GroupKey, int], int](int)
         for entry in entries:
             name = str(entry["process_group"][0])
             profiling_name = str(entry["profiling_name"]).rpartition(":")[2]
@@ -135,9 +133,10 @@ def _build_dump(path: Path, rank: int, plain: Mapping[str, Any], groups: Mapping
                 issued_by_key[lane, call.seq] = call
                 continue
             key = group_key(call), call.seq
-            issued_by_key[key] = replace(
-                call, bytes=call.bytes + (issued_by_key[key].bytes if key in issued_by_key else 0)
-            )
+            if call.bytes is not None:
+                coalesced_bytes[key] += call.bytes
+                call = replace(call, bytes=coalesced_bytes[key])
+            issued_by_key[key] = call
             states.setdefault(key, set()).add(_entry_state(entry))
         over = frozenset(key for key, states_of_key in states.items() if states_of_key == {"completed"})
         given_up = frozenset(key for key, states_of_key in states.items() if "open" not in states_of_key) - over
@@ -172,7 +171,7 @@ def _issued_call(entry: Mapping[str, Any], name: str, op: str, ranks: tuple[int,
         ranks,
         int(entry["collective_seq_id"]),
         op,
-        size,
+        None if op == "scatter" else size,  # its inputs are on the root alone
         step=UNKNOWN_STEP,
         order=int(entry["record_id"]) + 1,
         dtype=dtypes_and_sizes[0][0] if dtypes_and_sizes else "",

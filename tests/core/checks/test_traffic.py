@@ -267,6 +267,8 @@ def test_a_send_that_nobody_receives_is_named() -> None:
     received = replace(send, op="recv", peer=0)
     both = with_rank(sent, 1, collectives=(*sent.ranks[1].collectives, received))
     assert judged("collective_order", both).verdict == Verdict.PASS
+    from_any = with_rank(sent, 1, collectives=(*sent.ranks[1].collectives, replace(received, peer=None)))
+    assert judged("collective_order", from_any).verdict == Verdict.PASS, "from whom it received is not on record"
 
 
 def test_a_send_belongs_to_the_pipeline_of_its_two_ends_whatever_group_carries_it() -> None:

@@ -97,7 +97,7 @@ def run_on_both(
             node.kill()
 
 
-@pytest.mark.slow("two network namespaces; tests/core/launch/test_lost_links.py has its judgement")
+@pytest.mark.slow("two network namespaces; tests/core/blame/test_lost_links.py has its judgement")
 def test_a_link_that_goes_down_is_told_as_that_and_both_nodes_end(hosts: list[str], tmp_path: Path) -> None:
     def cut() -> None:
         give_up = time.monotonic() + 200

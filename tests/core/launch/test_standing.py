@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.launch.inflight import Issued
+from harness.core.blame.calls import Issued
+from harness.core.blame.rank_exit import RankExit
 from harness.core.launch.job import Job
-from harness.core.launch.rank_exit import RankExit
 from harness.core.launch.standing import describe_ranks, job_label
 
 AT_WORK = 'main thread 0x1\nThread 0x1 (most recent call first):\n  File "/my/train.py", line 7 in step\n'

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from test_launch_blame import LIMIT, RESET, TIMED_OUT, WAITING, WAITING_FOR_A_QUEUE, all_reduce, blamed, failure, p2p
 
-from harness.core.launch.blame import assign_blame, exception_text
-from harness.core.launch.rank_exit import RankExit
+from harness.core.blame.culprits import assign_blame, exception_text
+from harness.core.blame.rank_exit import RankExit
 
 
 def test_of_a_message_that_quotes_tracebacks_what_each_rank_raised_is_told() -> None:

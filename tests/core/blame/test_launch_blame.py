@@ -3,12 +3,11 @@
 import pytest
 from torch import nn
 
+from harness.core.blame.calls import Issued, describe_call
+from harness.core.blame.culprits import assign_blame, last_log_line
+from harness.core.blame.rank_exit import RankExit, parse_stack, stack_text, useful_frames
 from harness.core.evidence.records import Exit
-from harness.core.launch.blame import assign_blame, last_log_line
-from harness.core.launch.inflight import Issued
 from harness.core.launch.rank import module_of_exception
-from harness.core.launch.rank_exit import RankExit, parse_stack, stack_text, useful_frames
-from harness.core.launch.sequences import describe_call
 from harness.core.launch.supervise import log_tail
 
 RESET = {"type": "RuntimeError", "message": "[/x/gloo/tcp/pair.cc:5] Connection reset by peer [::1]", "time": 2.0}
