@@ -41,7 +41,7 @@ from harness.core.judge.result import Verdict
 from harness.core.launch import default_server
 from harness.core.launch.leftovers import find_leftovers
 from harness.core.launch.local import LocalRanks
-from harness.core.launch.resident_client import stop
+from harness.core.launch.resident_client import stop_servers
 from harness.core.report.text import headline
 from harness.core.run.options import Options
 from harness.core.run.run_case import run_case
@@ -311,7 +311,7 @@ def main() -> None:
             if not kill.right or kill.left:
                 print(f"{kill.number.name}, {kill.where}, left {kill.left}: {kill.told}", flush=True)
         print(table(kills))
-        stop()
+        stop_servers()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
-from harness.recording.injection import environment, make_fresh_folder
+from harness.recording.injection import environment_for_recording, make_fresh_folder
 
 PAIRS, SKIPPED, COLLECTIVES = 200, 10, 12
 SIZES = {"15.8 million parameters": (60, 64), "4.0 million": (15, 256)}
@@ -58,7 +58,7 @@ class Training:
     def __init__(self, stack: ExitStack, size: str, *, steps: str = "") -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_fresh_folder(folder / "out")
-        told = environment(folder / "out", steps) if steps else None
+        told = environment_for_recording(folder / "out", steps) if steps else None
         words = [sys.executable, "-m", "benchmarks.record_cost", "train", size]
         self._process = subprocess.Popen(words, env=told, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         stack.callback(self._process.wait)

@@ -34,7 +34,7 @@ from harness.core.judge.result import Verdict
 from harness.core.judge.stored_trial import load_case
 from harness.core.report.cause_text import diagnosis_line
 from harness.faults.attempt import Attempt, accepted_attempts
-from harness.recording.judged.anomalies import anomalies
+from harness.recording.judged.anomalies import find_anomalies
 from harness.recording.judged.recorded_layout import judge_records
 from harness.recording.judged.stored_recording import Recording
 from harness.recording.pages.recording_page import cost_rows
@@ -126,7 +126,7 @@ def noticed(folder: Path) -> Noticed:
     results, diagnosis = judge_records(recording, launched.dims, records.__getitem__)
     broken = [r.check for r in results if r.verdict is Verdict.FAIL]
     unknown = tuple(r.check for r in results if r.verdict is Verdict.UNKNOWN)
-    labels = [*(anomaly.label for anomaly in anomalies(recording)), *(label for label, _ in cost_rows(summaries))]
+    labels = [*(anomaly.label for anomaly in find_anomalies(recording)), *(label for label, _ in cost_rows(summaries))]
     said = said_of(folder.name, results, diagnosis, labels)
     return Noticed(tuple(dict.fromkeys([*broken, *labels])), unknown, diagnosis_line(diagnosis), said)
 
@@ -189,7 +189,7 @@ def _of_faulty(folder: Path, attempt: Attempt, said: list[dict[str, Any]]) -> st
     return word
 
 
-STRUCTURE = RECORDED.without(("contents", "samples", "uses"), "no structure")
+STRUCTURE = RECORDED.lacking_words(("contents", "samples", "uses"), "no structure")
 
 
 def _word(found: Noticed, attempt: Attempt) -> str:

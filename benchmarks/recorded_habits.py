@@ -33,8 +33,8 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.core.case import layout as layouts
 from harness.core.cli import main as command_line
-from harness.recording.injection import environment, make_fresh_folder
-from harness.recording.judged.anomalies import anomalies
+from harness.recording.injection import environment_for_recording, make_fresh_folder
+from harness.recording.judged.anomalies import find_anomalies
 from harness.recording.judged.recorded_layout import judge_recording
 from harness.recording.judged.stored_recording import load_recording
 from tools.said import said_of
@@ -282,7 +282,7 @@ def record(name: str, folder: Path) -> None:
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
-            recorder._recorder.end()
+            recorder._recorder.write_last_record()
             os._exit(0)
         children.append(child)
     print(name, "ended", [os.waitpid(child, 0)[1] for child in children], flush=True)
@@ -302,7 +302,7 @@ def said(name: str, folder: Path) -> dict[str, Any]:
     """Return the judgement of a job with the layout that it has, as data."""
     recording = load_recording(folder / name)
     results, diagnosis = judge_recording(recording, layouts.parse_layout(JOBS[name][0], recording.world))
-    return said_of(name, results, diagnosis, [anomaly.label for anomaly in anomalies(recording)])
+    return said_of(name, results, diagnosis, [anomaly.label for anomaly in find_anomalies(recording)])
 
 
 def main() -> int:
@@ -325,7 +325,9 @@ def main() -> int:
         for name in names:
             make_fresh_folder(folder / name)
         words = [sys.executable, "-m", "benchmarks.recorded_habits", "-k", args.k, "--record", str(folder)]
-        subprocess.run(words, env=environment(folder / names[0], "1-3") | {"OMP_NUM_THREADS": "1"}, check=True)
+        subprocess.run(
+            words, env=environment_for_recording(folder / names[0], "1-3") | {"OMP_NUM_THREADS": "1"}, check=True
+        )
         pages = {name: shown(name, folder) for name in names}
         if args.json:
             args.json.write_text(json.dumps([said(name, folder) for name in names], indent=1), encoding="utf-8")

@@ -37,7 +37,7 @@ from harness.core.run.options import Options
 from harness.nights.affected.maps import CaseMap, map_file
 from harness.nights.affected.selecting import select_affected
 from harness.nights.affected.sources import changes_between
-from harness.nights.bisect.commits import bisect, run_git, temporary_clone
+from harness.nights.bisect.commits import bisect_commits, run_git, temporary_clone
 
 STORED = Path(__file__).with_suffix(".json")
 PAGE = ROOT / "docs" / "results" / "torchtitan_history.md"
@@ -130,7 +130,7 @@ def bisected(repo: Path, change: Change, out: Path) -> Bisected:
     """Look for the commit that brought the bug, between the change's good and bad commit, and return the result."""
     good, bad = change.between
     options = Options(out=out / change.commit, trainer=trainer_of(change, "", out), timeout=240.0)
-    found = bisect(repo, good, bad, [case_of(change)], options, print)
+    found = bisect_commits(repo, good, bad, [case_of(change)], options, print)
     first = found.first.commit[:9] if found.first else ""
     return Bisected(first, len({one.commit for one in found.judged}), round(found.seconds))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .budget import spend_logits
 from .columns import flatten_by_blocks, restore_from_blocks
 from .config import ModelConfig, TrainingConfig, quantized_modules
-from .data import IGNORED, documents, step_length
+from .data import IGNORED, document_indices, step_length
 from .model import at_least_float32, freeze, llama_from, seed_masks
 from .optimizer import MOMENTS, Optimizer, options_of
 from .precision import DTYPES, Worker
@@ -328,7 +328,7 @@ def token_losses(model: nn.Module, batch: Batch, document_mask: bool) -> Tensor:
     """
     tokens = _integer_tensor(batch.tokens)
     labels = _integer_tensor(batch.labels)
-    logits = at_least_float32(model(tokens, documents=documents(tokens) if document_mask else None))
+    logits = at_least_float32(model(tokens, documents=document_indices(tokens) if document_mask else None))
     spend_logits(logits.numel())
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
 

@@ -181,7 +181,7 @@ def build_dataset(training: TrainingConfig, model: ModelConfig) -> TokenDataset 
     )
 
 
-def documents(tokens: Tensor) -> Tensor:
+def document_indices(tokens: Tensor) -> Tensor:
     """Return the number, from 0, of the document that each token is in; a separator ends its own. int64 [b, s]"""
     ends = (tokens == SEPARATOR).long()
     return ends.cumsum(dim=-1) - ends

@@ -26,7 +26,7 @@ def _length(values: np.ndarray) -> float:
     return math.sqrt(float(np.sum(np.square(values))))
 
 
-def best_fit(seen: np.ndarray, expected: np.ndarray) -> float:
+def best_fitting_factor(seen: np.ndarray, expected: np.ndarray) -> float:
     """Return the factor of `expected` that is nearest to `seen`: <seen, expected> / <expected, expected>.
 
     1 if all that is expected is zero: only the distance shows a difference then.

@@ -123,7 +123,7 @@ class Adapted(nn.Linear):
         return super().forward(x) + self.scale * self.lora_b(self.lora_a(x))
 
 
-def linear(config: ModelConfig, name: str, inputs: int, outputs: int) -> nn.Linear:
+def block_matrix(config: ModelConfig, name: str, inputs: int, outputs: int) -> nn.Linear:
     """Return a matrix without bias for a block; with an adapter if the config's `lora` targets its name."""
     if config.lora is not None and name in config.lora.targets:
         return Adapted(inputs, outputs, config.lora)
@@ -142,10 +142,10 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         kv_dim = config.n_kv_heads * config.head_dim
-        self.wq = linear(config, "wq", config.dim, config.dim)
-        self.wk = linear(config, "wk", config.dim, kv_dim)
-        self.wv = linear(config, "wv", config.dim, kv_dim)
-        self.wo = linear(config, "wo", config.dim, config.dim)
+        self.wq = block_matrix(config, "wq", config.dim, config.dim)
+        self.wk = block_matrix(config, "wk", config.dim, kv_dim)
+        self.wv = block_matrix(config, "wv", config.dim, kv_dim)
+        self.wo = block_matrix(config, "wo", config.dim, config.dim)
         self.inner_attention = CausalAttention()
 
     def forward(self, x: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
@@ -177,9 +177,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w1 = linear(config, "w1", config.dim, config.ffn_dim)
-        self.w2 = linear(config, "w2", config.ffn_dim, config.dim)
-        self.w3 = linear(config, "w3", config.dim, config.ffn_dim)
+        self.w1 = block_matrix(config, "w1", config.dim, config.ffn_dim)
+        self.w2 = block_matrix(config, "w2", config.ffn_dim, config.dim)
+        self.w3 = block_matrix(config, "w3", config.dim, config.ffn_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))

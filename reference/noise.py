@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .config import TrainingConfig
-from .distance import best_fit, largest_or_nan, relative_distance
+from .distance import best_fitting_factor, largest_or_nan, relative_distance
 from .precision import DTYPES
 from .record import Noise, ReferenceStep
 
@@ -133,7 +133,7 @@ def _distance_of(fqn: str) -> Distance:
 
 
 def _misfit_of(fqn: str) -> Distance:
-    return lambda seen, step: abs(best_fit(seen.gradients[fqn], step.gradients[fqn]) - 1)
+    return lambda seen, step: abs(best_fitting_factor(seen.gradients[fqn], step.gradients[fqn]) - 1)
 
 
 def _gradient_distance(seen: ReferenceStep, step: ReferenceStep) -> float:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import ModelConfig, TrainingConfig, quantized_modules
-from .data import IGNORED, Dataset, build_dataset, documents, step_length, step_samples
+from .data import IGNORED, Dataset, build_dataset, document_indices, step_length, step_samples
 from .kernels import cpu_kind
 from .model import at_least_float32, freeze, initial_weights, llama_from, seed_masks
 from .noise import Reordered, SummationOrder, measure_noise, noise_orders_of_kind, reorders_step
@@ -179,7 +179,9 @@ def backward(
 
 def forward_loss(model: nn.Module, tokens: Tensor, labels: Tensor, *, document_mask: bool = False) -> Tensor:
     """Return the sum of the valid labels' negative log-likelihoods, in at least float32. tokens, labels [b, s] -> []"""
-    logits = at_least_float32(model(tokens, documents=documents(tokens) if document_mask else None))  # [b, s, vocab]
+    logits = at_least_float32(
+        model(tokens, documents=document_indices(tokens) if document_mask else None)
+    )  # [b, s, vocab]
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
@@ -263,7 +265,7 @@ def mean_squares(model: nn.Module, tokens: Tensor, document_mask: bool = False) 
 
     hooks = [module.register_forward_pre_hook(note(fqn)) for fqn, module in model.named_modules()]
     with torch.no_grad():
-        model(tokens, documents=documents(tokens) if document_mask else None)
+        model(tokens, documents=document_indices(tokens) if document_mask else None)
     for hook in hooks:
         hook.remove()
     return squares

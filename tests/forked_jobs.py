@@ -99,7 +99,7 @@ class JobForker:
         outputs = [log or folder / "stdout", log or folder / "stderr"]
         for output in outputs:
             output.touch()
-        environment = injection.environment(directory, steps) | dict(extra_environment or {})
+        environment = injection.environment_for_recording(directory, steps) | dict(extra_environment or {})
         ranks, words = split_launcher(command)
         store = master_store() if ranks else None
         job = ForkedJob(
@@ -205,7 +205,7 @@ def forked_main(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Main]:
 
     def forked(words: list[str]) -> int:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(injection, "run", run)
+            patch.setattr(injection, "run_recorded_command", run)
             return main(words)
 
     yield forked

@@ -26,7 +26,7 @@ from harness.core.evidence.provided import RECORDED
 from harness.core.evidence.records import Collective, Exit, Run
 from harness.core.judge import golden
 from harness.core.judge.measured import with_measured_traits
-from harness.core.judge.norms import norm_of
+from harness.core.judge.norms import norm_of_slices
 from harness.core.judge.order import flatten_reference, flatten_trial
 from harness.core.judge.result import Diagnosis, Result
 from harness.core.judge.trial import Trial
@@ -75,7 +75,7 @@ def trial_of(requested: Case, ran: Case | None = None, *, traits: TrainerTraits 
     world = ran.dims.world_size
     own = make_plan(ran)
     oracle = flatten_reference(reference, own.column_blocks) if own.flat else reference
-    seed = oracle if ran.model_of is None else reference_of(ran.from_the_seed)
+    seed = oracle if ran.weights_saved_after is None else reference_of(ran.first_launch)
     ranks = {rank: rank_evidence(requested, ran, rank, oracle, seed) for rank in range(world)}
     exits = tuple(Exit(rank, "ok", 0) for rank in range(world))
     run = Run("run", world, exits, ranks, checkpoint=checkpoint_of(ran, reference))
@@ -202,7 +202,7 @@ def with_updates_that_follow(trial: Trial) -> Trial:
     """What the optimizer makes, rank by rank, of the gradients that are there, clipped by the norm of those of its replica."""
     steps, training = range(1, trial.case.training.steps + 1), trial.case.training
     replicas = {rank: _replica(trial, rank) for rank in trial.ranks}
-    norms = {replica: [norm_of(trial, step, replica) for step in steps] for replica in set(replicas.values())}
+    norms = {replica: [norm_of_slices(trial, step, replica) for step in steps] for replica in set(replicas.values())}
     for rank, evidence in trial.ranks.items():
         starts, own = {tensor.fqn: tensor.value for tensor in evidence.parameters}, norms[replicas[rank]]
         for step in steps:

@@ -19,7 +19,7 @@ from harness.core.evidence.step import Activity, AfterForward, Attention, Call, 
 from harness.core.plan.frozen import count_differentiated_layers, matmuls_left_out
 from harness.core.plan.make_plan import make_plan
 from harness.core.plan.slices import tp_dim
-from harness.core.plan.stages import positions as positions_of
+from harness.core.plan.stages import token_positions_of_rank as positions_of
 from harness.core.plan.traffic.flow import OUTSIDE
 from harness.core.plan.units import units_of_rank
 from harness.reference.record import ReferenceRun, ReferenceStep
@@ -68,7 +68,7 @@ def checkpoint_of(case: Case, reference: ReferenceRun) -> Checkpoint | None:
 
 
 def _resumed(ran: Case, reference: ReferenceRun, part: Any) -> Resumed:
-    if ran.model_of is not None:
+    if ran.weights_saved_after is not None:
         return Resumed({fqn: full[part[fqn]] for fqn, full in reference.weights.items()}, {})
     step = reference.steps[ran.steps.start - 2]
     return Resumed({fqn: full[part[fqn]].copy() for fqn, full in step.parameters.items()}, _state(step, part))

@@ -17,7 +17,7 @@ def follows(trial: Trial, one: Hypothesis) -> Trial:
     assumed = one.assume(trial)
     result = judged("update", assumed)
     assert result.verdict is Verdict.PASS, result.findings
-    for rank, step, wanted in assumed.steps():
+    for rank, step, wanted in assumed.steps_with_reference():
         for fqn, left in step.parameters.items():
             expected, where = wanted.parameters[fqn], f"rank {rank}, step {step.step}, {fqn}"
             part = assumed.slice_of(rank, fqn)

@@ -24,7 +24,7 @@ ONE_IN = 4
 TRAINER = PurePosixPath("harness/core/trainers/llama3")
 
 
-def drawn(base: str = "HEAD^") -> list[Fault]:
+def draw_faults(base: str = "HEAD^") -> list[Fault]:
     """Return the faults to make for the change from commit `base` to HEAD, in the order of the catalogue.
 
     All faults if git fails.
@@ -34,7 +34,7 @@ def drawn(base: str = "HEAD^") -> list[Fault]:
     if tree is None or listed is None:
         return all_faults()
     changed = [PurePosixPath(line) for line in listed.splitlines()]
-    return [fault for fault in all_faults() if affected(fault, changed) or is_in_the_quarter(fault.name, tree)]
+    return [fault for fault in all_faults() if can_affect(fault, changed) or is_in_the_quarter(fault.name, tree)]
 
 
 def is_in_the_quarter(name: str, tree: str) -> bool:
@@ -43,7 +43,7 @@ def is_in_the_quarter(name: str, tree: str) -> bool:
     return hashlib.sha256(f"{tree} {name}".encode()).digest()[0] % ONE_IN == 0
 
 
-def affected(fault: Fault, changed: Iterable[PurePosixPath]) -> bool:
+def can_affect(fault: Fault, changed: Iterable[PurePosixPath]) -> bool:
     """Return whether a changed file that still exists can affect the fault.
 
     That is its own file, a check that catches it, a file that names its cause, or the trainer's module in which it is
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.drawn_faults", description=__doc__, formatter_class=raw)
     parser.add_argument("--base", default="HEAD^", metavar="COMMIT")
     args = parser.parse_args(argv)
-    print(" or ".join(fault.name for fault in drawn(args.base)))
+    print(" or ".join(fault.name for fault in draw_faults(args.base)))
     return 0
 
 

@@ -65,14 +65,18 @@ class Stage:
     shares: bool = False
 
 
-def alone(cases: Sequence[Case]) -> list[Case]:
+def one_rank_cases(cases: Sequence[Case]) -> list[Case]:
     """Return the cases of which all launches have one rank."""
     return [case for case in cases if all(one.dims.world_size == 1 for one in case.launches.values())]
 
 
 def plain(cases: Sequence[Case], dtype: str) -> list[Case]:
     """Return the cases of one rank in this dtype, without those that are quantized or compiled."""
-    return [with_dtype(case, dtype) for case in alone(cases) if not (case.training.quantize or case.features.compile)]
+    return [
+        with_dtype(case, dtype)
+        for case in one_rank_cases(cases)
+        if not (case.training.quantize or case.features.compile)
+    ]
 
 
 def in_tf32(cases: Sequence[Case]) -> list[Case]:
@@ -83,17 +87,17 @@ def in_tf32(cases: Sequence[Case]) -> list[Case]:
 
 def quantized(cases: Sequence[Case]) -> list[Case]:
     """Return the cases of one rank in 8 bits."""
-    return [case for case in alone(cases) if case.training.quantize]
+    return [case for case in one_rank_cases(cases) if case.training.quantize]
 
 
 def compiled(cases: Sequence[Case]) -> list[Case]:
     """Return the cases of one rank with torch.compile."""
-    return [case for case in alone(cases) if case.features.compile]
+    return [case for case in one_rank_cases(cases) if case.features.compile]
 
 
 def shared(cases: Sequence[Case]) -> list[Case]:
     """Return the default tier's cases that have several ranks in some launch, the fewest ranks first."""
-    chosen = [case for case in cases if case.tier == "default" and case not in alone(cases)]
+    chosen = [case for case in cases if case.tier == "default" and case not in one_rank_cases(cases)]
     return sorted(chosen, key=lambda case: case.dims.world_size)
 
 
@@ -115,7 +119,7 @@ STAGES = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all that is left, write the results into a folder, print them, and return the exit code."""
     args = parsed(arguments)
-    machine = gpu_machine.described(args.device)
+    machine = gpu_machine.describe_machine(args.device)
     print(*gpu_machine.lines(machine), sep="\n", flush=True)
     if args.device == "cuda" and not machine["gpus"]:
         print("no GPU is here: nothing was run")

@@ -31,7 +31,7 @@ NEEDED = {
 DRIVER = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 
 
-def described(device: str) -> dict[str, Any]:
+def describe_machine(device: str) -> dict[str, Any]:
     """Return plain values on this machine: GPUs, cores, versions, packages that are installed and missing.
 
     It asks torch for its libraries' versions, and CUDA for nothing: ranks are forked later.

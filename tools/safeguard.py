@@ -251,7 +251,7 @@ def of_check(before: Said, now: Said) -> Iterator[tuple[bool, str]]:
         yield False, f"{count_text(before.findings)} findings -> {count_text(now.findings)}"
 
 
-def compared(
+def print_differences(
     table: Mapping[str, Table], now: Mapping[str, Table], *, whole: bool, drawn: Collection[str] | None = None
 ) -> int:
     """Print the differences and return the exit code: 1 for a failure, 2 if entries are missing or none was compared,
@@ -354,8 +354,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "out")
     args = parser.parse_args(argv)
     if not args.accept:
-        drawn = {fault.name for fault in drawn_faults.drawn(args.base)} if args.drawn else None
-        return compared(load(TABLE), stored(args.out), whole=args.all, drawn=drawn)
+        drawn = {fault.name for fault in drawn_faults.draw_faults(args.base)} if args.drawn else None
+        return print_differences(load(TABLE), stored(args.out), whole=args.all, drawn=drawn)
     if not args.stored:
         run_all(args.out.resolve())
     elif wrong := unfit(args.out, load(TABLE)):

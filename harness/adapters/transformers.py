@@ -114,7 +114,7 @@ class Started(StartedTrainer):
         model = LlamaForCausalLM(LlamaConfig(**_sizes(case)))
         load_weights([model], case, weights, adapter.fqn, adapter.rows(case))
         if case.wrapper in ZERO:
-            under_accelerate.lend(device)
+            under_accelerate.patch_accelerate_backend(device)
         arguments = TrainingArguments(**_options(case, device))
         if device == "cpu" and case.wrapper == "fsdp2":  # else it would be DDP: upstream_bugs/accelerate_cpu_fsdp.py
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -194,12 +194,12 @@ def _named_sample(case: Case, tokens: Any, labels: Any) -> dict[str, Any]:
 
     With a document mask there is "attention_mask": bool [1, s, s], True where a position sees another.
     """
-    from harness.reference.data import documents
+    from harness.reference.data import document_indices
 
     sample = {"input_ids": tokens, "labels": labels, "shift_labels": labels}
     if not case.training.document_mask:
         return sample
-    which = documents(tokens[None])[0]
+    which = document_indices(tokens[None])[0]
     return sample | {"attention_mask": (which[None, :, None] == which[None, None]).tril()}
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from harness.core.case.case import Case
 from harness.core.case.dims import AXES
 from harness.core.plan.grid import rank_grid, shard_axis
-from harness.core.plan.slices import chunk, tp_dim
+from harness.core.plan.slices import chunk_interval, tp_dim
 
 LONGEST_LINE = 16  # ranks of an axis that are all run
 DRAWN_RANKS = 3
@@ -87,7 +87,7 @@ def _uneven_positions(case: Case, axis: str) -> set[int]:
     uneven_positions = set[int]()
     for fqn, shape in case.model.parameter_shapes().items():
         rows = shape[0] // (case.dims.tp if tp_dim(fqn) == 0 else 1)
-        chunks = (chunk((0, rows), degree, index) for index in range(degree))
+        chunks = (chunk_interval((0, rows), degree, index) for index in range(degree))
         sizes = [stop - start for start, stop in chunks]
         uneven_positions |= {index for index in range(1, degree) if sizes[index] < sizes[index - 1]}
     return uneven_positions

@@ -47,7 +47,7 @@ class CommandRun:
     """Seconds for all of them."""
 
 
-def run_alone(
+def run_command_alone(
     words: Sequence[str],
     ranks: Sequence[int],
     world: int,
@@ -72,7 +72,9 @@ def run_alone(
         }
         log = log_file(directory, rank)
         try:
-            return injection.run(words, directory, STEPS, extra_environment=environment, log=log, timeout=timeout)
+            return injection.run_recorded_command(
+                words, directory, STEPS, extra_environment=environment, log=log, timeout=timeout
+            )
         except subprocess.TimeoutExpired:
             unable_file(directory, rank).write_text(TIMEOUT_REASON.format(timeout), encoding="utf-8")
             return -signal.SIGKILL

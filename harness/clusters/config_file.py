@@ -45,7 +45,7 @@ class CaseFromFile:
     """What the configuration asks for and is not run."""
 
 
-def read(path: Path, world: int | None, flavor: str | None = None) -> CaseFromFile:
+def read_titan_file(path: Path, world: int | None, flavor: str | None = None) -> CaseFromFile:
     """Return the case of torchtitan's configuration file. Raises CaseError, also for another model than a known llama3.
 
     world: the number of ranks; None where the file's degrees define it. flavor: a key of PRESETS in place of the file's

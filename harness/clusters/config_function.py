@@ -33,7 +33,7 @@ RUN_PARTS = (
 RECOMPUTATION_WORDS = {"NoneType": ("none", ""), "FullAC": ("full", ""), "SelectiveAC": ("selective", "op")}
 
 
-def read(function_path: str, world: int, where: str | None = None) -> CaseFromFile:
+def case_from_function(function_path: str, world: int, where: str | None = None) -> CaseFromFile:
     """Return the case of the configuration that a function returns.
 
     Raises CaseError, also for errors in the user's module. function_path: MODULE:FUNCTION or FILE.py:FUNCTION. where: a

@@ -22,7 +22,7 @@ from harness.core.evidence.codec import encoded_without_values
 from harness.core.evidence.records import RankEvidence
 from harness.core.evidence.step import StepEvidence
 from harness.core.evidence.store import write_text
-from harness.core.run.rank_main import in_the_references_words
+from harness.core.run.rank_main import evidence_in_reference_names
 
 if TYPE_CHECKING:
     from harness.core.probe.storages import StorageRecorder
@@ -94,7 +94,7 @@ def _train_watched(
     from harness.clusters import imagined, neighbours, world
     from harness.core.probe import Probe
 
-    world.join(this_rank, case.dims.world_size)
+    world.join_fake_world(this_rank, case.dims.world_size)
     neighbours.vote_alone()
     neighbours.answer_shapes(case)
     mode = imagined.prepare_torch()
@@ -115,7 +115,7 @@ def _train_watched(
     finally:
         probe.remove()
     evidence = dataclasses.replace(evidence, steps=tuple(map(_without_samples, evidence.steps)))
-    return trainer, in_the_references_words(evidence, adapter, case, probe.fused_starts), witness.storages
+    return trainer, evidence_in_reference_names(evidence, adapter, case, probe.fused_starts), witness.storages
 
 
 def _without_samples(step: StepEvidence) -> StepEvidence:

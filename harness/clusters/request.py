@@ -100,7 +100,7 @@ class Request:
         """
         path = Path(self.dims.partition(":")[0])
         if path.suffix == ".toml":  # torchtitan's is read as a case
-            from_file = config_file.read(path, self.world, self.model)
+            from_file = config_file.read_titan_file(path, self.world, self.model)
             return draft_of_case(from_file.case, config_file.TITAN_TRAITS, from_file.set_aside)
         if path.suffix in READERS:
             return READERS[path.suffix](self.dims, self.world)

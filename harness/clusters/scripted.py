@@ -58,7 +58,7 @@ def _begin_rank(recorder_of_rank: Recorder) -> None:
     The recorder no longer reads tensors' contents, and the process ends after the last recorded step.
     """
     rank = int(os.environ["RANK"])
-    world.join(rank, int(os.environ[ALONE_VARIABLE]))
+    world.join_fake_world(rank, int(os.environ[ALONE_VARIABLE]))
     for name in MODULES_WITH_MESHES:
         importlib.import_module(name)
     neighbours.vote_alone()
@@ -80,7 +80,7 @@ def _end_after_step(recorder_of_rank: Recorder, last: int) -> None:
         """Run the clock's own function between steps; after step `last`, end the recording and the process."""
         between_steps()
         if recorder_of_rank.clock.last_finished_step >= last:
-            recorder_of_rank.end()
+            recorder_of_rank.write_last_record()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 
-def join(rank: int, world_size: int) -> None:
+def join_fake_world(rank: int, world_size: int) -> None:
     """Join a fake process group of that size as this rank, on machines of one rank (LOCAL_RANK 0).
 
     It sets the launcher's variables, makes later calls of init_process_group do nothing, and gives every group the fake

@@ -64,7 +64,7 @@ def rings() -> Mapping[str, Ring]:
     }
 
 
-def load(spelled_function: str) -> Any:
+def import_object(spelled_function: str) -> Any:
     """Import and return the object that "module:name" spells."""
     module, _, name = spelled_function.partition(":")
     return getattr(importlib.import_module(module), name)
@@ -73,7 +73,7 @@ def load(spelled_function: str) -> Any:
 def functions_of(field: str) -> Iterator[Callable[..., Any]]:
     """Yield the functions of all rings in a field that is a sequence, importing each as it is reached."""
     for ring in rings().values():
-        yield from map(load, getattr(ring, field))
+        yield from map(import_object, getattr(ring, field))
 
 
 def entries_of(field: str) -> dict[str, str]:
@@ -88,7 +88,7 @@ def functions_for(field: str, key: str) -> Iterator[Callable[..., Any]]:
     """Yield the function of each ring that has this key in a field that is a table; nothing if no ring has it."""
     for ring in rings().values():
         if key in getattr(ring, field):
-            yield load(getattr(ring, field)[key])
+            yield import_object(getattr(ring, field)[key])
 
 
 def function_for(field: str, key: str) -> Callable[..., Any]:
@@ -101,7 +101,7 @@ def function_for(field: str, key: str) -> Callable[..., Any]:
     raise LookupError(f"no ring has {key!r} among its {field}")
 
 
-def commands() -> dict[str, tuple[str, str]]:
+def commands_of_rings() -> dict[str, tuple[str, str]]:
     """Return, by command, the package that has it (harness.RING.cli) and its line of help."""
     return {
         command: (f"{__name__.split('.')[0]}.{name}.cli", help)

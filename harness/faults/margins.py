@@ -24,7 +24,7 @@ from harness.core.case.case import Case
 from harness.core.evidence.own_folders import is_drawing, refuse_foreign_file
 from harness.core.evidence.store import load_stored
 from harness.core.judge import golden
-from harness.core.judge.assembly import gradient_distance, misfits
+from harness.core.judge.assembly import gradient_distance, gradient_misfits
 from harness.core.judge.losses import global_loss
 from harness.core.judge.stored_trial import load_trial
 from harness.core.judge.tolerance import FACTOR, Bounds
@@ -108,7 +108,7 @@ def _recipe_text(case: Case, key: str) -> str:
 def _run_distances(trial: Trial) -> Distances:
     """Return how far a run lies from the reference, in each step the rank that is farthest off. A missing loss is NaN."""
     distances: Distances = {name: [0.0] * len(trial.reference.steps) for name in NUMBERS}
-    for rank, step, reference in trial.steps():
+    for rank, step, reference in trial.steps_with_reference():
         loss = global_loss(trial, step.step)
         distances_of_step = {
             "loss": abs((loss if loss is not None else float("nan")) / reference.loss - 1),
@@ -124,7 +124,7 @@ def _run_distances(trial: Trial) -> Distances:
             distances[name][step.step - 1] = largest_or_nan([distances[name][step.step - 1], value])
     distances["parameter"] = []
     for number in trial.case.steps:
-        excesses = [misfit.ratio_to_bound for misfit in misfits(trial, number)[0]]
+        excesses = [misfit.ratio_to_bound for misfit in gradient_misfits(trial, number)[0]]
         distances["parameter"].append(largest_or_nan(excesses))
     return distances
 
@@ -139,7 +139,7 @@ def _mistake_distances(trial: Trial, reference: ReferenceRun, make: Callable[[Ca
     """
     case = trial.case
     with make(case):
-        wrong_steps = train.train(case.model, case.training, model_of=case.model_of).steps
+        wrong_steps = train.train(case.model, case.training, model_of=case.weights_saved_after).steps
     by_step = {
         step.step: measure_noise((right,), [(step,)]) for right, step in zip(reference.steps, wrong_steps, strict=True)
     }
@@ -241,7 +241,7 @@ def _cells(values: dict[str, str]) -> str:
     return "".join(f"  {name} {value:<12}" for name, value in values.items())
 
 
-def draw(margin: Margin, folder: Path) -> Path:
+def draw_margin(margin: Margin, folder: Path) -> Path:
     """Draw distances and bounds of each number by step, into margins-NAME.png in the folder. Return the file.
 
     Raises EvidenceError if something else than a drawing lies there, and ValueError unless there are three mistakes.
@@ -302,6 +302,6 @@ def group_by_recipe(cases: Sequence[Case]) -> list[list[Case]]:
     """
     cases_by_recipe: dict[tuple[str, str], list[Case]] = {}
     for case in cases:
-        if not case.exact and case.expected_failure is None:
+        if not case.has_derived_bounds and case.expected_failure is None:
             cases_by_recipe.setdefault((golden.recipe_name(case), case.noise_key), []).append(replace(case, runs=1))
     return list(cases_by_recipe.values())

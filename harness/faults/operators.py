@@ -1,7 +1,7 @@
 """Operators, of which faults are made: each does one wrong thing at one target. An operator is what a fault `does`.
 
 A target is "module:attribute", such as "torch.optim:Optimizer.zero_grad"; a module that begins with a dot is one of
-harness.core.trainers.llama3, such as ".trainer:scaled". It is looked up on each rank, before the trainer is built, and
+harness.core.trainers.llama3, such as ".trainer:scale_loss". It is looked up on each rank, before the trainer is built, and
 never put back: each rank is a separate process. Each operator calls `fired()` where it does the wrong thing, and not
 where it only might have. `when` gets what the target was called with; where it does not hold, the call is left as it
 is.
@@ -228,11 +228,16 @@ def make_call(target: str, *args: Any, **kwargs: Any) -> Act:
 # ---- targets
 
 
+RENAMED_TARGETS = {".trainer:scaled": ".trainer:scale_loss"}
+"""Targets of the documentation by their names before 0.2.0, which work until 0.3.0."""
+
+
 def find_target(target: str) -> tuple[Any, str]:
     """Return (the object that holds the target, the target's name there), after importing its module.
 
     Raises FaultError, with the nearest name, if the module or the attribute does not exist.
     """
+    target = RENAMED_TARGETS.get(target, target)
     module, _, path = target.partition(":")
     if not path:
         raise FaultError(f"target {target!r}: one is given as 'module:attribute'")

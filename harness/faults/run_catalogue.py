@@ -101,7 +101,7 @@ class Baseline:
         return self.problem or ("PASS" if not self.is_stored else "PASS, as stored,")
 
 
-def matching(faults: Iterable[Fault], expression: str) -> list[Fault]:
+def select_faults(faults: Iterable[Fault], expression: str) -> list[Fault]:
     """Return the faults that `-k` selects, by words of name, case, bug, kind of bug and checks. Raises CaseError."""
     selected = [
         fault
@@ -265,7 +265,7 @@ def try_fault(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
         return replace(untried, note=str(problem))
     except (Exception, SystemExit) as error:  # one fault's, which no other need suffer from
         return replace(untried, note=unexpected_error_text(error))
-    weaker = what_weaker_tests_say(attempt, baseline.losses, losses)
+    weaker = weaker_test_results(attempt, baseline.losses, losses)
     return replace(attempt, weaker=weaker, off=curve_error(baseline.losses, losses))
 
 
@@ -365,7 +365,7 @@ def _ended_well(judgement: Judgement) -> bool:
     return all(exit["how"] == "ok" for exit in _exits(judgement))
 
 
-def what_weaker_tests_say(attempt: Attempt, right: Sequence[float], seen: Sequence[float]) -> dict[str, bool]:
+def weaker_test_results(attempt: Attempt, right: Sequence[float], seen: Sequence[float]) -> dict[str, bool]:
     """Return, by method of METHODS, whether it notices the fault.
 
     right: losses without the fault. seen: losses with it, empty if a rank failed, which all methods notice. A curve

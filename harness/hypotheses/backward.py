@@ -39,9 +39,9 @@ from harness.core.causes.words import (
 from harness.core.checks.traffic import IN_ANOTHER_DTYPE
 from harness.core.judge.result import Cause, Lines
 from harness.core.judge.tolerance import relative_difference
-from harness.core.judge.traffic import axis_of, axis_text, planned_optional
-from harness.core.judge.traffic import observed as observed_traffic
-from harness.core.judge.traffic import planned as planned_traffic
+from harness.core.judge.traffic import axis_of, axis_text, optional_bytes_by_collective
+from harness.core.judge.traffic import observed_bytes_by_collective as observed_traffic
+from harness.core.judge.traffic import planned_bytes_by_collective as planned_traffic
 from harness.core.judge.trial import Trial
 from harness.core.plan.slices import tp_dim
 from harness.core.plan.traffic.flow import Flow
@@ -335,7 +335,7 @@ def _missing_traffic_text(trial: Trial, step: int) -> str:
     rank = min(trial.ranks)
     observed = observed_traffic(trial, trial.ranks[rank], step)
     planned = planned_traffic(trial, rank, step)
-    optional = planned_optional(trial, rank, step)
+    optional = optional_bytes_by_collective(trial, rank, step)
     required = {key: size - optional.get(key, 0) for key, size in planned.items() if key[2] == "backward"}
     short_axes = (axis_of(trial, key[0]) for key, size in required.items() if observed.get(key, 0) < size)
     axes = " and ".join(dict.fromkeys(short_axes))
@@ -348,7 +348,7 @@ ENTRIES = 100
 """Numbers other than zero that must all be of a format, at least."""
 
 
-def coarse(trial: Trial, broken: Broken) -> Iterator[Fact]:
+def coarsely_rounded_numbers(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Yield facts that wrong gradients, or an optimizer's state, are all numbers of a coarser format than their own
     dtype.
 
@@ -401,7 +401,7 @@ def random_state_not_restored(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
     Nothing if gradients do not fail, or nothing is drawn in backward.
     """
-    activities = [step.activity for _, step, _ in trial.steps()]
+    activities = [step.activity for _, step, _ in trial.steps_with_reference()]
     other_states = {*itertools.chain.from_iterable(activity.other_states for activity in activities)}
     has_drawn = any(activity.random.get("backward") for activity in activities)
     if not other_states or not has_drawn or "gradients" not in broken:
@@ -421,12 +421,12 @@ def random_state_not_restored(trial: Trial, broken: Broken) -> Iterator[Fact]:
 FLOAT32 = 1e-6  # relative to the largest
 
 
-def rounding(trial: Trial, broken: Broken) -> Iterator[Fact]:
+def rounded_to_float32(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Yield the fact that in a float64 case all losses and the gradients of step 1 are off by less than float32 rounds.
 
     Nothing in other cases, if gradients do not fail, or if those of step 1 are right.
     """
-    if "gradients" not in broken or not trial.case.exact:
+    if "gradients" not in broken or not trial.case.has_derived_bounds:
         return
     wrong = pairs_with_wrong_gradient(trial, 1)
     gradients = [distance_to_reference(trial, rank, fqn, 1) for rank, fqn in wrong]

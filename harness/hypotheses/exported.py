@@ -22,9 +22,9 @@ from harness.core.judge.exports import (
     FUSED_MATRICES,
     Arrays,
     expected_export,
-    export_weights_after,
-    export_with_rows,
     rows_in_half_order,
+    tensors_with_row_order,
+    weights_to_export,
 )
 from harness.core.judge.result import Cause
 from harness.core.judge.trial import Trial
@@ -46,7 +46,7 @@ def wrong_exports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     bounds = rounding_units_by_name(trial)
     undecided = differing_tensor_names(trial)
     wrong_names = wrong_tensor_names(
-        exported_tensors, expected_export(trial.case, export_weights_after(trial, trial.case.steps[-1])), bounds
+        exported_tensors, expected_export(trial.case, weights_to_export(trial, trial.case.steps[-1])), bounds
     )
     wrong_names = [name for name in wrong_names if name not in undecided]
     matches: dict[str, tuple[Details, np.ndarray]] = {}
@@ -97,11 +97,11 @@ def _known_exports(trial: Trial) -> Iterator[tuple[Details, dict[str, np.ndarray
     """
     case = trial.case
     last = trial.case.steps[-1]
-    weights = export_weights_after(trial, last)
+    weights = weights_to_export(trial, last)
     is_permuted = case.features.export != "hf_interleaved"
     yield (), expected_export(case, weights)
     rows = (("with rows of q and k", "in the order for halves" if not is_permuted else "not in the order for halves"),)
-    yield rows, export_with_rows(case, weights, permuted=not is_permuted)
+    yield rows, tensors_with_row_order(case, weights, permuted=not is_permuted)
     if case.features.export == "hf_fused":
         for name, parts in FUSED_MATRICES.items():
             for order in itertools.permutations(range(len(parts))):
@@ -112,8 +112,8 @@ def _known_exports(trial: Trial) -> Iterator[tuple[Details, dict[str, np.ndarray
         unscaled = replace(case, model=replace(case.model, lora=replace(case.model.lora, alpha=case.model.lora.rank)))
         yield (("with adapters", "not scaled by alpha / rank"),), expected_export(unscaled, weights)
     for step in reversed([step for step in case.steps if step != last]):
-        yield (("as after step", step),), expected_export(case, export_weights_after(trial, step))
-    yield (("as", "before training"),), expected_export(case, export_weights_after(trial, 0))
+        yield (("as after step", step),), expected_export(case, weights_to_export(trial, step))
+    yield (("as", "before training"),), expected_export(case, weights_to_export(trial, 0))
 
 
 def _fitted_exports(
@@ -126,7 +126,7 @@ def _fitted_exports(
     which may be none.
     """
     case = trial.case
-    weights = export_weights_after(trial, trial.case.steps[-1])
+    weights = weights_to_export(trial, trial.case.steps[-1])
     expected = expected_export(case, weights)
     is_permuted = case.features.export == "hf"
     if case.model.lora is not None and (
@@ -137,7 +137,7 @@ def _fitted_exports(
         lora = replace(case.model.lora, alpha=case.model.lora.alpha * factor)
         rescaled = replace(case, model=replace(case.model, lora=lora))
         yield (("with adapters", f"scaled by {factor:.4g} times alpha / rank"),), expected_export(rescaled, weights)
-    plain = export_with_rows(case, weights, permuted=False) if is_permuted else {}
+    plain = tensors_with_row_order(case, weights, permuted=False) if is_permuted else {}
     of_heads = [name for name in wrong_names if name in plain and name.endswith(("q_proj.weight", "k_proj.weight"))]
     for heads in (case.model.n_heads, case.model.n_kv_heads):
         sizes = {name: divmod(len(plain[name]), 2 * heads) for name in of_heads}

@@ -37,10 +37,10 @@ from harness.core.judge.received_samples import (
 )
 from harness.core.judge.result import Cause, Lines
 from harness.core.judge.trial import Trial
-from harness.core.plan.stages import positions
+from harness.core.plan.stages import token_positions_of_rank
 from harness.hypotheses.received import (
     Rows,
-    are_at_ends,
+    are_labels_at_ends,
     are_validated_rows,
     assume_trained_on,
     first_token_of_rows,
@@ -132,7 +132,7 @@ def _is_divided_by_all(trial: Trial, label_shares: dict[int, float]) -> bool:
     False without label shares.
     """
     means = {step: (global_loss(trial, step) or math.nan) * share for step, share in label_shares.items()}
-    reported_losses = ((step.step, step.reported_loss) for _, step, _ in trial.steps())
+    reported_losses = ((step.step, step.reported_loss) for _, step, _ in trial.steps_with_reference())
     matches = (
         loss and math.isclose(loss, means.get(step, math.nan), rel_tol=trial.bounds.loss[1])
         for step, loss in reported_losses
@@ -146,7 +146,7 @@ def wrong_samples(trial: Trial) -> Cause | None:
     None if all ranks receive the right samples.
     """
     cause_finders: tuple[CauseFinder, ...] = (
-        _wrong_cut,
+        _wrong_sequence_cut,
         _differing_peers,
         _shared_samples,
         _repeated_samples,
@@ -170,19 +170,21 @@ def _step_text(trial: Trial, step: int) -> str:
 # ---- where its rows stand in the sequence, and who should have the same
 
 
-def _wrong_cut(trial: Trial, step: int) -> Cause | None:
+def _wrong_sequence_cut(trial: Trial, step: int) -> Cause | None:
     """Return the cause if samples are received at positions that are not those of the cp rank. None if none are."""
     case = trial.case
     ranks = samples_of_step(trial, step).by_rank
     length = trial.case.seq_len(step)
     received_positions = {rank: received_positions_of(trial, rank, step) for rank in ranks if case.dims.cp > 1}
     known = {rank: own for rank, own in received_positions.items() if own is not None}
-    wrong_ranks = [rank for rank, own in known.items() if not np.array_equal(own, positions(case, rank, length))]
+    wrong_ranks = [
+        rank for rank, own in known.items() if not np.array_equal(own, token_positions_of_rank(case, rank, length))
+    ]
     if not wrong_ranks:
         return None
     first = wrong_ranks[0]
     received_text = positions_text(known[first])
-    requested_text = positions_text(positions(case, first, length))
+    requested_text = positions_text(token_positions_of_rank(case, first, length))
     same_ranks = [rank for rank in wrong_ranks if np.array_equal(known[rank], known[first])]
     verb = "receives" if len(same_ranks) == 1 else "receive"
     hint = f"{rank_text(same_ranks)} {verb} the tokens at {received_text}{_step_text(trial, step)}, expected {requested_text}"
@@ -191,7 +193,7 @@ def _wrong_cut(trial: Trial, step: int) -> Cause | None:
         return Cause("CP not applied", text, expected=f"cp {case.dims.cp}", details=(("cp", case.dims.cp),))
     balance = case.features.cp_load_balance
     changed_case = replace(case, features=replace(case.features, cp_load_balance=not balance))
-    if all(np.array_equal(own, positions(changed_case, rank, length)) for rank, own in known.items()):
+    if all(np.array_equal(own, token_positions_of_rank(changed_case, rank, length)) for rank, own in known.items()):
         text = f"cp_load_balance {balance} is requested, {not balance} is observed"
         return Cause("another load balance", text, hint=hint, details=(("cp_load_balance", not balance),))
     return Cause("sequence cut otherwise", "cp ranks receive the wrong part of the sequence", hint=hint)
@@ -452,7 +454,7 @@ def _wrong_labels_text(
     """Return in words what wrong labels have in common; empty if nothing is known. wrong: rank -> (position, label, right)."""
     labels = [*itertools.chain.from_iterable(wrong.values())]
     all_masked = all(label < 0 for _, label, _ in labels)
-    if are_at_ends(trial, step, wrong):
+    if are_labels_at_ends(trial, step, wrong):
         return "each is the last of a cp rank's part" + (", and masked" if all_masked else "")
     if untrained := _untrained_numbers(trial, step, tuple(wrong)):
         noun = "microbatches" if len(untrained) > 1 else "microbatch"

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from harness.core.causes.contributions import AssumeInSteps, Interpretation
-from harness.core.causes.pieces import FittedWeights, assuming
+from harness.core.causes.pieces import FittedWeights, assume_piece_weights
 from harness.core.causes.words import groups_text
 from harness.core.judge.result import Cause
 from harness.core.judge.trial import Trial
@@ -44,14 +44,14 @@ def summed_over_others(fit: FittedWeights) -> Iterator[Interpretation]:
         usual_factors = sorted({1.0} | {len(trial.plan.group_of(group[0], axis)) / len(group) for group in groups})
         without = lambda step, rank: zeros  # noqa: E731
         counted = lambda step, rank, counted_pieces=counted_pieces: counted_pieces[rank]  # noqa: E731
-        factor = fit.factor(without, counted, usual_factors)
+        factor = fit.fit_factor(without, counted, usual_factors)
         if factor is None:
             continue
         text = f"gradients are reduced over {groups_text(groups)}, not over {axis}"
         details = (("axes", (axis,)), ("groups", groups), ("factor", factor))
         cause = Cause("gradients not reduced", text, expected=groups_text(trial.plan.groups[axis]), details=details)
         weights = lambda step, rank, counted_pieces=counted_pieces, factor=factor: factor * counted_pieces[rank]  # noqa: E731
-        assume_weights = partial(assuming, pieces=pieces, fqns=fit.fqns, weights=weights)
+        assume_weights = partial(assume_piece_weights, pieces=pieces, fqns=fit.fqns, weights=weights)
         yield Interpretation(
             cause, fit.fqns, _assume_groups(assume_weights, axis, groups), least_steps=1 + (factor not in usual_factors)
         )

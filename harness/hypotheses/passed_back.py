@@ -26,7 +26,7 @@ from harness.core.causes.words import shorten_names
 from harness.core.judge.result import Cause
 from harness.core.judge.trial import Trial
 from harness.hypotheses.backward import forward_order
-from harness.reference.distance import best_fit
+from harness.reference.distance import best_fitting_factor
 
 MULTIPLE_BOUND = 1e-9
 """Relative, in float64: a gradient that is another's multiple is off by no more."""
@@ -39,7 +39,7 @@ def multiples_passed_back(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     Nothing for inexact cases, if gradients are multiples throughout, or if the last wrong parameters have no common
     factor. A factor other than 0 needs two steps: the second one tests it.
     """
-    step = first_wrong_step(trial) if "gradients" in broken and trial.case.exact else None
+    step = first_wrong_step(trial) if "gradients" in broken and trial.case.has_derived_bounds else None
     if step is None:
         return
     wrong = {fqn for _, fqn in pairs_with_wrong_gradient(trial, step)}
@@ -74,7 +74,7 @@ def _common_factor(trial: Trial, step: int, fqns: Collection[str]) -> float | No
         expected = expected_gradient(trial, rank, fqn, step)
         if expected is None or expected.shape != gradient.shape or not np.any(expected):
             return None
-        factors.append(best_fit(gradient, expected))
+        factors.append(best_fitting_factor(gradient, expected))
         if not np.linalg.norm(gradient - factors[-1] * expected) <= MULTIPLE_BOUND * np.linalg.norm(expected):
             return None
     are_same = factors and np.allclose(factors, factors[0], rtol=1e-7, atol=1e-12)

@@ -21,20 +21,27 @@ from harness.core.causes.contributions import Interpretation, LossReport, gradie
 from harness.core.causes.differences import first_wrong_step, observed_gradients, pairs_with_wrong_gradient
 from harness.core.causes.factors import factor_text, times_text
 from harness.core.causes.hypothesis import Broken, Hypothesis, verdict_of
-from harness.core.causes.pieces import FittedWeights, Pieces, WeightsOfPieces, assuming, count_loss_chunks, fit_weights
+from harness.core.causes.pieces import (
+    FittedWeights,
+    Pieces,
+    WeightsOfPieces,
+    assume_piece_weights,
+    count_loss_chunks,
+    fit_weights,
+)
 from harness.core.causes.words import Arrays, Pair, where_text
 from harness.core.evidence.text import number_text
 from harness.core.judge.assumed import AssumedOptimizer
 from harness.core.judge.contents import view_of_slice
 from harness.core.judge.losses import losses_of_rank
-from harness.core.judge.norms import norm_of
+from harness.core.judge.norms import norm_of_slices
 from harness.core.judge.result import Cause, Verdict
 from harness.core.judge.tolerance import clip_coefficient, relative_difference
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import coordinate_of_rank
 from harness.hypotheses.backward import silent_axes, silent_axes_texts
 from harness.hypotheses.other_groups import summed_over_others
-from harness.reference.distance import best_fit
+from harness.reference.distance import best_fitting_factor
 
 if TYPE_CHECKING:
     from harness.reference.counterfactual import Batch
@@ -83,7 +90,7 @@ def _make_reading(
     weights: (step, rank) -> weight of each piece. number: what ranks may report as loss. free: whether some weight may
     be any number, so that two steps are needed.
     """
-    assume_weights = partial(assuming, pieces=fit.pieces, fqns=fit.fqns, weights=weights)
+    assume_weights = partial(assume_piece_weights, pieces=fit.pieces, fqns=fit.fqns, weights=weights)
     return Interpretation(
         cause, fit.fqns, lambda steps: partial(assume_weights, steps=steps), fitted, number, least_steps=1 + free
     )
@@ -135,7 +142,7 @@ def _microbatches_with_verb(fit: FittedWeights, numbers: Sequence[int]) -> str:
 
 def _readings_without_rule(fit: FittedWeights) -> Iterator[Interpretation]:
     """Yield one reading: pieces count with any weights. Nothing in inexact cases, where noise can have made them."""
-    if fit.trial.case.exact:
+    if fit.trial.case.has_derived_bounds:
         fitted_weights = np.stack([*fit.weights.values()]).round(9)[:, fit.has_tokens] + 0.0
         smallest = float(fitted_weights.min())
         largest = float(fitted_weights.max())
@@ -218,7 +225,7 @@ def _local_mean_readings(fit: FittedWeights) -> Iterator[Interpretation]:
         without = partial(_weights_if_averaged, pieces, unit_numbers, group_numbers, 0)
         averaged = partial(_weights_if_averaged, pieces, unit_numbers, group_numbers, 1)
         unit_count = len({*unit_numbers.tolist()}) // group_count
-        if (factor := fit.factor(without, averaged, (1, unit_count))) is None:
+        if (factor := fit.fit_factor(without, averaged, (1, unit_count))) is None:
             continue
         text = f"the loss is averaged per {' or '.join(names)}"
         free = factor not in (1, unit_count)
@@ -297,7 +304,7 @@ def _unreduced_readings(fit: FittedWeights) -> Iterator[Interpretation]:
         usual_factors = (1, math.prod(getattr(trial.case.dims, axis) for axis in missing))  # not divided either
         without_own = partial(_weights_with_own, is_other, own_pieces, 0)
         own_alone = partial(_weights_with_own, np.zeros_like(is_other), own_pieces, 1)
-        factor = fit.factor(without_own, own_alone, usual_factors)
+        factor = fit.fit_factor(without_own, own_alone, usual_factors)
         if factor is not None:
             cause, silent = _unreduced_cause(fit, missing, microbatch_numbers, factor, usual_factors)
             weights = partial(_weights_with_own, is_other, own_pieces, factor)
@@ -432,7 +439,7 @@ def _assume_clipping(pieces: Pieces, chains: Sequence[Sequence[int]], twice: boo
     def clip_twice(step: int, gradients: Arrays, norm: float, _: Any) -> Arrays:
         return {fqn: coefficient_of_both(norm) * gradient for fqn, gradient in gradients.items()}
 
-    norms = {step: norm_of(trial, step) for step in trial.case.steps}
+    norms = {step: norm_of_slices(trial, step) for step in trial.case.steps}
     changes = [{"given": clip_twice} if twice else {}]
     owners = [0] * len(pieces_of_shares)
     assumed_trial = assume.assume_separate_copies(trial, {}, changes, owners=owners, shares=shares, reduce=reduce)
@@ -453,7 +460,11 @@ def _exchanged_gradients(trial: Trial, pieces: Pieces, gradients: list[Arrays], 
     has no such sum.
     """
     wrong = pairs_with_wrong_gradient(trial, step)
-    if trial.case.dims.dp_replicate != 2 or not trial.case.exact or {rank for rank, _ in wrong} == {*trial.ranks}:
+    if (
+        trial.case.dims.dp_replicate != 2
+        or not trial.case.has_derived_bounds
+        or {rank for rank, _ in wrong} == {*trial.ranks}
+    ):
         return
     replicas = pieces.mesh_coordinates(("dp_replicate",))[:, 0]
     gradients_of_replicas = []
@@ -484,7 +495,7 @@ def _added_partner_gradient(
     for other in trial.plan.shapes:
         own_gradient, partner_gradient = _own_and_partner_gradient(trial, rank, fqn, other, gradients_of_replicas)
         if np.any(partner_gradient):
-            factor = best_fit(seen - own_gradient, partner_gradient)
+            factor = best_fitting_factor(seen - own_gradient, partner_gradient)
             if relative_difference(seen - own_gradient, factor * partner_gradient) < 1e-9:
                 return other, round(factor, 9)
     return None

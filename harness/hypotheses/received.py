@@ -30,7 +30,7 @@ from harness.core.judge.received_samples import (
 )
 from harness.core.judge.result import Cause, Lines
 from harness.core.judge.trial import Trial
-from harness.core.plan.stages import layers_of_stage, positions
+from harness.core.plan.stages import layers_of_stage, token_positions_of_rank
 
 LARGEST_SHIFT = 4
 """Places by which labels may be shifted."""
@@ -73,7 +73,9 @@ def rows_of_dp_share(trial: Trial, rank: int, step: int) -> Rows | None:
     for peer in trial.plan.peers(rank, "cp"):
         rows = received_token_rows(trial, step).get(peer)
         received_positions = received_positions_of(trial, peer, step)
-        columns = positions(trial.case, peer, length) if received_positions is None else received_positions
+        columns = (
+            token_positions_of_rank(trial.case, peer, length) if received_positions is None else received_positions
+        )
         if not rows or any(len(row) != len(columns) for row in rows):
             return None
         rows_by_peer[peer] = columns, np.stack(rows)
@@ -131,7 +133,7 @@ def labels_of_part(part: Microbatch, own: np.ndarray) -> np.ndarray | None:
     if laid is not None and np.array_equal(laid, own) and size in (own.size, (own != IGNORED).sum()):
         return laid
     for columns in _label_layouts(part, len(own)):
-        if columns.shape[1] <= own.shape[1] and shift_of(columns, own) is not None:
+        if columns.shape[1] <= own.shape[1] and shift_of_labels(columns, own) is not None:
             padded = np.full_like(own, IGNORED)
             padded[:, : columns.shape[1]] = columns
             return padded
@@ -149,7 +151,7 @@ def _label_layouts(part: Microbatch, samples: int) -> Iterator[np.ndarray]:
             yield np.hstack([piece.reshape(samples, piece.size // samples) for piece in pieces])
 
 
-def shift_of(labels: np.ndarray, own: np.ndarray) -> int | None:
+def shift_of_labels(labels: np.ndarray, own: np.ndarray) -> int | None:
     """Return by how many positions labels are shifted to later tokens, 0 for right ones. None if by no shift that is tried."""
     width = own.shape[1]
     for shift in sorted(range(-LARGEST_SHIFT, LARGEST_SHIFT + 1), key=abs):
@@ -160,13 +162,13 @@ def shift_of(labels: np.ndarray, own: np.ndarray) -> int | None:
     return None
 
 
-def are_at_ends(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, int, int]]]) -> bool:
+def are_labels_at_ends(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, int, int]]]) -> bool:
     """Return whether all wrong labels are at ends of a cp rank's parts of the sequence.
 
     A label is the next token, which at such an end is another rank's. wrong: rank -> (position, label, right label).
     """
     for rank, labels in wrong.items():
-        rank_positions = positions(trial.case, rank, trial.case.seq_len(step)).tolist()
+        rank_positions = token_positions_of_rank(trial.case, rank, trial.case.seq_len(step)).tolist()
         neighbours = zip(rank_positions, [*rank_positions[1:], None], strict=True)
         ends = {position for position, following in neighbours if following != position + 1}
         if trial.case.dims.cp == 1 or not {position for position, _, _ in labels} <= ends:
@@ -232,7 +234,7 @@ def label_positions_text(trial: Trial, step: int, rows: Rows) -> str:
     length = trial.case.seq_len(step)
     own = right_labels(trial, rows.tokens)
     cp_ranks = trial.plan.peers(representative_of_shares(trial)[0], "cp")
-    expected_columns = {rank: positions(trial.case, rank, length) for rank in cp_ranks}
+    expected_columns = {rank: token_positions_of_rank(trial.case, rank, length) for rank in cp_ranks}
     columns_by_rank = {
         rank: _matching_columns(rows.labels[:, columns], own) for rank, columns in expected_columns.items()
     }
@@ -245,7 +247,10 @@ def label_positions_text(trial: Trial, step: int, rows: Rows) -> str:
     balance = trial.case.features.cp_load_balance
     text = f"rank {wrong_ranks[0]} has the labels of positions {observed_text} for its tokens at {tokens_text}"
     changed_case = replace(trial.case, features=replace(trial.case.features, cp_load_balance=not balance))
-    if all(np.array_equal(columns, positions(changed_case, rank, length)) for rank, columns in located.items()):
+    if all(
+        np.array_equal(columns, token_positions_of_rank(changed_case, rank, length))
+        for rank, columns in located.items()
+    ):
         text += f": labels are cut over cp as by cp_load_balance {not balance}, tokens by {balance}"
     return text
 
@@ -274,7 +279,7 @@ def label_shift(trial: Trial, step: int, rows: Rows) -> int:
     own = right_labels(trial, rows.tokens)
     nexts = np.where(own >= 0, own, np.append(rows.tokens[:, 1:], own[:, -1:], axis=1))
     ranks_of_parts = [cp_rank * trial.case.dims.tp for cp_rank in range(trial.case.dims.cp)]
-    positions_of_parts = [positions(trial.case, rank, length) for rank in ranks_of_parts]
+    positions_of_parts = [token_positions_of_rank(trial.case, rank, length) for rank in ranks_of_parts]
     for columns_of_parts in ([np.arange(length)], positions_of_parts):
         pieces = [(rows.labels[:, columns], nexts[:, columns]) for columns in columns_of_parts]
         for shift in sorted(range(-LARGEST_SHIFT, LARGEST_SHIFT + 1), key=abs):
@@ -360,11 +365,11 @@ def wrong_positions(trial: Trial) -> Cause | None:
     recorded.
     """
     wrong: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
-    for rank, step, _ in trial.steps():
+    for rank, step, _ in trial.steps_with_reference():
         received_positions = received_positions_of(trial, rank, step.step)
         wanted = received_positions
         if wanted is None:
-            wanted = positions(trial.case, rank, trial.case.seq_len(step.step))
+            wanted = token_positions_of_rank(trial.case, rank, trial.case.seq_len(step.step))
         right = expected_position_rows(trial, wanted, step.step)
         for row in wrong_position_rows(step.positions, right):
             wrong.setdefault(rank, (row, right))
@@ -392,7 +397,7 @@ def _positions_by_layer(trial: Trial, step: int) -> dict[int, np.ndarray]:
     ids = trial.reference.samples[step - 1]
     samples_by_rank = samples_of_step(trial, step).by_rank
     for rank in sorted(trial.ranks, reverse=True):
-        rank_positions = positions(trial.case, rank, length)
+        rank_positions = token_positions_of_rank(trial.case, rank, length)
         rows = _recorded_positions(trial, rank, step, len(rank_positions))
         sample_ids = samples_by_rank.get(first_stage_peer(trial, rank), [])
         layers = itertools.chain.from_iterable(layers_of_stage(trial.case, stage) for stage in trial.plan.stages[rank])

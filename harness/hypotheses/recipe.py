@@ -51,7 +51,7 @@ from harness.hypotheses.ways import (
 )
 from harness.reference.config import CHOICES, TrainingConfig, unused_fields
 from harness.reference.config import rule_of as stepped_by
-from harness.reference.distance import best_fit
+from harness.reference.distance import best_fitting_factor
 
 LARGEST_DECAY = 0.2  # of a weight in a step; what takes more of it is no weight decay
 FIRST_STEP_CHOICES = 2  # so many choices more is what explains the first step alone
@@ -162,7 +162,9 @@ def _assume_variant(way: OptimizerVariant, trial: Trial) -> Trial:
             trial, way.assumed, left=partial(_with_observed_weights, trial, [*replicas])
         )
     for check, number in way.reports:
-        pairs = [(READERS[check](step), number(rank, step.step) or 0.0) for rank, step, _ in trial.steps()]
+        pairs = [
+            (READERS[check](step), number(rank, step.step) or 0.0) for rank, step, _ in trial.steps_with_reference()
+        ]
         if all(reported is None or math.isclose(reported, assumed, rel_tol=1e-6) for reported, assumed in pairs):
             return assumed_trial.with_assumption(reports={check: number})
     return assumed_trial
@@ -374,8 +376,8 @@ def _fitted_values(trial: Trial, wrong: Mapping[str, int], norms: Mapping[int, f
     )
     moved = update.expected_after_first_step(trial, trial.ranks[rank], tensor, clip=clip)[0]
     undecayed = update.expected_after_first_step(undecayed_trial, trial.ranks[rank], tensor, clip=clip)[0]
-    fitted = {"lr": training.lr * best_fit(observed - before, moved - before)}
-    decayed_share = best_fit(undecayed - observed, before)
+    fitted = {"lr": training.lr * best_fitting_factor(observed - before, moved - before)}
+    decayed_share = best_fitting_factor(undecayed - observed, before)
     if decayed_share < LARGEST_DECAY:
         fitted["weight_decay"] = decayed_share / rate
     return {name: round_if_close(number) for name, number in fitted.items()}
@@ -449,7 +451,7 @@ def _reported_rate_variants(trial: Trial) -> Iterator[OptimizerVariant]:
     First for all parameters; then for those alone that were stepped by them, if others were stepped as scheduled.
     """
     scheduled = {step.step: step.lr for step in trial.reference.steps}
-    shown = {(rank, step.step): step.lr for rank, step, _ in trial.steps() if step.lr is not None}
+    shown = {(rank, step.step): step.lr for rank, step, _ in trial.steps_with_reference() if step.lr is not None}
     wrong = {
         (rank, step): lr for (rank, step), lr in shown.items() if not math.isclose(lr, scheduled[step], rel_tol=1e-12)
     }
@@ -460,7 +462,7 @@ def _reported_rate_variants(trial: Trial) -> Iterator[OptimizerVariant]:
     ranks = [rank for rank, step in wrong if step == first]
     rate = wrong[ranks[0], first]
     shown_by_step = {(step, lr) for (rank, step), lr in shown.items() if rank in reporting_ranks}
-    hint = schedules_text(trial, {step for _, step in wrong}, shown_by_step)
+    hint = matching_schedules_text(trial, {step for _, step in wrong}, shown_by_step)
     same_steps = " or ".join(str(step) for step, lr in scheduled.items() if math.isclose(lr, rate, rel_tol=1e-12))
     if not hint and same_steps:
         hint = f"the schedule's of step {same_steps}"
@@ -496,7 +498,7 @@ def _reported_or_scheduled_rate(
     return scheduled[step] if fqn in stepped_usually else shown.get((rank, step), scheduled[step])
 
 
-def schedules_text(trial: Trial, wrong: Collection[int], shown: Collection[tuple[int, float]]) -> str:
+def matching_schedules_text(trial: Trial, wrong: Collection[int], shown: Collection[tuple[int, float]]) -> str:
     """Return, in words, the schedules that give all these rates of steps; empty if there is none.
 
     A single wrong step needs right steps before and behind it. shown: (step, learning rate).
@@ -547,7 +549,7 @@ def _unstepped_variants(trial: Trial) -> Iterator[OptimizerVariant]:
     norms = update.norms_for_clipping(trial)
     limit = trial.case.training.max_norm
     stays_unchanged = {}
-    for rank, step, expected in trial.steps():
+    for rank, step, expected in trial.steps_with_reference():
         for fqn, after in step.parameters.items():
             if expected.lr and after.size and fqn in before[rank, step.step]:
                 stays_unchanged[rank, step.step, fqn] = np.array_equal(after, before[rank, step.step][fqn])
@@ -588,7 +590,7 @@ def _only_decayed_variants(trial: Trial) -> Iterator[OptimizerVariant]:
         return bool((np.abs(after - decayed) <= update_bound(trial.case, np.abs(values))).all())
 
     lost_updates = set()
-    for rank, step, _ in trial.steps():
+    for rank, step, _ in trial.steps_with_reference():
         for fqn, after in step.parameters.items():
             if only_decays(rank, step.step, fqn, after):
                 lost_updates.add((rank, step.step, fqn))

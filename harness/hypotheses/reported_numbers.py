@@ -20,8 +20,8 @@ from harness.core.checks.reported_numbers import (
     HELD_OUT_QUANTITY,
     REPEATED_ROWS_QUANTITY,
     assumption_key,
-    bound_of,
-    distance,
+    bound_of_number,
+    error_of_number,
     expected_value,
 )
 from harness.core.evidence.numbers import AXES, COUNTS, MEAN, NORM, SPLIT, VALIDATION, Number
@@ -124,7 +124,7 @@ def _wrong_named_reports(trial: Trial) -> Iterator[NamedReport]:
         wrong_keys = []
         for (rank, step_number), value in expected.items():
             number = numbers[rank, step_number]
-            if not distance(number, value) <= bound_of(trial, step_number, number).number:
+            if not error_of_number(number, value) <= bound_of_number(trial, step_number, number).number:
                 wrong_keys.append((rank, step_number))
         if wrong_keys:
             yield NamedReport(name, Reports(assumption_key(name), reported, expected, tuple(wrong_keys)), numbers)

@@ -23,12 +23,12 @@ from harness.core.checks.resume import (
     assemble_state,
     expected_slice,
     has_same_bytes,
+    keys_of_wrong_tensors,
     leftover_state_keys,
     resumed_state,
     saved_state,
     state_after,
     state_to_resume,
-    wrong_keys,
 )
 from harness.core.evidence.text import number_text
 from harness.core.judge.assumed import AssumedOptimizer
@@ -53,13 +53,14 @@ def resumed_otherwise(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         return
     wanted = state_to_resume(trial)
     wrong = {
-        rank: [*wrong_keys(trial, rank, wanted), *leftover_state_keys(trial, rank)] for rank in sorted(trial.ranks)
+        rank: [*keys_of_wrong_tensors(trial, rank, wanted), *leftover_state_keys(trial, rank)]
+        for rank in sorted(trial.ranks)
     }
     places = set()
     for rank, keys in wrong.items():
         places |= {(rank, key) for key in keys}
     weights = {(rank, key) for rank, key in places if key[0] == PARAMETER}
-    judge_state = _wrong_state_cause if trial.case.model_of is None else _retained_state_cause
+    judge_state = _wrong_state_cause if trial.case.weights_saved_after is None else _retained_state_cause
     proposals = [
         (_wrong_parameters_cause(trial, weights), ("left", "state") if _common_moment(trial, weights) else ("left",)),
         (judge_state(trial, places - weights), ("state",)),
@@ -101,7 +102,7 @@ def _common_moment(trial: Trial, places: Places) -> str:
     if not places:
         return ""
     for moment, state in _earlier_moments(trial):
-        if not any(wrong_keys(trial, rank, state) for rank in trial.ranks):
+        if not any(keys_of_wrong_tensors(trial, rank, state) for rank in trial.ranks):
             return moment
     return ""
 
@@ -200,7 +201,7 @@ def _retained_state_cause(trial: Trial, places: Places) -> Cause | None:
     is_saved_state = {(rank, key) for rank, key in places if key in saved} == places and _ranks_hold(
         trial, places, saved
     )
-    became_text = f"saved after step {trial.case.model_of}" if is_saved_state else ""
+    became_text = f"saved after step {trial.case.weights_saved_after}" if is_saved_state else ""
     text = f"the optimizer is not new, it begins with {' and '.join(names)}"
     if became_text:
         text += f" {became_text}"
@@ -271,11 +272,11 @@ def _restarted_schedule_cause(trial: Trial) -> Cause | None:
     From some step on each rate is then that of as many steps after the beginning. If the launch starts from weights
     alone, the mistake is the other way round: the schedule goes on.
     """
-    if trial.case.model_of is not None:
-        return _continued_schedule_cause(trial, trial.case.model_of)
+    if trial.case.weights_saved_after is not None:
+        return _continued_schedule_cause(trial, trial.case.weights_saved_after)
     rates = {step.step: step.lr for step in trial.reference.steps}
     saved = trial.case.steps.start - 1
-    reported_rates = [(step.step, step.lr) for _, step, _ in trial.steps() if step.lr is not None]
+    reported_rates = [(step.step, step.lr) for _, step, _ in trial.steps_with_reference() if step.lr is not None]
     step = _first_deviating_step(trial)
     if step is None:
         return None
@@ -353,7 +354,9 @@ def _continued_schedule_cause(trial: Trial, after: int) -> Cause | None:
     None if it does not.
     """
     step = _first_deviating_step(trial)
-    reported_rates = [(record.step, record.lr) for _, record, _ in trial.steps() if record.lr is not None]
+    reported_rates = [
+        (record.step, record.lr) for _, record, _ in trial.steps_with_reference() if record.lr is not None
+    ]
     if step is None:
         return None
     later_rates = [(number, lr) for number, lr in reported_rates if number >= step]
@@ -372,7 +375,7 @@ def _later_rate(trial: Trial, step: int) -> float:
     After the recipe's end it is the recipe's last rate.
     """
     steps = trial.reference.steps
-    return steps[min(step + (trial.case.model_of or 0), len(steps)) - 1].lr
+    return steps[min(step + (trial.case.weights_saved_after or 0), len(steps)) - 1].lr
 
 
 def _first_deviating_step(trial: Trial) -> int | None:
@@ -380,7 +383,9 @@ def _first_deviating_step(trial: Trial) -> int | None:
 
     None if all are, or none is reported.
     """
-    rates = ((step.step, step.lr, expected.lr) for _, step, expected in trial.steps() if step.lr is not None)
+    rates = (
+        (step.step, step.lr, expected.lr) for _, step, expected in trial.steps_with_reference() if step.lr is not None
+    )
     return min((step for step, lr, wanted in rates if not math.isclose(lr, wanted, rel_tol=1e-12)), default=None)
 
 
@@ -406,7 +411,7 @@ def _assume_going_on(parts: tuple[str, ...], trial: Trial) -> Trial:
             state.setdefault(fqn, {})[name] = value
     rates = {step.step: step.lr for step in trial.reference.steps}
     first_odd = _first_deviating_step(trial)
-    model_of = trial.case.model_of
+    model_of = trial.case.weights_saved_after
 
     def rate(step: int) -> float:
         return rates[step - first + 1] if model_of is None else _later_rate(trial, step)

@@ -198,7 +198,7 @@ def changed_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if "update" not in broken or not changes:
         return
     step, pairs = next(iter(changes.items()))
-    records = {(rank, record.step): record for rank, record, _ in trial.steps()}
+    records = {(rank, record.step): record for rank, record, _ in trial.steps_with_reference()}
     values_of_pairs = {}
     for rank, fqn in pairs:
         record = records[rank, step]

@@ -158,7 +158,7 @@ def _restarted_schedule_variants(trial: Trial, wrong: Collection[str]) -> Iterat
 
     Nothing for a case that does not resume with its schedule, or if no parameter is wrong.
     """
-    if not trial.saved or trial.case.model_of is not None or not wrong:
+    if not trial.saved or trial.case.weights_saved_after is not None or not wrong:
         return
     scheduled = {step.step: step.lr for step in trial.reference.steps}
     saved_step = trial.case.steps.start - 1
@@ -266,7 +266,7 @@ def _history_variant(
     """
     limit = trial.case.training.max_norm
     before = parameters_before_steps(trial)
-    gradients_by_step = {(rank, step.step): step.gradients for rank, step, _ in trial.steps()}
+    gradients_by_step = {(rank, step.step): step.gradients for rank, step, _ in trial.steps_with_reference()}
     recipes = {fqn: update.recipe_of_parameter(trial, fqn) for fqn in trial.plan.shapes}
     undecayed = {fqn: replace(recipe, weight_decay=0.0) for fqn, recipe in recipes.items()}
 

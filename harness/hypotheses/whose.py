@@ -37,7 +37,7 @@ from harness.core.judge.result import Cause
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.slices import Slice
-from harness.reference.distance import best_fit
+from harness.reference.distance import best_fitting_factor
 
 Apply = Callable[[np.ndarray], np.ndarray]
 EQUAL_BOUND = 1e-9
@@ -221,7 +221,7 @@ def _multiple_of(value: np.ndarray, source: np.ndarray, close: float) -> float |
     None if it is no multiple, or the factor is about 0. It is a whole number, or one divided by a whole number, if it
     is that within the bound.
     """
-    factor = best_fit(value, source)
+    factor = best_fitting_factor(value, source)
     if not abs(factor) > 1e-6 or not is_close(value, factor * source, close):
         return None
     simple = float(round(factor)) if abs(factor) > 0.9 else 1 / round(1 / factor)

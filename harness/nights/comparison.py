@@ -15,8 +15,8 @@ from harness.core.run.verdicts import RecordedRun
 from harness.nights.merged import merge_outcomes
 from harness.nights.page import evidence_folder_by_case
 from harness.nights.pages.compared_runs import ComparedCase
-from harness.recording.judged.figures import Figures, figures, figures_of_measures, shifts
-from harness.recording.judged.run_as_recording import as_recording
+from harness.recording.judged.figures import Figures, figures_of_measures, figures_of_recording, find_shifts
+from harness.recording.judged.run_as_recording import recording_of_run
 from harness.recording.judged.structure import differences, structure
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ def _compare_case(name: str, pair: Pair[Outcome], places: Pair[Path | None]) -> 
     facts = [
         {**_verdict_data(outcome), **found_structure} for outcome, found_structure in zip(pair, structures, strict=True)
     ]
-    return ComparedCase(name, tuple(differences(*facts)), costs, tuple(shifts(*figures_of_both)), problem)
+    return ComparedCase(name, tuple(differences(*facts)), costs, tuple(find_shifts(*figures_of_both)), problem)
 
 
 def structure_and_figures(folder: Path | None) -> tuple[Mapping[str, Any], Figures]:
@@ -91,10 +91,10 @@ def structure_and_figures(folder: Path | None) -> tuple[Mapping[str, Any], Figur
     """
     if folder is None or not (folder / "case.json").exists():
         raise EvidenceError("the evidence is not beside its verdict")
-    recording = as_recording(load_run(folder / "run"))
+    recording = recording_of_run(load_run(folder / "run"))
     if not recording.summaries:
         raise EvidenceError("no rank left evidence")
-    return structure(recording), figures(recording)
+    return structure(recording), figures_of_recording(recording)
 
 
 def _verdict_data(outcome: Outcome) -> dict[str, Any]:

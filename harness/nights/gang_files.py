@@ -42,9 +42,9 @@ class BegunLaunch:
 class FirstNodeProtocol(Protocol):
     """The calls of the other nodes to the first one."""
 
-    def begun(self) -> BegunLaunch | None: ...
+    def begun_launch(self) -> BegunLaunch | None: ...
 
-    def take(self, files: CompressedFiles) -> str | None: ...
+    def receive_files(self, files: CompressedFiles) -> str | None: ...
 
 
 class FirstNode:
@@ -59,7 +59,7 @@ class FirstNode:
         self.folder = folder
         self.launch = launch
 
-    def begun(self) -> BegunLaunch | None:
+    def begun_launch(self) -> BegunLaunch | None:
         """Return the launch, with its job and weights.
 
         None until it has begun; a job of an earlier launch in the folder does not count.
@@ -72,7 +72,7 @@ class FirstNode:
                 return BegunLaunch(str(self.out), str(self.folder.relative_to(self.out)), text, weights)
         return None
 
-    def take(self, files: CompressedFiles) -> str | None:
+    def receive_files(self, files: CompressedFiles) -> str | None:
         """Write the files of another node's ranks into the launch's folder, exits last.
 
         Return the text of run.json if it has ended. None while the launch runs. NOTHING if its folder is gone or holds
@@ -132,7 +132,7 @@ def join_launch(first: FirstNodeProtocol, node_folder: Path, seconds: float) -> 
 def wait_for_launch(first: FirstNodeProtocol, seconds: float) -> BegunLaunch:
     """Wait until the first node has begun its launch, and return it. Raises LaunchError after so many seconds."""
     give_up = time.monotonic() + seconds
-    while (begun := first.begun()) is None:
+    while (begun := first.begun_launch()) is None:
         if time.monotonic() > give_up:
             raise LaunchError(f"the first node began no launch in {seconds:g} s")
         time.sleep(POLL_SECONDS)
@@ -165,7 +165,7 @@ def send_until_end(first: FirstNodeProtocol, folder: Path, ranks_ended: threadin
     is_last_round = False
     while True:
         is_last_round = ranks_ended.wait(POLL_SECONDS)
-        end = first.take(files_to_send(folder, sent))
+        end = first.receive_files(files_to_send(folder, sent))
         if end is not None:
             return write_atomically(folder / "run.json", end.encode() or NOTHING.encode())
         if is_last_round:

@@ -21,7 +21,7 @@ from harness.nights.history import comparison_key, group_nights
 from harness.nights.merged import find_problems, merge_outcomes, provenance_lines
 
 if TYPE_CHECKING:
-    from harness.core.report.page import Page, Past, Shown, Trend
+    from harness.core.report.page import Page, PastVerdict, ShownEvidence, Trend
 
 
 def build_page(
@@ -112,34 +112,36 @@ def _devices_text(runs: Sequence[RecordedRun], judgements: Sequence[Judgement]) 
     return "; ".join(sorted(devices))
 
 
-def build_shown(folder: Path, file: Path, machine: str = "") -> Shown:
+def build_shown(folder: Path, file: Path, machine: str = "") -> ShownEvidence:
     """Return the drawing of one case for the page, and where its evidence lies. file: the page. machine: that ran the case.
 
     Without evidence here, only the place is named. If drawing fails, `problem` says why, and the page shows the other
     cases.
     """
     from harness.core.report.drawings import draw_case
-    from harness.core.report.page import Shown
+    from harness.core.report.page import ShownEvidence
 
     if not (folder / "case.json").exists():
-        return Shown(place=f"{machine}, in a folder {folder.name}" if machine else "")
+        return ShownEvidence(place=f"{machine}, in a folder {folder.name}" if machine else "")
     page_folder = file.resolve().parent
     case_folder = folder.resolve()
     evidence = str(case_folder.relative_to(page_folder)) if case_folder.is_relative_to(page_folder) else ""
-    link = Shown(evidence=evidence, place=f"{platform.node()}: {case_folder}")
+    link = ShownEvidence(evidence=evidence, place=f"{platform.node()}: {case_folder}")
     try:
         return replace(link, drawn=draw_case(load_trial(folder)))
     except Exception as error:  # evidence of a broken run may hold anything
         return replace(link, problem=unexpected_error_text(error))
 
 
-def past_verdicts(runs: Sequence[RecordedRun]) -> Mapping[str, list[Past]]:
+def past_verdicts(runs: Sequence[RecordedRun]) -> Mapping[str, list[PastVerdict]]:
     """Return by case its verdicts in these runs, each with the run's time and commit, in the order of the runs."""
-    from harness.core.report.page import Past
+    from harness.core.report.page import PastVerdict
 
-    past_by_case: dict[str, list[Past]] = {}
+    past_by_case: dict[str, list[PastVerdict]] = {}
     for run in runs:
         for name, outcome in run.outcomes.items():
-            past_verdict = Past(run.begins.get("began", ""), run.begins.get("commit") or "unknown", outcome.verdict)
+            past_verdict = PastVerdict(
+                run.begins.get("began", ""), run.begins.get("commit") or "unknown", outcome.verdict
+            )
             past_by_case.setdefault(name, []).append(past_verdict)
     return past_by_case

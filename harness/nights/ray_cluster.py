@@ -27,7 +27,7 @@ from harness.core.evidence.store import EvidenceError
 from harness.core.judge.judgement import Judgement
 from harness.core.launch import LaunchError, resident_client
 from harness.core.launch.machine import RANKS_PER_CORE
-from harness.core.launch.torchrun import join
+from harness.core.launch.torchrun import run_as_node
 from harness.core.report.outcome import largest_world_size
 from harness.core.run.folders import folder_of, make_fresh_folder
 from harness.core.run.options import Options, Unsupported
@@ -73,7 +73,7 @@ class RayCluster:
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             raise LaunchError(f"--on {address}: no Ray cluster is there: {error}") from error
 
-    def carries(self) -> list[int]:
+    def node_capacities(self) -> list[int]:
         """Return how many ranks each living node can run at a time, one number a node, largest first.
 
         On cuda a node runs a rank on each GPU, else RANKS_PER_CORE ranks on each core.
@@ -102,24 +102,24 @@ class RayCluster:
         If a node dies, the case is run once more, and `made["again"]` of the judgement says so. Raises as run_case
         does, and Unsupported if the ranks do not fit on the nodes.
         """
-        gang = smallest_gang(largest_world_size(case), self.carries())
+        gang = smallest_gang(largest_world_size(case), self.node_capacities())
         remake_note = ""
         with locked_case_folder(case, options) as folder:
             try:
-                self.make(case, options, folder, gang)
+                self.run_on_cluster(case, options, folder, gang)
             except node_loss_errors(self.ray) as death:
                 remake_note = f"made again: {first_line(death)}"
-                self.remake(case, options, folder, gang)
+                self.rerun_on_cluster(case, options, folder, gang)
             judgement = judge_and_report(folder)
         return replace(judgement, made=judgement.made | {"again": remake_note}) if remake_note else judgement
 
-    def remake(self, case: Case, options: Options, folder: Path, gang: Gang) -> None:
+    def rerun_on_cluster(self, case: Case, options: Options, folder: Path, gang: Gang) -> None:
         """Run the case again after a node died, and unpack its evidence into the folder.
 
         Raises LaunchError if a node dies this time too.
         """
         try:
-            self.make(case, options, folder, gang)
+            self.run_on_cluster(case, options, folder, gang)
         except node_loss_errors(self.ray) as death:
             raise LaunchError(f"twice a node died on which it was made: {first_line(death)}") from death
 
@@ -137,7 +137,7 @@ class RayCluster:
                 self.ray.get(done_tasks)
             except self.ray.exceptions.RayTaskError as error:
                 raise error.cause from None
-            if self.carries()[gang.nodes - 1 : gang.nodes] >= [gang.ranks_per_node]:
+            if self.node_capacities()[gang.nodes - 1 : gang.nodes] >= [gang.ranks_per_node]:
                 last_fit = time.monotonic()
             elif time.monotonic() - last_fit > NODE_PATIENCE_SECONDS:
                 raise LaunchError(
@@ -146,7 +146,7 @@ class RayCluster:
                 )
         return self.ray.get(tasks)
 
-    def make(self, case: Case, options: Options, folder: Path, gang: Gang) -> None:
+    def run_on_cluster(self, case: Case, options: Options, folder: Path, gang: Gang) -> None:
         """Run the case on the cluster, and unpack its evidence into the folder. Nothing is judged yet.
 
         Raises LaunchError if a node has other sources, and EvidenceError if no evidence of a case came back.
@@ -335,7 +335,7 @@ def join_on_node(first: Any, name: str) -> None:
     os.environ[RENDEZVOUS_VARIABLE] = "is_host=false"
     try:
         with join_launch(ActorCalls(first), folder_here.resolve(), JOIN_PATIENCE_SECONDS) as folder:
-            join(folder, JOIN_PATIENCE_SECONDS)
+            run_as_node(folder, JOIN_PATIENCE_SECONDS)
     finally:
         os.environ.pop(RENDEZVOUS_VARIABLE)
         shutil.rmtree(folder_here, ignore_errors=True)

@@ -20,16 +20,16 @@ INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 @torch.no_grad()
-def digest(tensor: torch.Tensor) -> torch.Tensor:
+def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
     """Return a number for the bytes of this rank's part. int64 []"""
     first, *rest = dense_tensors_of(tensor)
-    total = _digest(first)
+    total = _plain_tensor_digest(first)
     for part in rest:
-        total = total * SECOND_FACTOR + _digest(part)
+        total = total * SECOND_FACTOR + _plain_tensor_digest(part)
     return total
 
 
-def _digest(tensor: torch.Tensor) -> torch.Tensor:
+def _plain_tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of all numbers of a plain tensor, each times a factor of its place. int64 []
 
     What a change adds up to is zero by chance alone.
@@ -152,7 +152,7 @@ def generator_digest() -> torch.Tensor:
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
-    return torch.stack([digest(state) for state in states]).sum()
+    return torch.stack([tensor_digest(state) for state in states]).sum()
 
 
 @torch.no_grad()

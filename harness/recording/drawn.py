@@ -49,7 +49,7 @@ class DrawnSamples:
         if len(self._latest) < MOST_BATCHES:
             self._latest.append(stable_digest(repr(indices)))
 
-    def note_trained_on(self) -> None:
+    def note_loader_trains(self) -> None:
         """Note that what was drawn last feeds the pass that begins: other loaders are of evaluations. If one of these comes
         between, it is taken for another that feeds."""
         if (

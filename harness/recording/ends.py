@@ -55,7 +55,7 @@ class ProcessEnd:
         self._see_errors()
         self._see_sys_exit()
         self._see_os_exit()
-        self._see_own_process()
+        self._watch_own_process()
         self._see_children()
         self._see_interrupts()
 
@@ -111,7 +111,7 @@ class ProcessEnd:
 
         os._exit = note_and_exit  # type: ignore[assignment]
 
-    def _see_own_process(self) -> None:
+    def _watch_own_process(self) -> None:
         """Note how a process that multiprocessing starts ends.
 
         Trap: multiprocessing prints what its function raised, and a forked process calls nothing that atexit has.

@@ -43,7 +43,7 @@ class CommandError(Exception):
     """The command could not be started. The message is for the person who typed it."""
 
 
-def environment(directory: Path, steps: str) -> dict[str, str]:
+def environment_for_recording(directory: Path, steps: str) -> dict[str, str]:
     """Return the environment in which a command's processes are recorded."""
     python_path = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH", ""))))
     own_variables = {"HARNESS_RECORD": str(directory.resolve()), "HARNESS_RECORD_CODE": str(ROOT)}
@@ -65,7 +65,7 @@ def is_recording(directory: Path) -> bool:
     return any((directory / "ranks").glob("*.record"))
 
 
-def run(
+def run_recorded_command(
     command: Sequence[str],
     directory: Path,
     steps: str,
@@ -84,7 +84,7 @@ def run(
     try:
         with contextlib.ExitStack() as stack:
             output = None if log is None else stack.enter_context(log.open("wb"))
-            variables = environment(directory, steps) | dict(extra_environment or {})
+            variables = environment_for_recording(directory, steps) | dict(extra_environment or {})
             process = subprocess.Popen(
                 list(command), env=variables, stdout=output, stderr=output, preexec_fn=before_exec
             )

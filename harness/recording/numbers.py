@@ -26,7 +26,7 @@ from harness.core.probe.clock import Account, Clock
 from harness.core.probe.structure import local_tensor_of, sharded_parameters
 from harness.recording.boxes import DeclaredSharding, LocalShard, local_shards_of, rows_between, shard_of_dtensor
 from harness.recording.compiling import not_compiled
-from harness.recording.digests import digest, generator_digest, packed_digests, row_digests, token_sum
+from harness.recording.digests import generator_digest, packed_digests, row_digests, tensor_digest, token_sum
 from harness.recording.place import rank_and_world
 from harness.recording.sketches import AFTER_PASS, BY_ROWS, GRADIENT, WEIGHTS, RankSketches, Sketch
 from harness.recording.sketching import Sketcher, alter_by_rounding, columns_of
@@ -87,7 +87,7 @@ class ChangedWeights:
                 (fqn, parameter) for fqn, parameter in sharded_parameters(parts) if fqn in digests_before
             )
             self._has_changed_by_step[step] = {
-                fqn: digest(parameter) != digests_before[fqn] for fqn, parameter in named_parameters
+                fqn: tensor_digest(parameter) != digests_before[fqn] for fqn, parameter in named_parameters
             }
 
     @property
@@ -232,7 +232,7 @@ class NumbersRecorder:
             timed(self.note_gradients, parts())
             timed(self.note_norms_off, parts())
             returned = original(*args, **kwargs)
-            norm = _given_norm(*args, **kwargs) if name == CLIP_BY_GIVEN_NORM else returned
+            norm = _total_norm_argument(*args, **kwargs) if name == CLIP_BY_GIVEN_NORM else returned
             if name != MAKE_NORM:
                 timed(self._note_norm, norm)
             return returned
@@ -490,7 +490,9 @@ class NumbersRecorder:
         )
 
 
-def _given_norm(parameters: Any = None, max_norm: Any = None, total_norm: Any = None, *_: Any, **__: Any) -> Any:
+def _total_norm_argument(
+    parameters: Any = None, max_norm: Any = None, total_norm: Any = None, *_: Any, **__: Any
+) -> Any:
     """Return the norm that torch's function is given, by its names of arguments."""
     return total_norm
 

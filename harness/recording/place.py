@@ -60,7 +60,7 @@ def claim_folder(directory: Path, rank: int) -> Path | None:
         for folder in job_folders(directory):
             (folder / "processes").mkdir(parents=True, exist_ok=True)
             (folder / "ranks").mkdir(exist_ok=True)
-            if _write_first(folder / "processes" / JOB_FILE, job) and _write_first(
+            if _write_if_absent(folder / "processes" / JOB_FILE, job) and _write_if_absent(
                 folder / "processes" / rank_name, process_text, alone=True
             ):
                 for state in ("ends", "error"):
@@ -72,7 +72,7 @@ def claim_folder(directory: Path, rank: int) -> Path | None:
     return None
 
 
-def _write_first(file: Path, text: str, *, alone: bool = False) -> bool:
+def _write_if_absent(file: Path, text: str, *, alone: bool = False) -> bool:
     """Write a file that does not exist yet. Return whether it has this text now; if `alone`, whether this process wrote it.
 
     A file exists with all of its text or not at all.
@@ -107,7 +107,7 @@ def _rank_file(directory: Path, rank: int, state: str) -> Path:
     return directory / "processes" / f"rank_{rank:05d}.{state}"
 
 
-def note_called(directory: Path) -> None:
+def note_model_called(directory: Path) -> None:
     """Note in a file that this process called a model, where its rank is not known yet. A full disk leaves no note."""
     with contextlib.suppress(OSError):  # of a full disk
         (directory / "processes" / f"{os.uname().nodename}-{os.getpid()}.called").touch()

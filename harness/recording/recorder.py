@@ -42,9 +42,9 @@ from harness.recording.numbers import NumbersRecorder
 from harness.recording.place import (
     claim_folder,
     is_rank_named,
-    note_called,
     note_early_error,
     note_exit_at_once,
+    note_model_called,
     rank_and_world,
     report_unsaved,
 )
@@ -129,7 +129,7 @@ class Recorder:
             self.clock, self.collectives, self.pipeline, lambda: self.own_seconds, self.numbers
         )
         self.drawn = DrawnSamples()
-        self.ends = ProcessEnd(directory, end=self.end, leave=self._note_exit_at_once)
+        self.ends = ProcessEnd(directory, end=self.write_last_record, leave=self._note_exit_at_once)
         self.ended = ""
         self.failed = ""
         self.own_seconds = 0.0
@@ -148,7 +148,7 @@ class Recorder:
         self.clock.on_between_steps = self._between_steps
         self._watch_calls()
         self._watch_joins()
-        atexit.register(self.end)
+        atexit.register(self.write_last_record)
         self.ends.install()
         self.progress.install()
         self.drawn.install(self._call_timed)
@@ -188,7 +188,7 @@ class Recorder:
             joined_ranks = count(join)
             if joined_ranks and self.observer.joined is None and self.observer.classes:
                 self.observer.joined = self.clock.last_finished_step
-                self.observer.step_is_over()
+                self.observer.close_last_step()
                 self.save()
             return joined_ranks
 
@@ -232,7 +232,7 @@ class Recorder:
             self._call_timed(self._write_first_record)
             self._call_timed(self.observer.pass_begins, module, args, kwargs)
             if self.clock.account.kind == "training":
-                self.drawn.note_trained_on()
+                self.drawn.note_loader_trains()
             output = original(module, *args, **kwargs)
             self._call_timed(self.observer.pass_ends, module)
             self.progress.pass_ended()
@@ -281,13 +281,13 @@ class Recorder:
     def _between_steps(self) -> None:
         """Close the step that is over, and write the record if it is due. Nothing if no optimizer has stepped since."""
         if self.clock.step and not self._saved:
-            self.observer.step_is_over()
-            self._call_timed(self.observer.reread_averaged)
-            self._call_timed(self.observer.see_what_was_left)
-            if self._is_due():
+            self.observer.close_last_step()
+            self._call_timed(self.observer.reread_averaged_parameters)
+            self._call_timed(self.observer.note_left_by_evaluation)
+            if self._is_writing_due():
                 self._call_timed(self.save)
 
-    def _is_due(self) -> bool:
+    def _is_writing_due(self) -> bool:
         """Return whether to write after this step.
 
         A file is written with all earlier steps. So it is written after the 1st, 2nd, 4th, 8th step, and after the last one of
@@ -311,7 +311,7 @@ class Recorder:
         if is_rank_known and not multiprocessing.current_process().daemon:
             self.save()
         else:
-            note_called(self.directory)
+            note_model_called(self.directory)
 
     def _note_exit_at_once(self, code: int) -> None:
         """Record an exit by os._exit. Evidence is not saved: such a process may hang, and reading a device would wait."""
@@ -320,12 +320,12 @@ class Recorder:
         elif self.ends.error and not self.observer.classes:
             note_early_error(self.directory, self.ends.error)
 
-    def end(self) -> None:
+    def write_last_record(self) -> None:
         """Write the evidence for the last time, as the process ends."""
         if self.observer.classes and self.observer.pid == os.getpid():
             self.ended = "raised" if self.ends.error else "ok"
             if self.ended == "ok":
-                self._call_timed(self.observer.reread_averaged)
+                self._call_timed(self.observer.reread_averaged_parameters)
             self.save()
         elif self.ends.error and not self.observer.classes:
             note_early_error(self.directory, self.ends.error)

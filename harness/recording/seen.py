@@ -32,7 +32,7 @@ from harness.core.probe.resharding import GatheredRecorder
 from harness.core.probe.settings import SettingsRecorder, read_settings
 from harness.core.probe.structure import local_tensor_of, named_parameters, set_name_prefix, sharded_parameters
 from harness.core.probe.values import storage_bytes_of
-from harness.recording.digests import digest, has_nonfinite, is_constant_tensor
+from harness.recording.digests import has_nonfinite, is_constant_tensor, tensor_digest
 from harness.recording.numbers import NumbersRecorder
 from harness.recording.optimizers import Optimizers, gradient_bytes, parameter_ids_of
 
@@ -206,7 +206,7 @@ class RankObserver:
         in_training = self._clock.account.kind != "evaluation"
         if inputs and in_training and self.reads_contents and inputs[0].device.type != "meta":
             dtype = str(inputs[0].dtype).removeprefix("torch.")
-            step.received.append((self._clock.account, [*map(digest, inputs)], tuple(inputs[0].shape), dtype))
+            step.received.append((self._clock.account, [*map(tensor_digest, inputs)], tuple(inputs[0].shape), dtype))
         if in_training and self.reads_contents:
             previous_step = self._steps.get(self._clock.step - 1, ObservedStep())
             self.numbers.changed.compare_weights(
@@ -292,7 +292,7 @@ class RankObserver:
         memory.
         """
         if self.reads_contents and parameter.device.type != "meta":
-            step.digests[fqn] = digest(parameter)
+            step.digests[fqn] = tensor_digest(parameter)
             step.nonfinite[fqn] = has_nonfinite(parameter)
 
     def _note_late_contents(self, part: nn.Module) -> None:
@@ -305,7 +305,7 @@ class RankObserver:
             if fqn not in previous_step.digests and local_tensor_of(parameter).numel():
                 self._note_content(previous_step, fqn, parameter)
 
-    def reread_averaged(self) -> None:
+    def reread_averaged_parameters(self) -> None:
         """Read parameters of the last finished step again if they were averaged after the optimizer's step, as by local SGD.
 
         They were if collectives after it moved at least 1 / AVERAGED_PART of the parameters' bytes. Nothing is read if that
@@ -325,11 +325,11 @@ class RankObserver:
         if sum(call.bytes for call in calls if len(call.ranks) > 1) * AVERAGED_PART >= step.memory["parameters"]:
             self._note_contents(last, step.stepped)
 
-    def see_what_was_left(self) -> None:
+    def note_left_by_evaluation(self) -> None:
         """Note what evaluation before this step left gathered."""
         self._gathered.note_leftovers(self.parts)
 
-    def step_is_over(self) -> None:
+    def close_last_step(self) -> None:
         """Note when the last step ended, as another begins. Drop the pipeline's actions of steps that are not recorded."""
         last = self._clock.last_finished_step
         if last in self._steps:

@@ -130,7 +130,7 @@ def save_sketches(path: Path, rank_sketches: RankSketches) -> None:
     packed = zlib.compress(json.dumps(head, separators=(",", ":")).encode(), 1)
     exact: list[np.ndarray] = []
     rounded: list[np.ndarray] = []
-    weights_before = _WeightsBefore()
+    weights_before = _WeightDeltas()
     for sketch in rank_sketches.sketches:
         if rank_sketches.dtypes.get(sketch.fqn) == "float64":
             exact.append(sketch.sums)
@@ -142,7 +142,7 @@ def save_sketches(path: Path, rank_sketches: RankSketches) -> None:
         file.write(np.array(exact, "<f8").tobytes() + np.array(rounded, "<f4").tobytes())
 
 
-class _WeightsBefore:
+class _WeightDeltas:
     """The weights after the step before, by parameter and slice. A file has what each step added to them: float32 has
     room for that, and too little for the weights.
     """
@@ -197,7 +197,7 @@ def _unpack(data: bytes) -> RankSketches:
     rounded = _read_array(data, offset, "<f4", BUCKETS * (len(is_float64) - sum(is_float64))).astype(np.float64)
     exact_rows = iter(exact.reshape(-1, BUCKETS))
     rounded_rows = iter(rounded.reshape(-1, BUCKETS))
-    weights_before = _WeightsBefore()
+    weights_before = _WeightDeltas()
     sketches = []
     for (step, *name_numbers, elements), square, is_exact in zip(table, squares.tolist(), is_float64, strict=True):
         kind, fqn, slice_text = (names[name_index] for name_index in name_numbers)

@@ -17,7 +17,7 @@ from harness.core.evidence.recording import BESIDE_SUFFIX, MAX_OTHER_GROUPS, Bes
 from harness.core.evidence.records import BACKGROUND, CHECKPOINT
 from harness.core.probe.clock import Clock
 from harness.core.probe.collectives import CollectiveRecorder, global_ranks_of, group_of_call
-from harness.core.probe.own_groups import DirectCall, name_of
+from harness.core.probe.own_groups import DirectCall, name_of_group
 from harness.recording.progress import Progress
 
 MOST_BEFORE = 8
@@ -84,12 +84,12 @@ class TracedCollectives(CollectiveRecorder):
             if not (ranks := global_ranks_of(group)):
                 return False
             self._placed.add(id(group))
-            self._ranks[name_of(group)] = ranks
+            self._ranks[name_of_group(group)] = ranks
         return True
 
     def _note_latest(self, op: str, group: dist.ProcessGroup) -> bool:
         """Note the call as the last one. Return whether it is on record, too."""
-        name = name_of(group)
+        name = name_of_group(group)
         self._counts[name] = self._counts.pop(name, 0) + 1
         step, phase = self._clock.step_and_phase()
         counts = [*self._counts.items()][-1 - MAX_OTHER_GROUPS :]  # a copy: other threads issue as well
@@ -109,7 +109,7 @@ class TracedCollectives(CollectiveRecorder):
 
         The note is written at once, so that a process that is killed while both wait leaves it as well.
         """
-        if self._clock.is_training_meanwhile():
+        if self._clock.is_training_thread_busy():
             self._beside[name].add((op, thread))
             if self._file is not None:
                 self._file.with_suffix(BESIDE_SUFFIX).write_text(

@@ -24,7 +24,7 @@ def case(dims: ParallelDims = FSDP, **parts: object) -> Case:
 def test_a_loss_is_noted_once_whoever_computes_it() -> None:
     """torchtitan had a cross entropy of its own for two weeks before it used it."""
     torch = pytest.importorskip("torch")
-    from harness.adapters.torchtitan.trainer_config import show_loss
+    from harness.adapters.torchtitan.trainer_config import note_loss_function
     from harness.core.probe.clock import Clock
     from harness.core.probe.samples import SampleRecorder
 
@@ -38,7 +38,7 @@ def test_a_loss_is_noted_once_whoever_computes_it() -> None:
         recorder, loss = SampleRecorder(Clock()), SimpleNamespace(fn=compute)
         recorder.install()
         try:
-            show_loss(loss)
+            note_loss_function(loss)
             value = loss.fn(torch.eye(4), torch.arange(4))
         finally:
             recorder.remove()
@@ -95,7 +95,7 @@ def test_the_loss_is_computed_at_once_where_its_chunks_do_more_than_is_planned(
 
 def test_a_loss_in_chunks_is_one_loss_and_ends_the_forward_pass() -> None:
     torch = pytest.importorskip("torch")
-    from harness.adapters.torchtitan.trainer_config import show_loss
+    from harness.adapters.torchtitan.trainer_config import note_loss_function
     from harness.core.probe.clock import Clock
     from harness.core.probe.samples import SampleRecorder
 
@@ -116,7 +116,7 @@ def test_a_loss_in_chunks_is_one_loss_and_ends_the_forward_pass() -> None:
     recorder, loss = SampleRecorder(clock), Chunked()
     recorder.install()
     try:
-        show_loss(loss)
+        note_loss_function(loss)
         value = loss(torch.eye(8)[None], labels)
     finally:
         recorder.remove()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.clusters.commands import CommandRun, exit_of_rank, judge_command, log_file, run_alone
+from harness.clusters.commands import CommandRun, exit_of_rank, judge_command, log_file, run_command_alone
 from harness.clusters.launches import TIMEOUT_REASON
 from harness.core.case.dims import ParallelDims
 from harness.core.cli import make_parser
@@ -29,7 +29,7 @@ def test_a_script_without_an_adapter_that_runs_hsdp_as_fsdp_is_named_on_one_of_6
     forever.write_text(
         text.replace(joins, f'{joins}    dist.new_group(backend="gloo")\n')
     )  # one of objects, as many have
-    run = run_alone([sys.executable, str(forever)], (3,), 64, tmp_path / "command")
+    run = run_command_alone([sys.executable, str(forever)], (3,), 64, tmp_path / "command")
     assert (run.exit_codes, run.unable_reasons) == ({3: 0}, {}), log_file(run.directory, 3).read_text()
     assert (run.records[3].ended, run.records[3].steps_seen) == ("ok", 3)
     verdicts = judge_command(run, ParallelDims(dp_replicate=2, dp_shard=32))
@@ -43,14 +43,16 @@ def test_a_rank_in_which_the_recorder_cannot_be_installed_ends_and_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("harness.clusters.commands.LISTENER_MODULE", "harness.no_such_module")
-    run = run_alone([sys.executable, "-c", "import torch, time; time.sleep(600)"], (3,), 64, tmp_path / "command", 1)
+    run = run_command_alone(
+        [sys.executable, "-c", "import torch, time; time.sleep(600)"], (3,), 64, tmp_path / "command", 1
+    )
     assert run.exit_codes == {3: 1} and "could not be installed" in run.unable_reasons[3]
     assert "no_such_module" in run.unable_reasons[3] and "no_such_module" in log_file(run.directory, 3).read_text()
 
 
 def test_a_rank_that_trains_nothing_within_the_limit_is_killed_and_unknown(tmp_path: Path) -> None:
     idle = [sys.executable, "-c", "import time; time.sleep(600)"]
-    run = run_alone(idle, (3,), 64, tmp_path / "idle", timeout=0.5)
+    run = run_command_alone(idle, (3,), 64, tmp_path / "idle", timeout=0.5)
     assert (run.exit_codes, run.unable_reasons) == ({3: -9}, {3: TIMEOUT_REASON.format(0.5)})
 
 

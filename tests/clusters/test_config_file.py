@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.clusters.config_file import read
+from harness.clusters.config_file import read_titan_file
 from harness.core.case.case import CaseError
 from harness.core.case.dims import ParallelDims
 
@@ -56,7 +56,7 @@ def file(folder: Path, text: str) -> Path:
 
 
 def test_the_shard_degree_is_what_the_others_leave_of_the_world(tmp_path: Path) -> None:
-    found = read(file(tmp_path, OF_2025), 512)
+    found = read_titan_file(file(tmp_path, OF_2025), 512)
     assert (found.case.dims, found.case.model.name) == (ParallelDims(dp_shard=64, tp=8), "405B")
     assert (found.case.training.seq_len, found.case.training.global_batch) == (8192, 128)
     assert found.case.features.activation_checkpointing == "full"
@@ -64,17 +64,21 @@ def test_the_shard_degree_is_what_the_others_leave_of_the_world(tmp_path: Path) 
 
 def test_its_precision_and_clipping_are_those_of_the_case(tmp_path: Path) -> None:
     asked = '[training]\nmax_norm = 0.5\nmixed_precision_param = "float32"\nmixed_precision_reduce = "bfloat16"'
-    case = read(file(tmp_path, OF_2025.replace("[training]", asked)), 512).case
+    case = read_titan_file(file(tmp_path, OF_2025.replace("[training]", asked)), 512).case
     assert (case.training.dtype, case.training.compute_dtype, case.training.max_norm) == ("float32", None, 0.5)
     assert case.features.reduce_dtype == "bfloat16"
 
 
 def test_what_is_not_run_is_said(tmp_path: Path) -> None:
-    assert read(file(tmp_path, OF_2025), 512).set_aside == ("torch.compile", "8 bits", "enable_async_tensor_parallel")
+    assert read_titan_file(file(tmp_path, OF_2025), 512).set_aside == (
+        "torch.compile",
+        "8 bits",
+        "enable_async_tensor_parallel",
+    )
 
 
 def test_the_words_of_earlier_years_are_read_as_well(tmp_path: Path) -> None:
-    case = read(file(tmp_path, OF_2024), 512).case
+    case = read_titan_file(file(tmp_path, OF_2024), 512).case
     assert case.dims == ParallelDims(pp=2, dp_replicate=2, dp_shard=128)
     assert (case.microbatches, case.local_batch, case.features.activation_checkpointing) == (4, 1, "op")
 
@@ -91,4 +95,4 @@ def test_the_words_of_earlier_years_are_read_as_well(tmp_path: Path) -> None:
 )
 def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, text: str, world: int, said: str) -> None:
     with pytest.raises(CaseError, match=said):
-        read(file(tmp_path, text), world)
+        read_titan_file(file(tmp_path, text), world)

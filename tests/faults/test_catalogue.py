@@ -25,7 +25,7 @@ from harness.faults import FAMILIES, Fault, FaultError, all_faults, faults_of_fi
 from harness.faults import catalogue_text as shown
 from harness.faults import run_catalogue as lot
 from harness.faults.attempt import METHODS, Attempt, Outcome, accepted_attempts, from_json, to_json
-from harness.faults.cli.work.faults import exit_code_of
+from harness.faults.cli.work.faults import exit_code_of_attempts
 from harness.faults.run_catalogue import Baseline
 
 FAULT = Fault(
@@ -113,13 +113,13 @@ def test_a_fault_that_hangs_although_it_should_not_is_a_timeout(tmp_path: Path) 
     ],
 )
 def test_what_weaker_tests_notice(seen: tuple[float, ...], noticed: str) -> None:
-    said = lot.what_weaker_tests_say(ATTEMPT, CURVE, seen)
+    said = lot.weaker_test_results(ATTEMPT, CURVE, seen)
     assert {method for method, yes in said.items() if yes} == set(noticed.split())
     assert set(said) == set(METHODS)
 
 
 def test_a_listing_of_groups_notices_what_breaks_the_check_of_groups() -> None:
-    assert lot.what_weaker_tests_say(replace(ATTEMPT, broken=("process_groups",)), CURVE, CURVE)["process_groups"]
+    assert lot.weaker_test_results(replace(ATTEMPT, broken=("process_groups",)), CURVE, CURVE)["process_groups"]
 
 
 def test_a_curve_that_lacks_steps_is_not_close_to_any() -> None:
@@ -187,11 +187,11 @@ def test_the_report_lists_all_first_lines_and_what_is_lacking() -> None:
 )
 def test_exit_codes(outcome: str, code: int) -> None:
     control = replace(ATTEMPT, outcome=Outcome.MISSED)
-    assert exit_code_of([ATTEMPT, replace(ATTEMPT, outcome=Outcome(outcome))], control) == code
+    assert exit_code_of_attempts([ATTEMPT, replace(ATTEMPT, outcome=Outcome(outcome))], control) == code
 
 
 def test_a_control_that_is_caught_makes_all_worthless() -> None:
-    assert exit_code_of([ATTEMPT], ATTEMPT) == 2
+    assert exit_code_of_attempts([ATTEMPT], ATTEMPT) == 2
 
 
 def test_results_are_read_back_as_they_were() -> None:

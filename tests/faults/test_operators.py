@@ -50,6 +50,10 @@ def scaled(loss: float, *, ranks: int) -> float:
     return sys.modules["operated_on"].scaled(loss, ranks=ranks)
 
 
+def test_a_documented_target_is_found_by_its_old_name_too() -> None:
+    assert op.find_target(".trainer:scaled") == op.find_target(".trainer:scale_loss")
+
+
 def test_a_call_is_replaced_and_each_time_fires(trainer: type[Trainer]) -> None:
     fired = applied(op.instead(SCALED, lambda original, loss, *, ranks: -original(loss, ranks=ranks)))
     assert fired == []

@@ -13,7 +13,7 @@ from literal import judged, tiny_case, trial_of, with_step
 from harness.core.case.dims import ParallelDims
 from harness.core.causes import assume, pieces
 from harness.core.causes.differences import expected_gradient
-from harness.core.causes.pieces import Pieces, assuming
+from harness.core.causes.pieces import Pieces, assume_piece_weights
 from harness.hypotheses.received import other_positions
 
 
@@ -54,5 +54,5 @@ def test_weights_that_are_alike_on_all_ranks_are_those_of_one_training_and_other
     )
     once, twice = np.ones(len(of.all)), np.full(len(of.all), 2.0)
     for weights in (lambda step, rank: twice, lambda step, rank: twice if rank > 1 else once):
-        assuming(trial, of, tuple(trial.plan.shapes), weights, (1,))
+        assume_piece_weights(trial, of, tuple(trial.plan.shapes), weights, (1,))
     assert copies == [dict.fromkeys(range(4), 0), {0: 0, 1: 0, 2: 1, 3: 1}]

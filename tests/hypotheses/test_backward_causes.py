@@ -35,10 +35,10 @@ from harness.core.judge.trial import Trial
 from harness.core.plan.traffic.flow import OUTSIDE, Flow
 from harness.hypotheses.backward import (
     KV_FLOWS,
-    coarse,
+    coarsely_rounded_numbers,
     forward_order,
     random_state_not_restored,
-    rounding,
+    rounded_to_float32,
     silent_axes,
     wrong_backward,
 )
@@ -256,11 +256,11 @@ def test_only_what_float32_rounds_in_the_first_step_is_rounding() -> None:
 
     rounded = off_by(3e-8)
     for trial in (rounded, off_by(9e-7), with_loss(rounded, 3, 1 + 2e-7)):
-        (fact,) = rounding(trial, broken("gradients"))
-        assert fact.cause.kind == "rounded" and list(rounding(trial, broken("update"))) == []
+        (fact,) = rounded_to_float32(trial, broken("gradients"))
+        assert fact.cause.kind == "rounded" and list(rounded_to_float32(trial, broken("update"))) == []
     wrong = off_by(3e-6), with_loss(rounded, 1, 1 + 2e-6), with_loss(rounded, 3, math.nan), with_noise(rounded)
     for trial in (*wrong, with_loss(TIED, 1, 1 + 2e-7), off_by(3e-8, 2)):
-        assert list(rounding(trial, broken("gradients"))) == []
+        assert list(rounded_to_float32(trial, broken("gradients"))) == []
 
 
 @pytest.mark.parametrize(("form", "named"), [("float16", "float16"), ("float32", "float32"), ("float64", "")])
@@ -268,9 +268,9 @@ def test_gradients_that_are_all_numbers_of_a_coarser_format_are_rounded(form: st
     def rounded(rank: int, fqn: str) -> np.ndarray:
         return (1.001 * reference_gradient(TIED, fqn)).astype(form).astype(np.float64)
 
-    found = list(coarse(with_step_1_gradients(TIED, rounded), broken("gradients")))
+    found = list(coarsely_rounded_numbers(with_step_1_gradients(TIED, rounded), broken("gradients")))
     assert [dict(fact.cause.details)["format"] for fact in found] == [named] * bool(named)
-    assert list(coarse(TIED, broken("gradients"))) == []
+    assert list(coarsely_rounded_numbers(TIED, broken("gradients"))) == []
 
 
 @pytest.mark.parametrize("name", ["step", "exp_avg"])
@@ -282,7 +282,7 @@ def test_counters_and_constants_of_an_optimizer_are_of_no_format(name: str, coun
     for held, named in ((moments, []), (moments.astype("float16").astype(np.float64), ["float16"])):
         state = {fqn: {name: counts, "momentum_buffer": held} for fqn in TIED.plan.shapes}
         trial = with_every_rank(TIED, lambda t, rank, state=state: with_step(t, rank, 3, optimizer_state=state))
-        facts = list(coarse(trial, broken("update")))
+        facts = list(coarsely_rounded_numbers(trial, broken("update")))
         assert [dict(fact.cause.details)["format"] for fact in facts] == named
         assert all("momentum_buffer" in fact.cause.observed for fact in facts)
 

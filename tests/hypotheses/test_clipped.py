@@ -15,7 +15,7 @@ from test_recipe import LITTLE, LOW, Arrays, given, kind, named, proposed
 
 from harness.core.causes import diagnose
 from harness.core.checks import judge
-from harness.core.judge.norms import norm_of
+from harness.core.judge.norms import norm_of_slices
 from harness.core.plan.slices import tp_dim
 from harness.reference.config import TrainingConfig
 
@@ -96,7 +96,7 @@ def test_ranks_clip_by_a_norm_that_is_not_reduced_and_may_report_it(
     layout: str, axes: tuple[str, ...], peers: Callable[[int], tuple[int, ...]], reported: bool
 ) -> None:
     trial = trial_of(tiny_case(layout, LITTLE))
-    norms = {(r, s): norm_of(trial, s, peers(r)) for r in trial.ranks for s in trial.case.steps}
+    norms = {(r, s): norm_of_slices(trial, s, peers(r)) for r in trial.ranks for s in trial.case.steps}
     for rank in trial.ranks:
 
         def those(step: int, of: Arrays, norm: float, parameters: Arrays, rank: int = rank) -> Arrays:
@@ -130,7 +130,7 @@ def test_gradients_clipped_by_the_norm_of_the_step_before(own: bool, reported: b
         return clip(norms.get(step - 1, norm if own else 0.0), LOW_CLIP)
 
     trial = given(by, LOW_CLIP)
-    for rank, step, _ in [*trial.steps()] if reported else []:
+    for rank, step, _ in [*trial.steps_with_reference()] if reported else []:
         trial = with_step(trial, rank, step.step, grad_norm=norms.get(step.step - 1, norms[1] if own else 0.0))
     cause = named(trial)
     assert cause.kind == "clipped by another norm" and len(cause.details) == 1 + own
@@ -138,7 +138,7 @@ def test_gradients_clipped_by_the_norm_of_the_step_before(own: bool, reported: b
 
 def test_a_norm_that_ranks_report_may_be_what_they_clip_by() -> None:
     trial = given(lambda step, fqn, gradients, norm: clip(7.0 * step, LOW_CLIP), LOW_CLIP)
-    for rank, step, _ in [*trial.steps()]:
+    for rank, step, _ in [*trial.steps_with_reference()]:
         trial = with_step(trial, rank, step.step, grad_norm=7.0 * step.step)
     assert named(trial).details == (("as", "reported"),)
 

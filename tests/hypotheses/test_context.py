@@ -31,7 +31,7 @@ from harness.core.evidence.text import positions_text
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
-from harness.core.plan.stages import positions
+from harness.core.plan.stages import token_positions_of_rank
 from harness.hypotheses.received import wrong_positions
 
 EIGHT = replace(ADAMW, seq_len=8)  # tokens enough that every part of a sample is one of a kind
@@ -77,7 +77,7 @@ def feeding(trial: Trial, rank: int, at: np.ndarray, *, told: np.ndarray | None 
 
 
 def telling(trial: Trial, rank: int, told: np.ndarray) -> Trial:
-    return feeding(trial, rank, positions(trial.case, rank, 8), told=told)
+    return feeding(trial, rank, token_positions_of_rank(trial.case, rank, 8), told=told)
 
 
 # ---- what a correct run leaves
@@ -100,7 +100,7 @@ def test_positions_are_not_judged_where_the_model_is_told_none() -> None:
 
 def test_a_rank_that_is_told_no_positions_while_others_are_is_found() -> None:
     trial = cp_trial()
-    wanted = positions_text(positions(trial.case, 1, 8))
+    wanted = positions_text(token_positions_of_rank(trial.case, 1, 8))
     assert judged("positions", with_step(trial, 1, 2, positions=())).findings == (
         Finding.at(1, wanted, None, check="positions", step=2, quantity="positions"),
     )
@@ -167,7 +167,7 @@ def test_labels_that_are_wrong_beside_a_load_balancer_that_is_not_applied_are_na
 
 def test_cp_ranks_fed_different_samples_are_named() -> None:
     trial = cp_trial(FSDP_2_CP_2)
-    part = (microbatch_of(trial.reference, (4, 5, 6, 7), positions(trial.case, 1, 8), 2),)
+    part = (microbatch_of(trial.reference, (4, 5, 6, 7), token_positions_of_rank(trial.case, 1, 8), 2),)
     assert named(with_step(trial, 1, 1, microbatches=part), "axis", "ranks") == ("peers differ", "cp", (1,))
 
 
@@ -197,7 +197,9 @@ def test_sharding_over_cp_alone_is_named_although_all_numbers_are_right() -> Non
 
 def test_whole_parameters_on_cp_ranks_that_exchange_nothing_are_named() -> None:
     trial = trial_of(tiny_case(CP_2, EIGHT), tiny_case("ddp_2", EIGHT))
-    trial = feeding(feeding(trial, 0, positions(trial.case, 0, 8)), 1, positions(trial.case, 1, 8))
+    trial = feeding(
+        feeding(trial, 0, token_positions_of_rank(trial.case, 0, 8)), 1, token_positions_of_rank(trial.case, 1, 8)
+    )
     trial = without(trial, "all_reduce", ("backward",))
     seen = trial.ranks[1].steps[0].gradients
     trial = with_step(trial, 1, 1, gradients={fqn: 2 * gradient for fqn, gradient in seen.items()})

@@ -198,6 +198,6 @@ def test_gradients_clipped_after_every_microbatch_while_they_add_up(chains: int,
         return {fqn: again * clip(norm, LOW_CLIP) * g for fqn, g in gradients.items()}
 
     wrong = trained_otherwise(trial, gradients=gradients, given=given)
-    for rank, step, _ in list(wrong.steps()):
+    for rank, step, _ in list(wrong.steps_with_reference()):
         wrong = with_step(wrong, rank, step.step, grad_norm=norms[step.step])
     assert proven(wrong) == ("clipped in every microbatch", {"each rank": chains == 2, "once more": twice})

@@ -25,9 +25,9 @@ from harness.core.evidence.step import Microbatch
 from harness.core.judge.losses import global_loss
 from harness.core.judge.received_samples import samples_of_step
 from harness.core.judge.trial import Trial
-from harness.core.plan.stages import positions
+from harness.core.plan.stages import token_positions_of_rank
 from harness.hypotheses.fed import other_samples, wrong_samples
-from harness.hypotheses.received import Rows, assume_trained_on, labels_of_part, shift_of, wrong_positions
+from harness.hypotheses.received import Rows, assume_trained_on, labels_of_part, shift_of_labels, wrong_positions
 from harness.hypotheses.received import rows_of_step as rows_of
 from harness.reference.data import build_dataset, sample_order
 
@@ -147,7 +147,7 @@ def test_what_is_lost_is_lost_from_the_divisor_as_well_or_for_one_choice_more_is
     share = valid / trial.reference.steps[0].valid_tokens
     for reported, seen in ((1.0, ("samples", "positions")), (share, ("samples", "reported_loss", "positions"))):
         shown = trial
-        for rank, step, _ in list(trial.steps()):
+        for rank, step, _ in list(trial.steps_with_reference()):
             loss = (own[step.step] or 0) * (reported if step.step == 1 else 1)
             shown = with_step(shown, rank, step.step, reported_loss=loss)
         found = list(other_samples(shown, {"samples": judged("samples", shown)}))
@@ -241,7 +241,7 @@ def test_a_sampler_that_deals_out_to_cp_ranks_too(ran: Ran) -> None:
     trial = ran(case_of(ParallelDims(dp_shard=2, cp=2), training=replace(RECIPE, seq_len=32)))
     data, length, order = build_dataset(trial.case.training, trial.case.model), trial.case.seq_len(1), order_of(trial)
     for rank in trial.ranks:
-        at = positions(trial.case, rank, length)
+        at = token_positions_of_rank(trial.case, rank, length)
         rows = np.stack([data[index][0].numpy()[:length][at] for index in order[rank // 2 :: 4][: 8 // 2]])
         trial = altered(trial, "tokens", lambda own, rows=rows: rows, [rank])
     cause = wrong_samples(trial)
@@ -342,7 +342,7 @@ def test_labels_that_are_shifted_in_the_part_of_each_cp_rank() -> None:
 
 def test_tokens_that_are_their_own_labels_are_not_shifted(ran: Ran) -> None:
     trial = ran(case_of())
-    for rank, record, _ in list(trial.steps()):
+    for rank, record, _ in list(trial.steps_with_reference()):
         parts = tuple(
             replace(part, labels=np.where(part.labels >= 0, part.tokens, IGNORED))
             for part in record.microbatches
@@ -377,8 +377,8 @@ def test_labels_lie_as_their_tokens_where_those_that_do_not_count_are_left_out()
     assert laid is not None and laid.tolist() == [[*row[1:], IGNORED] for row in own.tolist()]
     laid = labels_of_part(replace(part, labels=own[own >= 0]), own)
     assert laid is not None and laid.tolist() == own.tolist()
-    assert [shift_of(shifted(by)(own)[:, : 8 - max(by, 0)], own) for by in (0, 1, 2)] == [0, 1, 2]
-    assert shift_of(own[:, :3], own) is None
+    assert [shift_of_labels(shifted(by)(own)[:, : 8 - max(by, 0)], own) for by in (0, 1, 2)] == [0, 1, 2]
+    assert shift_of_labels(own[:, :3], own) is None
 
 
 # ---- rows, put together
@@ -416,7 +416,7 @@ def test_samples_that_are_known_keep_their_numbers_and_others_get_the_next(ran: 
 def test_right_samples_have_no_cause() -> None:
     assert wrong_samples(LONG) is None and wrong_samples(CP) is None and wrong_positions(CP) is None
     assert not list(other_samples(LONG, {}))
-    assert positions(CP.case, 1, 16).tolist() == [*range(8, 16)]
+    assert token_positions_of_rank(CP.case, 1, 16).tolist() == [*range(8, 16)]
 
 
 def test_the_distance_of_samples_that_are_another_steps_is_said_where_it_is_a_known_one() -> None:

@@ -15,7 +15,7 @@ from test_recipe import LOW, RATES, Arrays, given, kind, named, proposed
 from harness.core.causes import diagnose
 from harness.core.checks import judge
 from harness.core.judge.trial import Trial
-from harness.hypotheses.recipe import schedules_text
+from harness.hypotheses.recipe import matching_schedules_text
 from harness.reference.config import TrainingConfig
 
 # ---- what is not moved
@@ -114,7 +114,7 @@ def rule(by: Callable[[int], float], training: TrainingConfig = TEN, taken: Iter
     trial = trial_of(tiny_case("single"))
     shown = {step: by(step) for step in taken}
     wrong = [step for step, lr in shown.items() if not math.isclose(lr, scheduled(step))]
-    return schedules_text(replace(trial, case=replace(trial.case, training=training)), wrong, shown.items())
+    return matching_schedules_text(replace(trial, case=replace(trial.case, training=training)), wrong, shown.items())
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def test_momentum_that_was_not_requested(nesterov: bool) -> None:
 
     undecayed = replace(SGD, weight_decay=0.0)
     trial = trained_otherwise(trial_of(tiny_case("fsdp_2", SGD)), given=those, recipe=lambda step, fqn: undecayed)
-    for rank, step, _ in list(trial.steps()):
+    for rank, step, _ in list(trial.steps_with_reference()):
         kept = step.memory | {"optimizer_state": step.memory["parameters"]}
         trial = with_step(trial, rank, step.step, memory=kept)
     cause = named(trial)

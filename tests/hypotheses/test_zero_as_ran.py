@@ -10,7 +10,7 @@ from diagnosed import broken, dims, kinds, proven
 from literal import ADAMW, UNEVEN, tiny_case, trial_of, with_every_rank, with_step
 
 from harness.core.causes.reported import norm_sources
-from harness.core.judge.norms import norm_of
+from harness.core.judge.norms import norm_of_slices
 from harness.core.judge.trial import Trial
 from harness.hypotheses.recipe import wrong_recipe
 
@@ -44,7 +44,7 @@ def test_a_stage_that_ran_as_another_is_named(requested: str, ran: str) -> None:
 def test_a_norm_counts_replicas_again_only_along_axes_that_have_any(wrapper: str | None) -> None:
     trial = trial_of(tiny_case("fsdp_2_tp_2", wrapper=wrapper))
     counted = {d[0][1]: number(0, 1) for d, number in norm_sources(trial) if d[0][0] == "with replicas counted along"}
-    assert {axis for axis, norm in counted.items() if not math.isclose(norm, norm_of(trial, 1))} == {"tp"}
+    assert {axis for axis, norm in counted.items() if not math.isclose(norm, norm_of_slices(trial, 1))} == {"tp"}
 
 
 def test_a_rate_is_named_by_the_part_that_each_rank_steps_on() -> None:

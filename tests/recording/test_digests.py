@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.recording.digests import digest, has_nonfinite, is_constant_tensor, packed_digests, row_digests
+from harness.recording.digests import has_nonfinite, is_constant_tensor, packed_digests, row_digests, tensor_digest
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
@@ -14,24 +14,24 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32
 def test_a_digest_leaves_the_tensor_as_it_is(dtype: torch.dtype) -> None:
     tensor = torch.arange(12).reshape(3, 4).to(dtype)
     before = tensor.clone()
-    assert digest(tensor).item() == digest(before).item()
+    assert tensor_digest(tensor).item() == tensor_digest(before).item()
     assert torch.equal(tensor, before)
 
 
 def test_other_bytes_or_another_order_give_another_digest() -> None:
     tensor = torch.arange(12.0)
-    seen = {digest(one).item() for one in (tensor, tensor.flip(0), tensor + 1e-6, tensor[:11], tensor.double())}
+    seen = {tensor_digest(one).item() for one in (tensor, tensor.flip(0), tensor + 1e-6, tensor[:11], tensor.double())}
     assert len(seen) == 5
 
 
 def test_a_slice_that_does_not_begin_at_a_round_address_has_the_digest_of_its_copy() -> None:
     whole = torch.arange(101.0)
-    assert digest(whole[1:]).item() == digest(whole[1:].clone()).item()
-    assert digest(whole.reshape(1, -1).t()).item() == digest(whole).item()
+    assert tensor_digest(whole[1:]).item() == tensor_digest(whole[1:].clone()).item()
+    assert tensor_digest(whole.reshape(1, -1).t()).item() == tensor_digest(whole).item()
 
 
 def test_tensors_without_elements_have_a_digest() -> None:
-    assert digest(torch.zeros(0)).item() == 0
+    assert tensor_digest(torch.zeros(0)).item() == 0
 
 
 def test_infinite_numbers_are_noticed_and_integers_are_finite() -> None:
@@ -55,8 +55,8 @@ def test_a_sparse_tensor_is_told_by_its_indices_and_its_values() -> None:
     def sparse(rows: list[int], values: list[float]) -> torch.Tensor:
         return torch.sparse_coo_tensor(torch.tensor([rows]), torch.tensor(values), (4,))
 
-    seen = [digest(one).item() for one in (sparse([0, 2], [1.0, 2.0]), sparse([0, 2], [1.0, 2.0]))]
-    others = [digest(one).item() for one in (sparse([0, 3], [1.0, 2.0]), sparse([0, 2], [1.0, 3.0]))]
+    seen = [tensor_digest(one).item() for one in (sparse([0, 2], [1.0, 2.0]), sparse([0, 2], [1.0, 2.0]))]
+    others = [tensor_digest(one).item() for one in (sparse([0, 3], [1.0, 2.0]), sparse([0, 2], [1.0, 3.0]))]
     assert seen[0] == seen[1] and len({seen[0], *others}) == 3
 
 
@@ -82,8 +82,8 @@ def test_samples_that_lie_end_to_end_have_the_digests_of_rows() -> None:
 def test_what_was_looked_at_in_inference_mode_can_be_looked_at_again() -> None:
     tensor = torch.randn(64)
     with torch.inference_mode():
-        found = int(digest(tensor))
-    assert int(digest(tensor)) == found
+        found = int(tensor_digest(tensor))
+    assert int(tensor_digest(tensor)) == found
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (0,), (3, 0)])

@@ -11,7 +11,7 @@ from forked_jobs import Main
 
 from harness.core.cli import main
 from harness.core.evidence.recording import Reached
-from harness.recording.judged.anomalies import anomalies
+from harness.recording.judged.anomalies import find_anomalies
 from harness.recording.judged.recorded_ends import exits_of
 from harness.recording.judged.stored_recording import Recording, load_recording
 
@@ -108,7 +108,7 @@ def test_the_rank_that_raised_is_blamed_where_multiprocessing_caught_it(start: s
     found = recorded(main, job, "raised", "backward 2", start)
     other, first = exits_of(found, 2)
     assert (first.how, first.error, first.blamed, other.blamed) == ("raised", "Gone: the reason", True, False)
-    assert (anomalies(found)[0].label, anomalies(found)[0].ranks) == ("RAISED", (1,))
+    assert (find_anomalies(found)[0].label, find_anomalies(found)[0].ranks) == ("RAISED", (1,))
     assert found.summaries[1].progress.reached == Reached(2, "backward", over=False)
 
 
@@ -121,8 +121,8 @@ def test_a_rank_of_mp_spawn_that_is_killed_in_its_first_step_is_blamed_and_how_f
     other, first = exits_of(found, 2)
     assert (first.how, first.signal, first.blamed, other.blamed) == ("signal", "SIGKILL", True, False)
     assert found.summaries[1].progress.reached == Reached(1, "optimizer", over=False)
-    assert (anomalies(found)[0].label, anomalies(found)[0].ranks) == ("ENDED", (1,))
-    assert {one.label for one in anomalies(found)} >= {"REACHED"}
+    assert (find_anomalies(found)[0].label, find_anomalies(found)[0].ranks) == ("ENDED", (1,))
+    assert {one.label for one in find_anomalies(found)} >= {"REACHED"}
 
 
 @pytest.mark.slow("a process each; the first ends on record in the same way", after=1)
@@ -188,7 +188,7 @@ def test_a_process_alone_that_is_ended_in_its_first_step_reports_how_far_it_came
     found = load_recording(tmp_path / "out")
     assert found.nothing == ""
     assert found.summaries[0].progress.reached == Reached(1, "optimizer", over=False)
-    assert [one.step for one in anomalies(found) if one.label == "REACHED"] == [1]
+    assert [one.step for one in find_anomalies(found) if one.label == "REACHED"] == [1]
 
 
 IN_FORWARD = """
@@ -320,5 +320,5 @@ def test_a_ctrl_c_that_mp_spawn_catches_is_no_end_of_training(tmp_path: Path, mo
     assert {rank: (one.progress.ended, one.progress.error) for rank, one in recording.summaries.items()} == {
         rank: ("raised", "KeyboardInterrupt") for rank in (0, 1)
     }
-    found = {odd.label: odd.ranks for odd in anomalies(recording)}
+    found = {odd.label: odd.ranks for odd in find_anomalies(recording)}
     assert found["WAITED FOR"] == (1,) and "ORDER" not in found

@@ -11,7 +11,7 @@ from torch import nn
 from harness.core.probe.clock import Clock
 from harness.core.probe.collectives import CollectiveRecorder
 from harness.core.probe.pipeline import PipelineRecorder
-from harness.recording.digests import digest
+from harness.recording.digests import tensor_digest
 from harness.recording.seen import RankObserver
 
 
@@ -60,7 +60,7 @@ def test_a_model_that_comes_late_is_told_unless_only_known_models_were_trained_b
     seen = seen_at(clock)
     first, later = nn.Linear(2, 2), nn.Linear(2, 2)
     assert seen.attach(first)
-    began = digest(first.weight).item()
+    began = tensor_digest(first.weight).item()
     stepped = {"both": [first.weight, later.weight], "another tensor": [nn.Parameter(torch.ones(2))]}
     optimizer = torch.optim.SGD(stepped.get(steps_on, [first.weight]), lr=0.1)
     optimizer.param_groups[0]["params"][0].grad = torch.ones_like(optimizer.param_groups[0]["params"][0])

@@ -11,7 +11,7 @@ from torch.optim import optimizer as torch_optimizer
 from harness.core.probe.clock import Clock
 from harness.core.probe.collectives import CollectiveRecorder
 from harness.core.probe.pipeline import PipelineRecorder
-from harness.recording.digests import digest
+from harness.recording.digests import tensor_digest
 from harness.recording.optimizers import Optimizers, gradient_bytes
 from harness.recording.seen import RankObserver
 
@@ -87,7 +87,7 @@ def test_contents_are_those_after_the_outermost_step() -> None:
     for hook in hooks:
         hook.remove()
     (step,) = [one for one in seen.steps() if one.step == 1]
-    assert step.digests == {name: digest(p).item() for name, p in model.named_parameters()}
+    assert step.digests == {name: tensor_digest(p).item() for name, p in model.named_parameters()}
     assert seen.optimizers == ("SGD in Broadcasting(momentum 0, weight_decay 0)",)
 
 

@@ -18,7 +18,7 @@ from harness.core.evidence.records import RankEvidence
 from harness.core.judge.result import Verdict
 from harness.recording import place
 from harness.recording.folders import JOB_FILE, job_folders
-from harness.recording.judged.anomalies import anomalies
+from harness.recording.judged.anomalies import find_anomalies
 from harness.recording.judged.recorded_layout import judge_recording
 from harness.recording.judged.stored_recording import Recording, load_recording
 from harness.recording.pages.recording_jobs import job_rows
@@ -82,7 +82,7 @@ def test_a_replica_group_that_is_killed_and_comes_back_is_told(tmp_path: Path) -
         (1, [0], "ok"),
     ]
     assert len({job.summaries[0].contents.by_step[3] for job in jobs}) == 1
-    assert [(odd.label, odd.ranks) for odd in anomalies(recording)] == [("ENDED UNHEARD", (0,)), ("REACHED", (0,))]
+    assert [(odd.label, odd.ranks) for odd in find_anomalies(recording)] == [("ENDED UNHEARD", (0,)), ("REACHED", (0,))]
     rows = [text for _, text in job_rows(recording)]
     assert "it had left, and came back" in rows[3] and "[1-3]" in rows[4]
 
@@ -136,4 +136,4 @@ def test_what_a_launcher_heard_is_of_the_job_whose_ranks_it_started(tmp_path: Pa
 def test_of_a_rank_that_comes_back_alone_the_others_are_not_missed(tmp_path: Path) -> None:
     stored(tmp_path, 2)
     os.remove(record_file(tmp_path / "jobs" / "2", 1))
-    assert "NO EVIDENCE" not in {one.label for one in anomalies(load_recording(tmp_path))}
+    assert "NO EVIDENCE" not in {one.label for one in find_anomalies(load_recording(tmp_path))}

@@ -8,7 +8,7 @@ import pytest
 
 from harness.faults import all_faults, load_fault
 from tools import drawn_faults
-from tools.drawn_faults import affected, drawn, is_in_the_quarter
+from tools.drawn_faults import can_affect, draw_faults, is_in_the_quarter
 
 FAULT = load_fault("hsdp_runs_as_fsdp")
 
@@ -29,7 +29,7 @@ FAULT = load_fault("hsdp_runs_as_fsdp")
     ],
 )
 def test_which_files_can_affect_a_fault(file: str, expected: bool) -> None:
-    assert affected(FAULT, [PurePosixPath(file)]) == expected
+    assert can_affect(FAULT, [PurePosixPath(file)]) == expected
 
 
 def test_a_commit_draws_the_same_quarter_again_and_other_commits_draw_others() -> None:
@@ -41,6 +41,6 @@ def test_a_commit_draws_the_same_quarter_again_and_other_commits_draw_others() -
 
 
 def test_where_git_does_not_say_what_changed_all_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(drawn("0" * 40)) == len(all_faults())
+    assert len(draw_faults("0" * 40)) == len(all_faults())
     monkeypatch.setattr(drawn_faults, "git", lambda *_: None)
-    assert len(drawn()) == len(all_faults())
+    assert len(draw_faults()) == len(all_faults())

@@ -166,5 +166,5 @@ def test_of_faults_that_were_drawn_all_are_compared_and_no_other_is_missed(
     assert main(["--accept", "--stored", "--out", str(out)]) == 0
     (out / "fsdp_2+halved" / "verdict.json").unlink()
     for drawn, code in (([], 0), ([SimpleNamespace(name="halved")], 2)):
-        monkeypatch.setattr(safeguard.drawn_faults, "drawn", lambda base, drawn=drawn: drawn)
+        monkeypatch.setattr(safeguard.drawn_faults, "draw_faults", lambda base, drawn=drawn: drawn)
         assert main(["--drawn", "--out", str(out)]) == code

@@ -10,11 +10,11 @@ SHARED_MEMORY = (
 )
 
 
-def choose() -> None:
+def choose_cpu() -> None:
     """Have DeepSpeed use the CPU, by an environment variable. Call it before DeepSpeed is imported."""
     os.environ["DS_ACCELERATOR"] = "cpu"
 
 
-def lend() -> None:
+def stub_shared_memory() -> None:
     """Replace DeepSpeed's CPU collectives in shared memory by torch's. Call it before DeepSpeed is initialized."""
     importlib.import_module("deepspeed.comm.torch").__dict__["build_shm_op"] = lambda: None

@@ -42,12 +42,12 @@ class Started(StartedTrainer):
         os.environ.setdefault("LOCAL_RANK", str(self.rank))
         dtype = getattr(torch, case.training.dtype)
         if device == "cpu":
-            cpu.choose()
+            cpu.choose_cpu()
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         if device == "cpu":
-            cpu.lend()
+            cpu.stub_shared_memory()
         process_group.join(process_group.backend_for(device))
         deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False)
         model = llama_from(dict(read_weights(weights, case)), config=case.model, dtype=dtype).to(device)

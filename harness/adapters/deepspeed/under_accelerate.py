@@ -13,11 +13,11 @@ LENT = "accelerate's choice of a backend: gloo on CPU (it knows none for DeepSpe
 def choose(device: str) -> None:
     """Have DeepSpeed and accelerate use the CPU; nothing on other devices. Call it before accelerate is imported."""
     if device == "cpu":
-        cpu.choose()
+        cpu.choose_cpu()
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
 
 
-def lend(device: str) -> None:
+def patch_accelerate_backend(device: str) -> None:
     """Patch Accelerate to prepare gloo for several processes on CPU; nothing on other devices.
 
     Call it before Accelerate's state is made. With `use_cpu` it would silently run DDP.
@@ -27,7 +27,7 @@ def lend(device: str) -> None:
     import deepspeed  # noqa: F401
     from accelerate import DistributedType, PartialState
 
-    cpu.lend()
+    cpu.stub_shared_memory()
 
     def backend(*_: Any) -> tuple[str, DistributedType]:
         return "gloo", DistributedType.MULTI_GPU

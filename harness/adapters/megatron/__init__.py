@@ -152,7 +152,7 @@ class Megatron(Adapter):
         if device == "cpu":
             from harness.adapters.megatron import cpu
 
-            cpu.arrange()
+            cpu.patch_for_cpu()
         from harness.adapters.megatron.trainer import MegatronTrainer
 
         checkout.must_lie_in("megatron.core", self.where)

@@ -29,15 +29,15 @@ KINDS = {
 """What clipping and the optimizer assert of gradients and parameters, whose types here have other names."""
 
 
-def arrange() -> None:
+def patch_for_cpu() -> None:
     """Apply all patches of this module to torch and Megatron in this process.
 
     It may be called before or after megatron.core is imported.
     """
-    answer_for_a_device()
+    patch_cuda_functions()
     for name in MAKERS.split():
-        setattr(torch, name, on_cpu(getattr(torch, name)))
-    answer_for_types()
+        setattr(torch, name, with_cpu_tensors(getattr(torch, name)))
+    patch_tensor_types()
     keep_random_state()
     mark_norms()
 
@@ -61,7 +61,7 @@ def import_without_triton(names: Iterable[str]) -> None:
             del sys.modules[name]
 
 
-def answer_for_a_device() -> None:
+def patch_cuda_functions() -> None:
     """Replace functions of torch.cuda (device, streams, random state) by ones for a CPU.
 
     `Tensor.cuda` returns the tensor itself.
@@ -85,7 +85,7 @@ def answer_for_a_device() -> None:
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor
 
 
-def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+def with_cpu_tensors(make: Callable[..., Any]) -> Callable[..., Any]:
     """Return `make`, changed to make a tensor on the CPU if it is asked for one on cuda."""
 
     @functools.wraps(make)
@@ -97,7 +97,7 @@ def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
     return make_on_cpu
 
 
-def answer_for_types() -> None:
+def patch_tensor_types() -> None:
     """Patch `Tensor.type` to name a CPU tensor's type like that of a CUDA tensor (KINDS), which Megatron asserts."""
     original = torch.Tensor.type
 

@@ -33,7 +33,7 @@ from harness.core.probe.values import note_gradients, note_update, reducing_grad
 from harness.core.trainers import Metrics, StartedTrainer
 from harness.core.trainers.support import process_group
 from harness.core.trainers.support.samples import dataset_of, rank_samples
-from harness.reference.data import IGNORED, documents
+from harness.reference.data import IGNORED, document_indices
 from harness.reference.train import lr_factor
 
 CASTING = """utils optimizer.clip_grads optimizer.optimizer optimizer.distrib_optimizer tensor_parallel.cross_entropy
@@ -167,7 +167,7 @@ class MegatronTrainer(StartedTrainer):
         later = torch.ones(1, 1, length, length, dtype=torch.bool, device=self.device).triu(1)
         if not self.case.training.document_mask:
             return later
-        which = documents(tokens)[:, None]
+        which = document_indices(tokens)[:, None]
         return later | (which[..., :, None] != which[..., None, :])
 
     def finalize(self, *args: Any, **kwargs: Any) -> None:

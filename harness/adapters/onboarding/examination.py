@@ -185,7 +185,7 @@ def explain_order(trial: Trial, judgement: Judgement, options: Options) -> Itera
     Nothing if they do not, or if other checks fail. Loads the reference's noise, which may be trained for that.
     """
     broken = _failing_checks(judgement.results)
-    if trial.case.exact or trial.traits.own_model or not broken or not broken <= ORDER_CHECKS:
+    if trial.case.has_derived_bounds or trial.traits.own_model or not broken or not broken <= ORDER_CHECKS:
         return
     folder = reference_folder(trial.case, options, (trial.case.golden_noise_key,))
     reference = replace(trial.reference, noise=load_stored(folder / "reference.npz", ReferenceRun).noise)

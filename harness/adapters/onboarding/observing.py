@@ -94,7 +94,7 @@ class Observer(Script):
         self.seen: nn.Module | None = None
         self.defined: tuple[str, str, str] | None = None  # a data set that may never be made
 
-    def put_in(self) -> None:
+    def put_replacements(self) -> None:
         """Wrap what makes samples as soon as it is defined, and count the names used."""
         pairs: list[tuple[str, Any]] = []
         for module in self.beside():
@@ -107,7 +107,7 @@ class Observer(Script):
                     self.wrap(name, self._wrap_batches)
             elif inspect.isclass(value) and issubclass(value, TorchDataset) and self._makes_samples(value):
                 self.wrap(name, self._wrap_samples)
-        super().put_in()
+        super().put_replacements()
 
     @staticmethod
     def _makes_samples(cls: type) -> bool:
@@ -208,7 +208,7 @@ def names_used(code: CodeType) -> Iterator[str]:
 # ---- what is wrapped of Python and torch, in this process alone
 
 
-def watch(facts: Facts, observer: Observer) -> None:
+def watch_torch(facts: Facts, observer: Observer) -> None:
     """Patch torch in this process: note norms that clip, samplers and the optimizer's step; torch.compile does nothing."""
 
     def note_max_norm(_: str, original: ClipFunction) -> ClipFunction:
@@ -283,7 +283,7 @@ def main(path: Path, out: Path) -> None:
     facts = Facts()
     import_from(repository(path))
     observer = Observer(path, facts)
-    watch(facts, observer)
+    watch_torch(facts, observer)
     try:
         signal.signal(signal.SIGALRM, _too_long)
         signal.alarm(SECONDS)

@@ -95,10 +95,10 @@ class Started(StartedTrainer):
         from harness.core.trainers.support.weights import load_weights, tensor_parallel
 
         assert adapter.where is not None
-        lent.lend(case, adapter.tables, device)
+        lent.stub_imports(case, adapter.tables, device)
         self.metrics: list[Metrics] = []
         self.script = Script(Path(adapter.where) / "train.py", case.training.dtype)
-        lent.hand_over(case, self.script, self.metrics)
+        lent.replace_in_script(case, self.script, self.metrics)
 
         def load(model: nn.Module) -> None:
             cut = tensor_parallel(lent.process_grid().tp_rank, case.dims.tp)

@@ -48,7 +48,7 @@ def replaced_parts(tables: str | None, device: str) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def lend(case: Case, tables: str | None, device: str) -> None:
+def stub_imports(case: Case, tables: str | None, device: str) -> None:
     """Put stubs for picotron's imports into sys.modules, and set its environment variables.
 
     Call it before picotron is imported.
@@ -85,7 +85,7 @@ def _sample(tokens: Tensor, labels: Tensor) -> dict[str, list[int]]:
     return {"input_ids": [*tokens.tolist(), int(labels[-1])]}
 
 
-def hand_over(case: Case, script: Script, metrics: list[Metrics]) -> None:
+def replace_in_script(case: Case, script: Script, metrics: list[Metrics]) -> None:
     """Replace names in the script, before it runs: downloads, averaging of losses, counting of parameters, pipeline steps.
 
     The loss of each step is appended to `metrics`: None but on the last stage. Where parameters are counted, the script

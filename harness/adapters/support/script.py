@@ -76,7 +76,7 @@ class Script:
                 f"{self.path.name} and what lies beside it have no {missing_names[0]!r} before the first forward pass"
             )
         assert self._model is not None
-        _cut_again(self._model)
+        _reshard_units(self._model)
         if not loaded:
             load(self._model)
         return self._model
@@ -122,13 +122,13 @@ class Script:
         try:
             for acts, code in acting_statements(self.path):
                 if acts:
-                    self.put_in()
+                    self.put_replacements()
                 exec(code, vars(module))
         except SystemExit as end:
             if end.code:
                 raise RuntimeError(f"{self.path.name} ended with exit code {end.code}") from end
 
-    def put_in(self) -> None:
+    def put_replacements(self) -> None:
         """Put replaced names, and float64 in the place of float32, into the script and the modules beside it that are
         loaded by now.
 
@@ -164,7 +164,7 @@ class Script:
         nn.Module.__call__ = stop
 
 
-def _cut_again(model: nn.Module) -> None:
+def _reshard_units(model: nn.Module) -> None:
     """Reshard all FSDP units of a model.
 
     An evaluation before the first step leaves FSDP's root gathered: weights copied there would be dropped, and step 1

@@ -161,9 +161,9 @@ class Torchtitan(Adapter):
         self.importable()
         os.environ.setdefault("LOCAL_RANK", "0")
         if device == "cpu":
-            cpu.arrange(installed)
+            cpu.patch_for_cpu(installed)
             cpu_attention.support_ring(case)
-        torch_names.bridge()
+        torch_names.add_missing_names()
         float64.preserve(case.training.dtype)
         process_group.redirect()
         if not any(name.startswith("lr_scheduler.") for name in self.options):

@@ -34,15 +34,15 @@ READERS = (
 CUDA = re.compile(r"\bcuda\b")
 
 
-def arrange(source: Source) -> None:
+def patch_for_cpu(source: Source) -> None:
     """Apply all patches of this module that the source's version needs, to torch and to imports in this process."""
     before_import()
-    lend_memory_calls()
+    stub_memory_calls()
     if source.era.run_by == MAIN_FUNCTION.run_by:
         sys.meta_path.insert(0, ReadAsCpu(source.folder))
     use_gloo()
     sum_and_divide()
-    pin_nothing()
+    disable_pinned_memory()
 
 
 def before_import() -> None:
@@ -71,7 +71,7 @@ def keep_attention() -> None:
     checkpoint.create_selective_checkpoint_contexts = contexts
 
 
-def lend_memory_calls() -> None:
+def stub_memory_calls() -> None:
     """Add to torch.cpu the functions of torch.cuda that a memory monitor calls. Those that torch.cpu has are left alone."""
     answers: dict[str, Any] = {
         "set_device": lambda *_: None,
@@ -112,7 +112,7 @@ def sum_and_divide() -> None:
     _fsdp_collectives._get_gradient_divide_factors = divide_apart
 
 
-def pin_nothing() -> None:
+def disable_pinned_memory() -> None:
     """Patch CPUOffloadPolicy to pin no memory, which torch refuses without an accelerator."""
     CPUOffloadPolicy.__init__ = functools.partialmethod(CPUOffloadPolicy.__init__, pin_memory=False)
 

@@ -10,7 +10,7 @@ import torch
 
 from harness.core.case.case import Case
 from harness.core.trainers.support.samples import dataset_of, rank_samples
-from harness.reference.data import documents
+from harness.reference.data import document_indices
 
 
 class Samples:
@@ -135,5 +135,5 @@ class LoaderBuilder:
 
 def document_positions(tokens: torch.Tensor) -> torch.Tensor:
     """Return each token's position in its own document, from 0: int64 [b, s]. tokens: int64 [b, s]."""
-    document_numbers = documents(tokens)
+    document_numbers = document_indices(tokens)
     return (document_numbers.unsqueeze(-1) == document_numbers.unsqueeze(-2)).tril(-1).sum(-1)

@@ -40,11 +40,11 @@ def expected_failure(case: Case, era: Era, *, types: bool) -> ExpectedFailure | 
     None without any. Versions before 0.3.0 have none, because this was not tried.
     types: whether it shards by spmd_types, which unties a weight in every layout, and sums once a crossing.
     """
-    launches = (_of_launch(launched, era, types=types) for launched in case.launches.values())
+    launches = (_failure_of_launch(launched, era, types=types) for launched in case.launches.values())
     return next(filter(None, launches), None)
 
 
-def _of_launch(case: Case, era: Era, *, types: bool) -> ExpectedFailure | None:
+def _failure_of_launch(case: Case, era: Era, *, types: bool) -> ExpectedFailure | None:
     """Return the failure that one launch must show; None without any. types: as of expected_failure."""
     if case.model.lora is not None and case.features.export:
         return ADAPTERS_LOST

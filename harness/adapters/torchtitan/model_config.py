@@ -36,8 +36,8 @@ def model_of_size(case: Case, *, masked: bool) -> Any:
     from torchtitan.models import llama3
 
     if not hasattr(llama3, "_build_llama3_layers"):
-        return of_one_layer(llama3, case)
-    return with_adapters(of_layers(llama3, case, masked), case)
+        return config_of_one_layer(llama3, case)
+    return with_adapters(config_of_layers(llama3, case, masked), case)
 
 
 def with_adapters(config: Any, case: Case) -> Any:
@@ -54,7 +54,7 @@ def with_adapters(config: Any, case: Case) -> Any:
     return LoRAConverter(asked).convert(config)
 
 
-def of_layers(llama3: Any, case: Case, masked: bool) -> Any:
+def config_of_layers(llama3: Any, case: Case, masked: bool) -> Any:
     """Return the model configuration of torchtitan since 2026-04, which has a configuration for each layer. llama3: its
     module.
     """
@@ -133,7 +133,7 @@ def rope_options(sizes: ModelConfig) -> dict[str, Any]:
     }
 
 
-def of_one_layer(llama3: Any, case: Case) -> Any:
+def config_of_one_layer(llama3: Any, case: Case) -> Any:
     """Return torchtitan's own debug model before 2026-04, with the case's sizes. Its attention is SDPA."""
     sizes = case.model
     debug = llama3.llama3_configs["debugmodel"]

@@ -24,17 +24,17 @@ def obstacles(case: Case, era: Era, traits: TrainerTraits, *, types: bool = Fals
     traits: what it chose for this case. types: whether it shards by spmd_types.
     """
     case = with_choices(case, traits)
-    yield from _of_layout(case, era, types=types)
-    yield from _of_features(case, era)
+    yield from _layout_obstacles(case, era, types=types)
+    yield from _feature_obstacles(case, era)
     if era.fed_microbatches:
-        yield from _of_microbatches(case, era)
-    yield from _of_model(case, era)
+        yield from _microbatch_obstacles(case, era)
+    yield from _model_obstacles(case, era)
     yield from _without_option(case, era)
     if (case.resume or case.last_step) and not era.resumes:
         yield f"resume: this adapter does not let {era.name} write checkpoints"
 
 
-def _of_layout(case: Case, era: Era, *, types: bool) -> Iterator[str]:
+def _layout_obstacles(case: Case, era: Era, *, types: bool) -> Iterator[str]:
     """Yield the reasons that lie in degrees and wrapper, lengths of sequences and masks, and an inexact recipe."""
     dims = case.dims
     for axis in AXES:
@@ -52,7 +52,7 @@ def _of_layout(case: Case, era: Era, *, types: bool) -> Iterator[str]:
         yield f"cp {dims.cp}: torch cuts no mask of {odd[0]} tokens, for its blocks have {MASK_BLOCK}"
     if types and case.model.vocab_size % dims.tp:
         yield f"vocab_size {case.model.vocab_size} with tp {dims.tp}: with spmd_types FSDP2 takes uneven shards for even ones"
-    if not case.exact and not era.traits.own_model:
+    if not case.has_derived_bounds and not era.traits.own_model:
         yield f"an inexact recipe: where the model of {era.name} rounds otherwise than the reference is not known"
     if dims.pp > 1 and case.training.variable_length:
         why = "torch's pipeline stages fix the shapes they exchange at the first step"
@@ -66,7 +66,7 @@ def _of_layout(case: Case, era: Era, *, types: bool) -> Iterator[str]:
         yield "wrapper fsdp2 with dp_shard 1: torchtitan runs that as DDP"
 
 
-def _of_features(case: Case, era: Era) -> Iterator[str]:
+def _feature_obstacles(case: Case, era: Era) -> Iterator[str]:
     """Yield the reasons that lie in validation and compilation."""
     if case.features.validate_every and case.dims.pp > 1:
         yield f"validate_every with pp {case.dims.pp}: torch's schedules keep an evaluated batch's outputs until the next step"
@@ -74,7 +74,7 @@ def _of_features(case: Case, era: Era) -> Iterator[str]:
         yield f"compile: {era.name} casts to float32 within what it compiles, where this adapter keeps no float64"
 
 
-def _of_microbatches(case: Case, era: Era) -> Iterator[str]:
+def _microbatch_obstacles(case: Case, era: Era) -> Iterator[str]:
     """Yield the reasons of versions whose data loader gives microbatches: quantization, loss and document mask."""
     features = case.features
     if case.training.quantize == "float8_tensorwise":
@@ -90,7 +90,7 @@ def _of_microbatches(case: Case, era: Era) -> Iterator[str]:
         yield f"document_mask with cp: {era.name} cuts masks along the sequence, which this adapter does not pass on"
 
 
-def _of_model(case: Case, era: Era) -> Iterator[str]:
+def _model_obstacles(case: Case, era: Era) -> Iterator[str]:
     """Yield the reasons that lie in LoRA targets and tied embeddings."""
     lora = case.model.lora
     if era.adapts and lora is not None and ("wk" in lora.targets) != ("wv" in lora.targets):

@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.adapters.torchtitan.eras import MAIN_FUNCTION, TRAINER_CONFIG
-from harness.adapters.torchtitan.source import Source, chunks_of, why_not_largest, why_not_spmd_types, why_whole
+from harness.adapters.torchtitan.source import (
+    Source,
+    chunks_of,
+    reason_loss_is_whole,
+    why_not_largest,
+    why_not_spmd_types,
+)
 from harness.core.case.case import Case
 
 
@@ -16,9 +22,9 @@ def replaced_parts(case: Case, source: Source, device: str) -> Iterator[str]:
     """Yield a phrase for each part that is replaced, "part: what by what (why)". Nothing for a part that runs as usual."""
     era = source.era
     if era.chunks_loss and chunks_of(case, era) == 1:
-        yield f"loss: chunked cross entropy by whole cross entropy ({why_whole(case, era)})"
+        yield f"loss: chunked cross entropy by whole cross entropy ({reason_loss_is_whole(case, era)})"
     if era.run_by == TRAINER_CONFIG.run_by:
-        yield from _of_configurations(case, source, device)
+        yield from _replaced_by_configurations(case, source, device)
     if why := why_not_largest(case, era):
         yield f"the largest loss that it reports: not judged ({why})"
     for name, value in source.options.items():
@@ -29,7 +35,7 @@ def replaced_parts(case: Case, source: Source, device: str) -> Iterator[str]:
         yield from _on_cpu(source)
 
 
-def _of_configurations(case: Case, source: Source, device: str) -> Iterator[str]:
+def _replaced_by_configurations(case: Case, source: Source, device: str) -> Iterator[str]:
     """Yield what is replaced in torchtitan that is run by configurations: attention, torch's SGD and spmd_backend."""
     if source.era.masks(case) and device == "cpu":
         yield "attention: FlexAttention by SDPA with the same mask (no backward on CPU)"

@@ -226,10 +226,10 @@ def why_not_largest(case: Case, era: Era) -> str:
 
 def chunks_of(case: Case, era: Era) -> int:
     """Return the number of chunks in which torchtitan's loss applies the output layer; 1 if not in chunks."""
-    return LOSS_CHUNKS if era.chunks_loss and not why_whole(case, era) else 1
+    return LOSS_CHUNKS if era.chunks_loss and not reason_loss_is_whole(case, era) else 1
 
 
-def why_whole(case: Case, era: Era) -> str:
+def reason_loss_is_whole(case: Case, era: Era) -> str:
     """Return why this adapter has the loss computed at once, not in chunks. Empty if chunks are possible."""
     together = case.local_batch if era.flat else 1
     if any(case.seq_len(step) // case.dims.cp * together % LOSS_CHUNKS for step in case.steps):

@@ -24,7 +24,7 @@ MOVED = {
 }
 
 
-def bridge() -> None:
+def add_missing_names() -> None:
     """Patch torch with all names and signatures of this module that it lacks."""
     for old, new in MOVED.items():
         module_name, _, name = old.rpartition(".")
@@ -43,10 +43,10 @@ def take_microbatches() -> None:
 
     for kind in (PipelineScheduleSingle, PipelineScheduleMulti):
         if "arg_mbs" not in inspect.signature(kind.step).parameters:
-            kind.step = handed_arguments(kind.step)
+            kind.step = accepting_microbatches(kind.step)
 
 
-def handed_arguments(step: Any) -> Any:
+def accepting_microbatches(step: Any) -> Any:
     """Return a schedule's `step`, changed to take microbatches that are cut already: arg_mbs, kwarg_mbs and target_mbs."""
 
     @functools.wraps(step)

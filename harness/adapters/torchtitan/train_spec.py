@@ -23,15 +23,15 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Tita
     """
     train = importlib.import_module("torchtitan.train")
     no_sleep("torchtitan.train")
-    specify(train.train_spec_module, case, Inputs if source.era.inputs_by_name else Samples)
-    validate(case, source)
+    patch_train_specs(train.train_spec_module, case, Inputs if source.era.inputs_by_name else Samples)
+    replace_validation_loader(case, source)
     trainer = train.Trainer(job_config.configure_job(train.JobConfig(), case, source.options))
     train.trainer = trainer  # type: ignore[attr-defined]  # as its entry point has it: until 2025-04-01 `train` reads it
     load_weights(trainer.model_parts, case, weights, source.era.fqn)
     return TitanTrainer(trainer, case, source)
 
 
-def validate(case: Case, source: Source) -> None:
+def replace_validation_loader(case: Case, source: Source) -> None:
     """Replace the data loader of validation by one that is a step ahead.
 
     Nothing happens unless an option requests validation.
@@ -45,7 +45,7 @@ def validate(case: Case, source: Source) -> None:
             setattr(module, name, ahead.build)
 
 
-def specify(specs: Any, case: Case, inputs: type[Samples]) -> None:
+def patch_train_specs(specs: Any, case: Case, inputs: type[Samples]) -> None:
     """Patch `get_train_spec` so that whatever TrainSpec is looked up has the case's sizes and samples. inputs: their form."""
     original = specs.get_train_spec
 

@@ -28,7 +28,7 @@ from harness.core.trainers.support.weights import load_weights
 NORMS = r"norm\.weight$"
 
 
-def configure_trainer(case: Case) -> Any:
+def optimizer_config(case: Case) -> Any:
     """Return the configuration of torchtitan's optimizers for the case: SGD or AdamW."""
     return sgd(case) if case.training.optimizer == "sgd" else adamw(case)
 
@@ -72,7 +72,7 @@ def sgd(case: Case) -> Any:
 # ---- torchtitan's own cross entropy, shown to the probe
 
 
-def show_loss(loss: Any) -> None:
+def note_loss_function(loss: Any) -> None:
     """Patch torchtitan's loss so that the probe records the cross entropy that torchtitan has for sharded logits.
 
     torchtitan has one since 2026-06, where the probe does not look. Until 2026-04-27 its loss is a function, which
@@ -113,7 +113,7 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Tita
     float64.widen(case.training.dtype, "torchtitan.components.loss")  # where gradients of chunks are collected
     trainer = configuration(case, source).build()
     load_weights(trainer.model_parts, case, weights, source.era.fqn)
-    show_loss(trainer.loss_fn)
+    note_loss_function(trainer.loss_fn)
     return TitanTrainer(trainer, case, source)
 
 
@@ -134,7 +134,7 @@ def configuration(case: Case, source: Source) -> Any:
         if chunks_of(case, era) == 1:
             config.loss = loss.CrossEntropyLoss.Config()
         model_config.put(getattr(config.loss, "loss_fn", config.loss), global_vocab_size=case.model.vocab_size)
-    config.optimizer = configure_trainer(case)
+    config.optimizer = optimizer_config(case)
     inputs = samples_class(era)
     config.dataloader = Built(lambda dp_world_size, dp_rank, **_: inputs(case, dp_world_size, dp_rank, lambda: None))
     if source.options.get("validator.enable") or case.features.validate_every:

@@ -111,11 +111,11 @@ class Case:
 
         A start from the seed, or from weights alone, counts from 1.
         """
-        first = self.resume[-1].after + 1 if self.resume and self.model_of is None else 1
+        first = self.resume[-1].after + 1 if self.resume and self.weights_saved_after is None else 1
         return range(first, (self.last_step or self.training.steps) + 1)
 
     @property
-    def model_of(self) -> int | None:
+    def weights_saved_after(self) -> int | None:
         """Return the step after which an earlier launch saved the weights that this one starts from.
 
         It takes nothing else from that launch. None for all launches that do not start from weights alone.
@@ -123,7 +123,7 @@ class Case:
         return self.resume[-1].after if self.resume and self.resume[-1].model_only else None
 
     @property
-    def from_the_seed(self) -> Case:
+    def first_launch(self) -> Case:
         """Return the first launch, whose weights are the seed's."""
         return next(iter(self.launches.values()))
 
@@ -229,7 +229,7 @@ class Case:
             return self.training.seq_len // 2
         return self.training.seq_len
 
-    def at(self, step: int) -> Case:
+    def with_batch_of_step(self, step: int) -> Case:
         """Return the case as it is in a step. Only the last step of a recipe with `last_batch` differs from the case
         itself.
 
@@ -243,13 +243,13 @@ class Case:
             self, training=training, features=dataclasses.replace(self.features, accumulation=max(1, full_microbatches))
         )
 
-    def sizes_at(self, step: int, share: int) -> tuple[int, ...]:
+    def microbatch_sizes(self, step: int, share: int) -> tuple[int, ...]:
         """Return the number of samples in each microbatch of a step on a data rank. share: the data rank, counted from 0.
 
         A last batch that is not divided evenly is one microbatch. There the first ranks have one sample more, and some
         may have none.
         """
-        case_of_step = self.at(step)
+        case_of_step = self.with_batch_of_step(step)
         total = case_of_step.training.global_batch
         ranks = case_of_step.dims.dp
         if total % ranks:
@@ -271,7 +271,7 @@ class Case:
         return noise_key(self.training, self.features.reduce_dtype, "parts")
 
     @property
-    def exact(self) -> bool:
+    def has_derived_bounds(self) -> bool:
         """Return whether derived float64 bounds judge the case, rather than a bound measured from the reference's own noise."""
         narrow = {self.training.compute_dtype, self.features.reduce_dtype} - {None, "float64"}
         return self.training.dtype == "float64" and not narrow and not self.training.quantize

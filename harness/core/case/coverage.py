@@ -14,7 +14,7 @@ from itertools import combinations
 
 from harness.core.case.case import Case, CaseError
 from harness.core.case.loading import from_json
-from harness.core.case.options import Option, all_options, merge
+from harness.core.case.options import Option, all_options, merge_fragments
 
 WhyUnsupported = Callable[[Case], str | None]
 
@@ -67,7 +67,7 @@ def _why_no_case(first: Option, second: Option, unsupported: WhyUnsupported) -> 
 
     MISSING if nothing refuses it.
     """
-    fragment = merge(first.fragment, second.fragment)
+    fragment = merge_fragments(first.fragment, second.fragment)
     try:
         case = from_json({"name": "pair", "why": "-"} | fragment)
     except CaseError as error:

@@ -80,7 +80,7 @@ def combinations_problem(axes: Mapping[str, Mapping[str, Any]]) -> str:
     return f"{short_repr(count)} combinations, more than {MOST_COMBINATIONS}" if count > MOST_COMBINATIONS else ""
 
 
-def refuse_bombs(node: yaml.Node | None) -> None:
+def refuse_yaml_bombs(node: yaml.Node | None) -> None:
     """Raise YAMLError if a document has more than MOST_YAML_NODES values, what each alias stands for counted each time.
 
     A few lines of aliases of aliases stand for more than any memory holds. An empty document, None, passes.

@@ -22,7 +22,7 @@ from harness.core.case.allowance import Allowance
 from harness.core.case.case import TIERS, Case, CaseError, ExpectedFailure, Saved
 from harness.core.case.dims import ParallelDims
 from harness.core.case.features import Features
-from harness.core.case.options import merge, with_options
+from harness.core.case.options import merge_fragments, with_options
 from harness.core.case.validation import refuse_missing_script, validate, validate_resume
 from harness.core.case.yaml_documents import document_of
 from harness.core.evidence.near_names import did_you_mean
@@ -58,7 +58,7 @@ def load_cases(path: Path) -> list[Case]:
     defaults = as_mapping(document.get("defaults"), f"{shown}: defaults")
     cases: list[Case] = []
     for name, fragment in _named_fragments(document, shown):
-        fragment = merge(defaults, with_options(as_mapping(fragment, f"{shown}: case {name!r}"), shown))
+        fragment = merge_fragments(defaults, with_options(as_mapping(fragment, f"{shown}: case {name!r}"), shown))
         for key in set(UNWRITTEN_KEYS) & set(fragment):
             raise CaseError(f"{shown}: case {name!r}: {key!r} is not written in a case{UNWRITTEN_KEYS[key]}")
         case = build_case(fragment | {"name": name}, file=shown)
@@ -160,7 +160,7 @@ def _cross_product(product: Any, location: str) -> Iterator[tuple[str, dict[str,
         chosen = _check_labels({axis: extra[axis] for axis in axes if axis in extra}, axes, f"{location}: include")
         overrides = {key: value for key, value in extra.items() if key not in axes}
         name = overrides.pop("name", "".join(map(str, chosen.values())))
-        yield name, merge(_merge_fragments(chosen, axes, location), overrides)
+        yield name, merge_fragments(_merge_fragments(chosen, axes, location), overrides)
 
 
 def _check_labels(chosen: Any, axes: Mapping[str, Mapping[str, Any]], location: str) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def _merge_fragments(chosen: Mapping[str, Any], axes: Mapping[str, Mapping[str, 
     """Return the fragments of the chosen labels as one. chosen: axis -> label; an axis further back in it wins."""
     fragment: dict[str, Any] = {}
     for axis, label in chosen.items():
-        fragment = merge(fragment, as_mapping(axes[axis][label], f"{location}: {axis}: {label}"))
+        fragment = merge_fragments(fragment, as_mapping(axes[axis][label], f"{location}: {axis}: {label}"))
     return fragment
 
 

@@ -47,10 +47,12 @@ def with_options(fragment: Mapping[str, Any], location: str) -> Mapping[str, Any
             f"{location}: options: unknown {unknown[0]!r}; separate options with '; '; known: {'; '.join(known)}"
         )
     own_fragment = {key: value for key, value in fragment.items() if key != "options"}
-    return merge(functools.reduce(merge, (known[name].fragment for name in names), {}), own_fragment)
+    return merge_fragments(
+        functools.reduce(merge_fragments, (known[name].fragment for name in names), {}), own_fragment
+    )
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any] | None) -> dict[str, Any]:
+def merge_fragments(base: Mapping[str, Any], over: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return both fragments as a new one. `over` wins; mappings are merged key by key, and an empty value changes no
     mapping.
 
@@ -61,7 +63,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any] | None) -> dict[str, 
         old = {"preset": merged[key]} if isinstance(merged.get(key), str) and key == "model" else merged.get(key)
         new = {"preset": value} if isinstance(value, str) and key == "model" else value
         new = {} if new is None and isinstance(old, Mapping) else new  # a key with nothing after it changes nothing
-        merged[key] = merge(old, new) if isinstance(old, Mapping) and isinstance(new, Mapping) else value
+        merged[key] = merge_fragments(old, new) if isinstance(old, Mapping) and isinstance(new, Mapping) else value
     return merged
 
 

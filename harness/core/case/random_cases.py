@@ -18,7 +18,7 @@ from typing import Any
 from harness.core.case.case import Case, CaseError
 from harness.core.case.dims import AXES
 from harness.core.case.loading import from_json
-from harness.core.case.options import Option, all_options, merge
+from harness.core.case.options import Option, all_options, merge_fragments
 from harness.core.case.variants import with_dtype
 
 LAYOUTS = ("data parallel", "tp", "cp", "pp")
@@ -31,10 +31,12 @@ MOST_REASONS = 3
 def case_of_name(name: str) -> Case | None:
     """Return the case of a name like random_7_1, drawn again from that seed and number. None for any other name."""
     match = re.fullmatch(r"random_(\d+)_(\d+)", name)
-    return draw(int(match[1]), int(match[2])) if match else None
+    return draw_random_case(int(match[1]), int(match[2])) if match else None
 
 
-def draw_first(count: int, seed: int, reason: Callable[[Case], str | None], dtype: str | None = None) -> list[Case]:
+def draw_runnable_cases(
+    count: int, seed: int, reason: Callable[[Case], str | None], dtype: str | None = None
+) -> list[Case]:
     """Return the first `count` cases of a seed that can run, in this dtype; None leaves each in the dtype that it was
     drawn in.
 
@@ -44,7 +46,7 @@ def draw_first(count: int, seed: int, reason: Callable[[Case], str | None], dtyp
     cases: list[Case] = []
     reasons: list[str] = []
     for number in itertools.count(1):
-        case = with_dtype(draw(seed, number), dtype)
+        case = with_dtype(draw_random_case(seed, number), dtype)
         if refused := reason(case):
             reasons.append(refused)
         else:
@@ -67,7 +69,7 @@ def _too_rare_text(runnable: int, drawn: int, reasons: list[str]) -> str:
     return f"{text}; most often because of: {'; '.join(frequent_reasons)}"
 
 
-def draw(seed: int, number: int) -> Case:
+def draw_random_case(seed: int, number: int) -> Case:
     """Return the case random_SEED_NUMBER: one to three layouts and two to four other options, drawn anew until that is
     a valid case.
 
@@ -82,7 +84,7 @@ def draw(seed: int, number: int) -> Case:
             *generator.sample(other_kinds, generator.randint(2, 4)),
         ]
         chosen = [generator.choice(kinds[kind]) for kind in drawn_kinds]
-        if case := _combine(chosen, generator, f"random_{seed}_{number}"):
+        if case := _combined_case(chosen, generator, f"random_{seed}_{number}"):
             return case
 
 
@@ -95,17 +97,17 @@ def _options_by_kind() -> dict[str, list[Option]]:
     return by_kind
 
 
-def _combine(chosen: list[Option], generator: random.Random, name: str) -> Case | None:
+def _combined_case(chosen: list[Option], generator: random.Random, name: str) -> Case | None:
     """Return the case that requests all chosen options, with degrees and layers drawn.
 
     None if validation refuses it, if it needs more than LARGEST_WORLD ranks, or if an option excludes another.
     """
-    fragment: dict[str, Any] = functools.reduce(merge, (option.fragment for option in chosen), {})
+    fragment: dict[str, Any] = functools.reduce(merge_fragments, (option.fragment for option in chosen), {})
     wider = {axis: degree * generator.choice((1, 1, 2)) for axis, degree in fragment.get("dims", {}).items()}
     earlier = {"dims": {generator.choice(AXES[1:]): 2}} if "resume" in fragment else {}
     fragment |= {"dims": wider, "name": name, "why": ", ".join(option.name for option in chosen)}
     fragment |= {"resume": [entry | earlier for entry in fragment.get("resume", [])]}
-    fragment = merge(fragment, {"model": {"n_layers": generator.choice((2, 4, 5, 8))}})
+    fragment = merge_fragments(fragment, {"model": {"n_layers": generator.choice((2, 4, 5, 8))}})
     try:
         case = from_json(fragment)
     except CaseError:

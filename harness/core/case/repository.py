@@ -8,7 +8,7 @@ from pathlib import Path
 from harness.core.evidence.git import run_git
 
 
-def root_of(folder: Path) -> Path | None:
+def repository_root(folder: Path) -> Path | None:
     """Return the nearest folder, this one or one above it, that has .git. None outside of a repository."""
     folder = folder.absolute()
     return next((above for above in (folder, *folder.parents) if (above / ".git").exists()), None)
@@ -20,7 +20,7 @@ def repository_name_here() -> str:
     The name is that of the remote origin, or the root folder's if there is no remote.
     """
     current_folder = Path.cwd()
-    root = root_of(current_folder)
+    root = repository_root(current_folder)
     if root is None:
         return ""
     try:
@@ -41,5 +41,5 @@ def path_from_here(path: str | Path) -> str:
     current_folder = Path.cwd()
     if not path.is_absolute():
         return str(path)
-    root = root_of(current_folder) or current_folder
+    root = repository_root(current_folder) or current_folder
     return os.path.relpath(path, current_folder) if path.is_relative_to(root) else str(path)

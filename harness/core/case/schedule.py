@@ -40,7 +40,7 @@ Slots = Iterable[tuple[str, int]]
 is due."""
 
 
-def stages_of(schedule: str, pp: int, chunks: int, index: int) -> tuple[int, ...]:
+def stages_at_pp_index(schedule: str, pp: int, chunks: int, index: int) -> tuple[int, ...]:
     """Return the stages at a pp index, ascending: each round of `pp` stages goes over the ranks, every second one
     backwards if V-shaped."""
     back = schedule in V_SHAPED
@@ -49,7 +49,7 @@ def stages_of(schedule: str, pp: int, chunks: int, index: int) -> tuple[int, ...
     )
 
 
-def refusal(schedule: str, pp: int, chunks: int, microbatches: int) -> str | None:
+def why_schedule_refused(schedule: str, pp: int, chunks: int, microbatches: int) -> str | None:
     """Return why a schedule does not take these numbers, in one sentence. None if it does.
 
     chunks: stages on each rank. microbatches: those of one pass of the schedule.
@@ -62,7 +62,7 @@ def refusal(schedule: str, pp: int, chunks: int, microbatches: int) -> str | Non
         return f"schedule 1F1B needs at least as many microbatches as stages: {microbatches} < pp {pp}"
     if schedule == "DualPipeV" and microbatches < 2 * pp:
         return f"schedule DualPipeV needs at least as many microbatches as stages: {microbatches} < 2 x pp {pp}"
-    rounds = rounds_of(pp, microbatches)
+    rounds = count_rounds(pp, microbatches)
     if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and microbatches % rounds:
         return (
             f"schedule {schedule} goes through microbatches in {rounds} equal rounds"
@@ -71,7 +71,7 @@ def refusal(schedule: str, pp: int, chunks: int, microbatches: int) -> str | Non
     return None
 
 
-def rounds_of(pp: int, microbatches: int) -> int:
+def count_rounds(pp: int, microbatches: int) -> int:
     """Return the number of rounds of about pp microbatches, in which the interleaved schedules visit the chunks."""
     return max(1, microbatches // pp)
 
@@ -81,27 +81,27 @@ def schedule_actions(schedule: str, pp: int, chunks: int, microbatches: int, ind
 
     `refusal` must be None for these numbers.
     """
-    stages = stages_of(schedule, pp, chunks, index)
+    stages = stages_at_pp_index(schedule, pp, chunks, index)
     behind = pp - 1 - index
-    size = microbatches // rounds_of(pp, microbatches)
+    size = microbatches // count_rounds(pp, microbatches)
     if schedule == "GPipe":
         return _number_slots([("F", 0)] * microbatches + [("B", 0)] * microbatches, stages)
     if schedule == "LoopedBFS":
-        return tuple(_looped_bfs(stages, microbatches))
+        return tuple(_looped_bfs_actions(stages, microbatches))
     if schedule == "1F1B":
-        return _number_slots(_one_forward_one_backward(_forward_chunks(1, 1, microbatches), behind), stages)
+        return _number_slots(_alternating_slots(_forward_chunks(1, 1, microbatches), behind), stages)
     if schedule == "Interleaved1F1B":
         ahead = (chunks - 1) * size + 2 * behind
-        return _number_slots(_one_forward_one_backward(_forward_chunks(chunks, size, microbatches), ahead), stages)
+        return _number_slots(_alternating_slots(_forward_chunks(chunks, size, microbatches), ahead), stages)
     if schedule == "InterleavedZeroBubble":
         ahead = (chunks - 1) * size + behind
-        return _number_slots(_zb1p(_forward_chunks(chunks, size, microbatches), ahead, late=index), stages)
+        return _number_slots(_zb1p_slots(_forward_chunks(chunks, size, microbatches), ahead, late=index), stages)
     if schedule == "ZBVZeroBubble":
         full = max(2 * pp - 1, microbatches)  # made for a full pipeline, then what there is not is left out
-        made = _number_slots(_zbv(pp, index, full), stages)
+        made = _number_slots(_zbv_slots(pp, index, full), stages)
         return tuple(action for action in made if action.microbatch < microbatches)
     assert schedule == "DualPipeV", schedule
-    return _number_slots(_dual_pipe_v(pp, index, microbatches), stages)
+    return _number_slots(_dual_pipe_v_slots(pp, index, microbatches), stages)
 
 
 def _number_slots(slots: Slots, stages: tuple[int, ...]) -> tuple[Action, ...]:
@@ -136,7 +136,7 @@ def _forward_chunks(chunks: int, size: int, microbatches: int) -> list[int]:
     return order
 
 
-def _one_forward_one_backward(order: list[int], ahead: int) -> Iterator[tuple[str, int]]:
+def _alternating_slots(order: list[int], ahead: int) -> Iterator[tuple[str, int]]:
     """Yield `ahead` forwards, then one forward and one backward in turn, then the remaining backwards.
 
     order: the chunk of each forward. Backwards take the chunks in the opposite numbering.
@@ -149,14 +149,14 @@ def _one_forward_one_backward(order: list[int], ahead: int) -> Iterator[tuple[st
             yield "B", last - order[number - ahead]
 
 
-def _zb1p(order: list[int], ahead: int, late: int) -> Iterator[tuple[str, int]]:
+def _zb1p_slots(order: list[int], ahead: int, late: int) -> Iterator[tuple[str, int]]:
     """Yield the slots of 1F1B with halved backwards. The W of an I follows `late` backwards later.
 
     So they fill the bubble at the end.
     """
     ahead = min(ahead, len(order))
     done = 0
-    for kind, chunk in _one_forward_one_backward(order, ahead):
+    for kind, chunk in _alternating_slots(order, ahead):
         yield ("I" if kind == "B" else kind), chunk
         done += kind == "B"
         if kind == "B" and done > late:
@@ -164,7 +164,7 @@ def _zb1p(order: list[int], ahead: int, late: int) -> Iterator[tuple[str, int]]:
     yield from [("W", -1)] * min(late, done)
 
 
-def _zbv(pp: int, index: int, microbatches: int) -> list[tuple[str, int]]:
+def _zbv_slots(pp: int, index: int, microbatches: int) -> list[tuple[str, int]]:
     """Return the slots of ZBVZeroBubble at a pp index: fill, steady and drain. It needs at least 2 pp - 1 microbatches."""
     behind = pp - index
     fill = [("F", 0)] * (2 * behind - 1) + [("F", 1), ("F", 0)] * index + [("F", 1), ("I", 1), ("W", 1)] * behind
@@ -178,7 +178,7 @@ def _zbv(pp: int, index: int, microbatches: int) -> list[tuple[str, int]]:
     return fill + steady + drain
 
 
-def _dual_pipe_v(pp: int, index: int, microbatches: int) -> list[tuple[str, int]]:
+def _dual_pipe_v_slots(pp: int, index: int, microbatches: int) -> list[tuple[str, int]]:
     """Return the slots of DualPipeV at a pp index: fill, steady and drain. It needs at least 2 pp microbatches."""
     behind = pp - 1 - index
     fill = [("F", 0)] * (2 * behind) + [("F", 0), ("F", 1)] * (index + 1) + [("I", 1), ("W", -1), ("F", 1)] * behind
@@ -189,7 +189,7 @@ def _dual_pipe_v(pp: int, index: int, microbatches: int) -> list[tuple[str, int]
     return fill + steady + drain + [("W", -1), ("I", 0)] * behind + [("W", -1)] * (index + 1)
 
 
-def _looped_bfs(stages: tuple[int, ...], microbatches: int) -> Iterator[Action]:
+def _looped_bfs_actions(stages: tuple[int, ...], microbatches: int) -> Iterator[Action]:
     """Yield actions breadth first: all microbatches of a chunk; backwards in just the opposite order."""
     for stage in stages:
         yield from (Action(stage, "F", number) for number in range(microbatches))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from harness import BUILTIN, ROOT
 from harness.core.case.case import CaseError
-from harness.core.case.repository import root_of
+from harness.core.case.repository import repository_root
 from harness.core.case.trainer_spec import TrainerSpec
 from harness.core.evidence.git import run_git
 
@@ -20,9 +20,9 @@ def repository_of(spec: str) -> Path:
     trainer = TrainerSpec.parse(spec)
     if trainer.source or trainer.is_file:
         folder = Path(trainer.source) if trainer.source else Path(trainer.name).parent
-        root = root_of(folder.resolve())
+        root = repository_root(folder.resolve())
     else:
-        root = root_of(ROOT) if BUILTIN == ROOT and spec == "llama3" else None
+        root = repository_root(ROOT) if BUILTIN == ROOT and spec == "llama3" else None
     if root is None:
         raise CaseError(f"{spec}: its sources are in no git repository, so what changed is not known; --source PATH")
     return root

@@ -131,7 +131,7 @@ class TrainerTraits:
         """Return the traits as if these units had been measured."""
         return dataclasses.replace(self, measured=dataclasses.replace(self.measured, units=units))
 
-    def units_of(self, case: Case) -> str:
+    def unit_policy(self, case: Case) -> str:
         """Return the name of the units in this case: "apart", "root" or "observed". The case's own word takes
         precedence over the trait.
 

@@ -39,7 +39,7 @@ def default_trainer() -> DefaultTrainer:
     wrong.
     """
     adapters = adapters_here()
-    if trainer := configured(Path.cwd()):
+    if trainer := find_configured_trainer(Path.cwd()):
         return trainer
     if len(adapters) > 1:
         raise ValueError(
@@ -74,7 +74,7 @@ def trainer_arguments(name: str) -> list[str]:
 # ---- the configuration
 
 
-def configured(folder: Path) -> DefaultTrainer | None:
+def find_configured_trainer(folder: Path) -> DefaultTrainer | None:
     """Return the trainer that the nearest pytest configuration names, in this folder or above it.
 
     Only the first file with a section for pytest counts: None if it names no trainer, or there is none. Raises

@@ -20,7 +20,7 @@ def validate_resume(case: Case, location: str) -> None:
     if any(saved.model_only for saved in case.resume[:-1]):
         raise CaseError(f"{location}: resume: model_only is allowed in the last entry only")
     ends = [0, *(saved.after for saved in case.resume), case.last_step or case.training.steps]
-    ends = ends if case.model_of is None else ends[:-1]
+    ends = ends if case.weights_saved_after is None else ends[:-1]
     if any(end <= begin for begin, end in itertools.pairwise(ends)):
         raise CaseError(
             f"{location}: resume: launches end after steps {', '.join(map(str, ends[1:]))}; each must train at least one step"
@@ -222,7 +222,7 @@ def _validate_features(case: Case, location: str) -> None:
     _validate_zero(case, location)
     _validate_wrapper_options(case, location)
     numbers = features.schedule, dims.pp, case.stages_per_rank, case.microbatches
-    if dims.pp > 1 and (reason := schedule.refusal(*numbers)):
+    if dims.pp > 1 and (reason := schedule.why_schedule_refused(*numbers)):
         raise CaseError(f"{location}: {reason}")
 
 

@@ -75,5 +75,5 @@ def _construct_document(loader: Any) -> Any:
     Raises YAMLError if aliases stand for too many values.
     """
     node = loader.get_single_node()
-    limits.refuse_bombs(node)
+    limits.refuse_yaml_bombs(node)
     return None if node is None else loader.construct_document(node)

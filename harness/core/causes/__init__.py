@@ -20,16 +20,16 @@ from harness.core.causes.declarable import IF_INTENDED, adapter_lines, allow_mov
 from harness.core.causes.engine import explain
 from harness.core.causes.facts import (
     adapters_scaled,
+    facts_of_other_stages,
     facts_of_table,
     layers_lost,
     not_finite,
     not_frozen,
     not_trained,
-    of_other_stages,
     process_failed,
 )
 from harness.core.causes.hypothesis import Facts, Suspects
-from harness.core.causes.reported import odd_reports, wrong_reports
+from harness.core.causes.reported import facts_of_wrong_reports, wrong_reports
 from harness.core.causes.request import neighbours
 from harness.core.causes.structure_facts import facts_of_structure, fsdp2_switches
 from harness.core.causes.telling import HARMLESS_CHECKS, build_diagnosis, other_launch_lines, weaker_test_lines
@@ -64,18 +64,18 @@ ORDER = (
 ORDER_OF_FACTS = (
     "resumed_otherwise",
     "process_failed",
-    "of_other_stages",
+    "facts_of_other_stages",
     "not_finite",
     "other_weights",
     "other_samples",
     "other_positions",
     "changed_weights",
     "facts_of_structure",
-    "rounding",
-    "coarse",
+    "rounded_to_float32",
+    "coarsely_rounded_numbers",
     "random_state_not_restored",
     "wrong_backward",
-    "odd_reports",
+    "facts_of_wrong_reports",
     "odd_numbers",
     "odd_exports",
     "facts_of_table",
@@ -93,10 +93,10 @@ SUSPECTS_OF_CORE: tuple[Suspects, ...] = (
 )
 FACTS_OF_CORE: tuple[Facts, ...] = (
     process_failed,
-    of_other_stages,
+    facts_of_other_stages,
     not_finite,
     facts_of_structure,
-    odd_reports,
+    facts_of_wrong_reports,
     facts_of_table,
 )
 

@@ -31,15 +31,15 @@ from harness.core.causes.pieces import replace_slices
 from harness.core.causes.reported import assume_reports, reports_of
 from harness.core.causes.words import Arrays, Pair, from_step_text, in_parameters_text, shorten_names, sort_fqns
 from harness.core.evidence.text import number_text
-from harness.core.judge.assembly import misfits
+from harness.core.judge.assembly import gradient_misfits
 from harness.core.judge.assumed import AssumedOptimizer
 from harness.core.judge.contents import view_of_slice
-from harness.core.judge.norms import norm_of
+from harness.core.judge.norms import norm_of_slices
 from harness.core.judge.result import Cause
 from harness.core.judge.tolerance import NoBound, clip_coefficient
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import tied_axis
-from harness.reference.distance import best_fit
+from harness.reference.distance import best_fitting_factor
 
 if TYPE_CHECKING:
     from harness.reference.counterfactual import Batch
@@ -118,7 +118,7 @@ def sums_of_whole_gradients(trial: Trial, broken: Broken) -> Iterator[Hypothesis
     factor.
     """
     step = first_wrong_step(trial) if "gradients" in broken else None
-    if "grad_norm" in broken and not (step or "gradients" in broken or trial.case.exact):
+    if "grad_norm" in broken and not (step or "gradients" in broken or trial.case.has_derived_bounds):
         step = trial.first_step  # noise hides it of each
     if step is None:
         return
@@ -130,7 +130,7 @@ def sums_of_whole_gradients(trial: Trial, broken: Broken) -> Iterator[Hypothesis
         if len(factors) != len(trial.plan.shapes):
             continue
         common = _single_factor(factors)
-        if common and not trial.case.exact and step < trial.case.steps[-1]:
+        if common and not trial.case.has_derived_bounds and step < trial.case.steps[-1]:
             yield _scaled_loss_hypothesis(trial, step, common)
         if common and common > 0 and "update" in broken and step == trial.first_step and trial.case.training.max_norm:
             yield _late_unscaling_hypothesis(trial, common)
@@ -179,7 +179,7 @@ def _fit_weights(
     is wrong.
     """
     weights = {}
-    tolerated = EXACT_RESIDUAL if trial.case.exact else NOISY_RESIDUAL
+    tolerated = EXACT_RESIDUAL if trial.case.has_derived_bounds else NOISY_RESIDUAL
     for rank, fqn in pairs_with_wrong_gradient(trial, step):
         observed = observed_gradients(trial, rank, step)[fqn]
         summand = source(trial, rank, fqn, step)
@@ -188,7 +188,7 @@ def _fit_weights(
             return {}
         if not observed.shape == summand.shape == once.shape or not np.any(summand):
             return {}
-        factor = best_fit(observed - once, summand)
+        factor = best_fitting_factor(observed - once, summand)
         size = max(np.linalg.norm(observed), np.linalg.norm(summand))
         if not np.linalg.norm(observed - once - factor * summand) <= tolerated * size:
             return {}
@@ -198,7 +198,7 @@ def _fit_weights(
 
 def gradients_are_scaled(trial: Trial, step: int) -> bool:
     """Return whether every wrong gradient of a step is a multiple of the expected one. False in recipes with noise."""
-    return trial.case.exact and bool(_fit_weights(trial, step, expected_gradient))
+    return trial.case.has_derived_bounds and bool(_fit_weights(trial, step, expected_gradient))
 
 
 def common_factor(trial: Trial, step: int) -> float | None:
@@ -206,7 +206,7 @@ def common_factor(trial: Trial, step: int) -> float | None:
 
     None if they have no common factor, and in recipes with noise.
     """
-    return _single_factor(_fit_weights(trial, step, expected_gradient)) if trial.case.exact else None
+    return _single_factor(_fit_weights(trial, step, expected_gradient)) if trial.case.has_derived_bounds else None
 
 
 # ---- its own, another number of times
@@ -218,7 +218,7 @@ def _fit_factors(trial: Trial, step: int) -> Iterator[dict[str, float]]:
     In float64 those of the wrong gradients, if all holders of a parameter have the same. In recipes with noise: one for
     all parameters, one for the wrong ones, and one for each of these where they are few. Nothing if none fits.
     """
-    if trial.case.exact:
+    if trial.case.has_derived_bounds:
         weights = _fit_weights(trial, step, expected_gradient)
         weights_by_fqn = {}
         for fqn in dict.fromkeys(fqn for _, fqn in weights):
@@ -229,13 +229,13 @@ def _fit_factors(trial: Trial, step: int) -> Iterator[dict[str, float]]:
             yield {fqn: float(np.median(of_holders)) for fqn, of_holders in weights_by_fqn.items()}
         return
     try:
-        all_misfits = misfits(trial, step)[0]
+        all_misfits = gradient_misfits(trial, step)[0]
     except NoBound:
         return
     wrong = [misfit for misfit in all_misfits if not misfit.is_within_bound]
     all_fqns = trial.plan.shapes
     if not wrong:
-        yield dict.fromkeys(all_fqns, norm_of(trial, step) / trial.reference_step(step).grad_norm)
+        yield dict.fromkeys(all_fqns, norm_of_slices(trial, step) / trial.reference_step(step).grad_norm)
         return
     wrong_fqns = sort_fqns(trial, (misfit.fqn for misfit in wrong))
     weights_of_fits = [misfit.scale_bound**-2.0 for misfit in wrong]
@@ -262,7 +262,7 @@ def _interpret_as_scaled(trial: Trial, factors: Mapping[str, float], step: int) 
     """
     factor = _single_factor(factors)
     everywhere = len(factors) == len(trial.plan.shapes)
-    tokens = token_factors(trial, step, factor) if factor and everywhere and trial.case.exact else ()
+    tokens = token_factors(trial, step, factor) if factor and everywhere and trial.case.has_derived_bounds else ()
     changing: list[tuple[str, FactorByStep]] = []
     for hint, by_step in tokens:
         changing.append((hint, partial(_relative_factor, by_step, factor or 1.0)))
@@ -347,7 +347,7 @@ def _factor_name(trial: Trial, factors: Mapping[str, float]) -> str:
     one_rank_has_both = trial.case.model.tied_embeddings and not tied_axis(trial.case)
     if one_rank_has_both and [*factors] == [TIED_FQN] and math.isclose(factor, 2, rel_tol=1e-6):
         return "it counts for the embedding and again for the output, which share it"
-    return factor_text(trial, factor, len(factors) == len(trial.plan.shapes)) if trial.case.exact else ""
+    return factor_text(trial, factor, len(factors) == len(trial.plan.shapes)) if trial.case.has_derived_bounds else ""
 
 
 def _scaled_loss_hypothesis(trial: Trial, since: int, factor: float) -> Hypothesis:
@@ -375,7 +375,7 @@ def _late_unscaling_hypothesis(trial: Trial, factor: float) -> Hypothesis:
     """
     factor = float(round(factor)) if abs(factor - round(factor)) < 1e-4 * factor else factor
     limit = trial.case.training.max_norm
-    norms = {step: norm_of(trial, step) for step in trial.case.steps}
+    norms = {step: norm_of_slices(trial, step) for step in trial.case.steps}
 
     def unscaled_gradients(step: int, gradients: Arrays, norm: float, parameters: object) -> Arrays:
         """Return the reference's gradients, clipped by the scaled norm and divided by the factor."""
@@ -405,7 +405,7 @@ def _interpret_as_not_zeroed(trial: Trial, step: int) -> Iterator[Interpretation
     such sum.
     """
     weights = _fit_weights(trial, step, _previous_gradient, counted_once=expected_gradient) if step > 1 else {}
-    if not weights or (trial.case.exact and not _single_factor(weights)):
+    if not weights or (trial.case.has_derived_bounds and not _single_factor(weights)):
         return
     all_fqns = tuple(trial.plan.shapes)
     wrong_fqns = tuple(sort_fqns(trial, (fqn for _, fqn in weights)))
@@ -452,7 +452,7 @@ def _interpret_as_mixed_over_tp(trial: Trial, step: int) -> Iterator[Interpretat
 
     Nothing if the wrong gradients are no such sum, or in recipes with noise.
     """
-    weights = _fit_weights(trial, step, _sum_over_tp) if trial.case.exact else {}
+    weights = _fit_weights(trial, step, _sum_over_tp) if trial.case.has_derived_bounds else {}
     fqns = sort_fqns(trial, (fqn for _, fqn in weights))
     factor = _single_factor(weights)
     if factor:

@@ -27,7 +27,7 @@ from harness.core.judge import output_layer, saved_hooks
 from harness.core.judge.finding import Finding, Limit
 from harness.core.judge.places import last_stage_ranks
 from harness.core.judge.result import Lines
-from harness.core.judge.traffic import INSIDE_PHASES, axis_of, observed, observed_bytes_outside
+from harness.core.judge.traffic import INSIDE_PHASES, axis_of, observed_bytes_by_collective, observed_bytes_outside
 from harness.core.judge.trial import Trial
 from harness.core.plan.traffic.flow import OUTSIDE, Flow
 
@@ -318,7 +318,9 @@ def _are_reduced(trial: Trial, rank: int, *, outside: bool) -> bool:
     """
     evidence = trial.ranks[rank]
     step = trial.first_step
-    observed_bytes = observed_bytes_outside(evidence, step) if outside else observed(trial, evidence, step)
+    observed_bytes = (
+        observed_bytes_outside(evidence, step) if outside else observed_bytes_by_collective(trial, evidence, step)
+    )
     flows = [
         flow for flow in trial.plan.flows_of(rank, step) if flow.role == "gradients" and flow.phase in INSIDE_PHASES
     ]

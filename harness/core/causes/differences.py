@@ -11,7 +11,7 @@ from harness.core.causes.words import Pair, from_step_text
 from harness.core.checks import all_checks, update
 from harness.core.checks.replica_agreement import replica_families
 from harness.core.judge import tolerance
-from harness.core.judge.assembly import gradient_distance, misfits
+from harness.core.judge.assembly import gradient_distance, gradient_misfits
 from harness.core.judge.contents import view_of_slice
 from harness.core.judge.losses import global_loss
 from harness.core.judge.trial import Trial
@@ -78,7 +78,9 @@ def first_wrong_step(trial: Trial) -> int | None:
         if pairs_with_wrong_gradient(trial, step):
             return step
         try:
-            if not trial.case.exact and not all(misfit.is_within_bound for misfit in misfits(trial, step)[0]):
+            if not trial.case.has_derived_bounds and not all(
+                misfit.is_within_bound for misfit in gradient_misfits(trial, step)[0]
+            ):
                 return step
         except tolerance.NoBound:
             return None

@@ -73,10 +73,10 @@ def _bounded_passes(evidence: object) -> contextlib.AbstractContextManager[None]
 
 def _explain(search: Search, trial: Any, results: Sequence[Result], facts: Sequence[FactsOf[Any]]) -> Explanation:
     """Return the explanation that a search finds. Proofs that a rule undercuts are left out."""
-    proofs = [proof for proof in search.find_proofs(trial, results) if search.stands(proof, results)]
+    proofs = [proof for proof in search.find_proofs(trial, results) if search.is_not_undercut(proof, results)]
     unexplained = proofs[0].unexplained if proofs else _failing_names(results)
     broken = {result.check: result for result in results if result.check in unexplained and result.findings}
-    stated = list(search.ask(facts, trial, broken))
+    stated = list(search.proposals_of(facts, trial, broken))
     chosen, left = choose_facts(stated, unexplained)
     raised = tuple(search.errors)
     return Explanation(tuple(proofs), chosen, left, search.tried_count, raised, search.end_reason)
@@ -138,9 +138,9 @@ class Search:
             if pairs and pairs[0].is_complete:
                 return pairs
             candidates += pairs
-        return _best(candidates)
+        return _best_proofs(candidates)
 
-    def stands(self, proof: Proof, results: Sequence[Result]) -> bool:
+    def is_not_undercut(self, proof: Proof, results: Sequence[Result]) -> bool:
         """Return whether no rule undercuts the proof. False if judging that raises: what is not known is not named."""
         try:
             return not is_undercut(proof, results)
@@ -156,7 +156,7 @@ class Search:
         """
         partial: list[Proof] = []
         for suspects in (self.suspects, self.costly):
-            proposals = self.ask(suspects, trial, failing_checks(results))
+            proposals = self.proposals_of(suspects, trial, failing_checks(results))
             bounded = itertools.islice(proposals, MOST_JUDGED + 1)
             testable = [hypothesis for hypothesis in bounded if hypothesis.assume]
             testable.sort(key=_complexity)
@@ -184,7 +184,7 @@ class Search:
     def _combine(self, trial: Any, results: Sequence[Result], first: Proof, second: Proof) -> Proof:
         """Return both as one proof, or the second alone if it explains as much: what adds nothing is no mistake."""
         both = _join(first, second, results)
-        alone = self._test(trial, results, second.hypotheses[0])
+        alone = self._prove_hypothesis(trial, results, second.hypotheses[0])
         if alone and {*both.explained} <= {*alone.explained}:
             return alone
         return both
@@ -198,10 +198,10 @@ class Search:
         if len(allowed) < len(hypotheses):
             self.end_reason = f"{MOST_JUDGED} hypotheses were judged"
         self.tried_count += len(allowed)
-        proofs = [self._test(trial, results, hypothesis) for hypothesis in allowed]
+        proofs = [self._prove_hypothesis(trial, results, hypothesis) for hypothesis in allowed]
         return [proof for proof in proofs if proof]
 
-    def _test(self, trial: Any, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
+    def _prove_hypothesis(self, trial: Any, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
         """Return the proof of a hypothesis.
 
         None if a passing check fails under it, if it raises, or if it would cost too much. An error is put on record,
@@ -217,7 +217,9 @@ class Search:
             self._record_error(hypothesis.cause.kind, error)
         return None
 
-    def ask(self, makers: Iterable[Callable[[Any, Broken], Iterator[T]]], trial: Any, broken: Broken) -> Iterator[T]:
+    def proposals_of(
+        self, makers: Iterable[Callable[[Any, Broken], Iterator[T]]], trial: Any, broken: Broken
+    ) -> Iterator[T]:
         """Yield what these functions propose, one function after the other.
 
         A function that raises is left at that place. Its error is put on record, but for NoBound while something is
@@ -271,7 +273,7 @@ def _complexity(hypothesis: Hypothesis) -> int:
     return hypothesis.fitted_count
 
 
-def _best(candidates: Sequence[Proof]) -> list[Proof]:
+def _best_proofs(candidates: Sequence[Proof]) -> list[Proof]:
     """Return the proofs that explain most, of these the simplest, of these those that failing checks have seen.
 
     Equal ones are returned side by side, of the same causes the first. Empty without candidates.

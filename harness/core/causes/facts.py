@@ -40,7 +40,7 @@ from harness.core.judge.finding import Finding
 from harness.core.judge.result import Cause, Line, Lines
 from harness.core.judge.trial import Trial
 from harness.reference.config import is_trainable
-from harness.reference.distance import best_fit
+from harness.reference.distance import best_fitting_factor
 
 FindingTest = Callable[[Trial, Finding], bool]
 """(trial, finding) -> whether the finding is meant."""
@@ -327,7 +327,7 @@ def _unblamed_facts(trial: Trial, failed: list[Exit]) -> Iterator[Fact]:
 # ---- parameters of other stages
 
 
-def of_other_stages(trial: Trial, broken: Broken) -> Iterator[Fact]:
+def facts_of_other_stages(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Yield one fact if ranks of a pipeline hold parameters that the plan gives to others, or lack their own.
 
     Nothing without a pipeline, or if `completed` found no such parameter.
@@ -534,7 +534,7 @@ def adapters_scaled(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         for fqn, gradient in record.gradients.items():
             expected = expected_gradient(trial, rank, fqn, step) if ".lora_b." in fqn else None
             if expected is not None and expected.shape == gradient.shape and expected.any():
-                factors.append(best_fit(gradient, expected))
+                factors.append(best_fitting_factor(gradient, expected))
     factor = float(np.median(factors)) if factors else 1.0
     if factors and abs(factor - 1) > 1e-6 and np.allclose(factors, factor, rtol=1e-6):
         text = f"adapters are added {number_text(factor * lora.scale)} times"

@@ -25,7 +25,7 @@ from harness.core.plan.kinds import PerRank
 from harness.core.plan.make_plan import make_plan
 from harness.core.plan.memory import parameter_bytes
 from harness.core.plan.plan import Kept, Plan
-from harness.core.plan.slices import BYTES, Interval, Slice, chunk, numel, slice_text, tp_dim
+from harness.core.plan.slices import BYTES, Interval, Slice, chunk_interval, numel, slice_text, tp_dim
 
 PLAN_FIELDS_BY_RANK = (
     *("stages", "slices", "flows", "even_flows", "parameter_bytes", "spare_bytes", "units", "gradient_spare"),
@@ -442,8 +442,8 @@ def _strided_hypotheses(trial: Trial, wrong: list[str]) -> Iterator[Hypothesis]:
         rows[rank] = {}
         for fqn in wrong:
             if fqn in slices:
-                rows_of_shard = chunk((0, plan.shapes[fqn][0]), shards, index)
-                rows[rank][fqn] = chunk(rows_of_shard, dims.tp, tp_index)
+                rows_of_shard = chunk_interval((0, plan.shapes[fqn][0]), shards, index)
+                rows[rank][fqn] = chunk_interval(rows_of_shard, dims.tp, tp_index)
     for rank, local_shards in trial.local_slices.items():
         held_rows = {fqn: part[0] for fqn, part in local_shards.items() if fqn in wrong and part}
         if held_rows != rows[rank]:

@@ -32,7 +32,7 @@ from harness.core.causes.words import (
     where_text,
 )
 from harness.core.evidence.text import number_text, ranks_text
-from harness.core.judge.assembly import misfits
+from harness.core.judge.assembly import gradient_misfits
 from harness.core.judge.contents import view_of_slice
 from harness.core.judge.finding import Finding
 from harness.core.judge.held_values import reference_order_arguments
@@ -77,7 +77,7 @@ def localise(
     every result in `broken` has findings. tried: how many hypotheses were tested. passing: checks that pass.
     others_explained: whether something else explains other checks.
     """
-    cause = _first_wrong_number(trial, broken, passing)
+    cause = _cause_of_first_wrong_number(trial, broken, passing)
     first_findings = next(iter(broken.values())).findings
     lines: list[Line] = []
     if tried:
@@ -109,7 +109,7 @@ def _own_order_lines(trial: Trial, broken: Broken) -> Lines:
     try:
         ratios = []
         for step in trial.case.steps:
-            ratios += [misfit.ratio_to_bound for misfit in misfits(trial, step)[0]]
+            ratios += [misfit.ratio_to_bound for misfit in gradient_misfits(trial, step)[0]]
         excess = max(ratios, default=math.inf)
     except NoBound:
         return ()
@@ -119,7 +119,7 @@ def _own_order_lines(trial: Trial, broken: Broken) -> Lines:
     return (line, *declared) if excess <= ORDER_FACTOR else ()
 
 
-def _first_wrong_number(trial: Trial, broken: Broken, passing: frozenset[str]) -> Cause | None:
+def _cause_of_first_wrong_number(trial: Trial, broken: Broken, passing: frozenset[str]) -> Cause | None:
     """Return a cause with the first step in which loss, gradients or an update are wrong, and what is wrong there.
 
     None if all are right, and unless `loss` or `gradients` fails.
@@ -137,9 +137,9 @@ def _first_wrong_number(trial: Trial, broken: Broken, passing: frozenset[str]) -
         if replicas_differ_from < step and (off or wrong):
             return _diverged_replicas(trial, broken, replicas_differ_from)
         if off and wrong:
-            return _wrong_forward(trial, step, off, passing)
+            return _cause_of_wrong_forward(trial, step, off, passing)
         if wrong:
-            return _wrong_gradients(trial, step, wrong)
+            return _cause_of_wrong_gradients(trial, step, wrong)
         as_a_whole = _gradients_off_as_a_whole(trial, step)
         if off:
             text, where, details = _forward_texts(trial, step, off)
@@ -198,7 +198,7 @@ def _compare_weights(trial: Trial, step: int) -> WeightsComparison:
     if step == trial.first_step:
         return WeightsComparison.RIGHT
     right = trial.reference_step(step - 1).parameters
-    unknown = not trial.case.exact
+    unknown = not trial.case.has_derived_bounds
     for rank, record in trial.own_steps():
         if record.step != step - 1:
             continue
@@ -228,7 +228,7 @@ def _are_gradients_seen(trial: Trial, step: int) -> bool:
     return True
 
 
-def _wrong_gradients(trial: Trial, step: int, wrong: list[Pair]) -> Cause:
+def _cause_of_wrong_gradients(trial: Trial, step: int, wrong: list[Pair]) -> Cause:
     """Return the cause for a step whose gradients are the first wrong numbers; its loss is right, or was not observed.
 
     wrong: (rank, fqn) of these gradients.
@@ -266,7 +266,7 @@ CHECKS_BEFORE_FORWARD = ("samples", "positions", "initial_weights", "resume")
 """The checks of what goes into the forward pass, but for the update: where that is wrong earlier, it is reported instead."""
 
 
-def _wrong_forward(trial: Trial, step: int, off: float, passing: frozenset[str]) -> Cause:
+def _cause_of_wrong_forward(trial: Trial, step: int, off: float, passing: frozenset[str]) -> Cause:
     """Return the cause for a step whose loss and gradients are first wrong. off: the loss' relative difference.
 
     The forward pass is blamed only if its inputs are right: samples, positions and weights. Otherwise these are named.
@@ -325,7 +325,7 @@ def ranks_whose_losses_are_off(trial: Trial, step: int) -> list[int]:
     received = samples.by_rank
     observed = {rank: losses_of_rank(trial, rank, step) for rank in received}
     are_samples_known = not samples.ranks_with_others
-    if not case.exact or case.model.dropout or case.dims.cp * case.n_stages > 1:
+    if not case.has_derived_bounds or case.model.dropout or case.dims.cp * case.n_stages > 1:
         return []
     if not are_samples_known or not all(observed.values()):
         return []
@@ -351,7 +351,7 @@ def _gradients_off_as_a_whole(trial: Trial, step: int) -> Cause | None:
     None as well if no noise was measured for each parameter.
     """
     try:
-        wrong = [misfit for misfit in misfits(trial, step)[0] if not misfit.is_within_bound]
+        wrong = [misfit for misfit in gradient_misfits(trial, step)[0] if not misfit.is_within_bound]
     except NoBound:
         return None
     if not wrong:
@@ -388,13 +388,15 @@ def first_wrong_input(trial: Trial) -> FirstWrongInput:
     """
     adapter_half = ".lora_b" if trial.case.dims.tp > 1 else None
     right = ""
-    close = ROUNDING if trial.case.exact else INPUT_FACTOR * trial.bounds.loss[1]
+    close = ROUNDING if trial.case.has_derived_bounds else INPUT_FACTOR * trial.bounds.loss[1]
     for fqn, mean in input_mean_squares(trial).items():
         if adapter_half and fqn.endswith(adapter_half):
             matrix = fqn.removesuffix(adapter_half)
             if tp_dim(f"{matrix}.lora_a.weight") == 1:
                 continue
-        inputs = [step.activity.inputs[fqn] for _, step, _ in trial.steps() if fqn in step.activity.inputs]
+        inputs = [
+            step.activity.inputs[fqn] for _, step, _ in trial.steps_with_reference() if fqn in step.activity.inputs
+        ]
         observed = sum(squares for squares, _ in inputs)
         expected = mean * sum(count for _, count in inputs)
         if inputs and not math.isclose(observed, expected, rel_tol=close):

@@ -24,7 +24,7 @@ from harness.core.judge.places import last_stage_ranks
 from harness.core.judge.received_samples import microbatches_of, requested_rows, samples_of_shares
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import coordinate_of_rank
-from harness.core.plan.stages import positions
+from harness.core.plan.stages import token_positions_of_rank
 
 if TYPE_CHECKING:
     from harness.reference.counterfactual import Batch
@@ -88,7 +88,7 @@ class Pieces:
                 batch_row = batch.index(self._shares[step].by_rank[rank][row])
             counts = np.zeros((len(batch), length))
             self._masks[number, step] = counts
-            positions_of_rank = positions(trial.case, cp_rank * trial.case.dims.tp, length)
+            positions_of_rank = token_positions_of_rank(trial.case, cp_rank * trial.case.dims.tp, length)
             width = -(-len(positions_of_rank) // self.chunks)
             counts[batch_row, positions_of_rank[chunk * width : (chunk + 1) * width]] = 1.0
         return self._masks[number, step]
@@ -140,7 +140,7 @@ def count_loss_chunks(trial: Trial, step: int) -> int:
             if part.chunks:
                 sizes += part.chunks
     widths = {-(-size // trial.case.local_batch) for size in sizes}
-    length = len(positions(trial.case, 0, trial.case.seq_len(step)))
+    length = len(token_positions_of_rank(trial.case, 0, trial.case.seq_len(step)))
     even = all(size % trial.case.local_batch == 0 for size in sizes)
     return -(-length // max(widths)) if widths and even else 1
 
@@ -182,7 +182,7 @@ class FittedWeights:
             return None
         return np.asarray(np.mean([first, *others], axis=0))
 
-    def factor(self, fixed: WeightsOfPieces, free: WeightsOfPieces, known: Sequence[float]) -> float | None:
+    def fit_factor(self, fixed: WeightsOfPieces, free: WeightsOfPieces, known: Sequence[float]) -> float | None:
         """Return the one number x for which all weights are fixed + x * free, on all ranks.
 
         None if there is none, or it is 0. A number of `known`, or an integer, is taken if x is equal to it within the
@@ -212,9 +212,13 @@ def fit_weights(trial: Trial, pieces: Pieces, gradients: list[Arrays], step: int
     None if a rank's gradient is no sum of pieces. None as well if too few entries are on record. In recipes with noise
     all parameters are fitted, because some that are wrong stay within it. gradients: those of the pieces.
     """
-    wrong = (fqn for _, fqn in pairs_with_wrong_gradient(trial, step)) if trial.case.exact else trial.plan.shapes
+    wrong = (
+        (fqn for _, fqn in pairs_with_wrong_gradient(trial, step))
+        if trial.case.has_derived_bounds
+        else trial.plan.shapes
+    )
     fqns = tuple(sort_fqns(trial, wrong))
-    tolerated = TOLERATED_RESIDUAL if trial.case.exact else trial.bounds.gradient[step]
+    tolerated = TOLERATED_RESIDUAL if trial.case.has_derived_bounds else trial.bounds.gradient[step]
     weights_of_ranks = {}
     residuals = []
     for rank in sorted(trial.ranks):
@@ -263,7 +267,7 @@ def _fit_rank(
 # ---- what is assumed
 
 
-def assuming(
+def assume_piece_weights(
     trial: Trial, pieces: Pieces, fqns: Sequence[str], weights: WeightsOfPieces, steps: Sequence[int]
 ) -> Trial:
     """Return the trial as if each rank's gradient of these parameters counted each piece so often in these steps.

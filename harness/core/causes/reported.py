@@ -123,7 +123,7 @@ def _coarse_format_text(reported: Reports) -> str:
     return ""
 
 
-def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
+def facts_of_wrong_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Yield facts on failing checks of reports: a report that is lacking in some steps, or a number that is wrong.
 
     Where training is wrong too, the latter is left out, as it may follow, unless it is right up to a person's rounding.
@@ -183,7 +183,7 @@ def reports_of(trial: Trial, check: str) -> Reports | None:
     """
     shown = {}
     right = {}
-    for rank, record, _ in trial.steps():
+    for rank, record, _ in trial.steps_with_reference():
         number = READERS[check](record)
         right_number = recorded_number(trial, check, rank, record.step)
         if number is not None and right_number is not None and math.isfinite(right_number):
@@ -577,4 +577,6 @@ def recorded_norm(trial: Trial, rank: int, step: int, ranks: RankSets | None = N
 
     how: further arguments of judge.norms.norm_of.
     """
-    return observed.norm_of(trial, step, ranks[rank] if ranks else observed.ranks_by_distance(trial, rank), **how)
+    return observed.norm_of_slices(
+        trial, step, ranks[rank] if ranks else observed.ranks_by_distance(trial, rank), **how
+    )

@@ -179,7 +179,7 @@ def _resolved_defaults(trial: Trial, part: str) -> dict[str, Any]:
         "features": {
             "wrapper": case.wrapper,
             "reduce_dtype": case.features.reduce_dtype or computes_in,
-            "fsdp_units": trial.traits.units_of(case),
+            "fsdp_units": trial.traits.unit_policy(case),
             "microbatches": case.microbatches,
             "stages_per_rank": case.stages_per_rank,
         },

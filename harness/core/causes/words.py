@@ -11,7 +11,7 @@ from harness.core.evidence.text import bytes_text, ranks_text
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Line, Result
 from harness.core.judge.traffic import axis_of, observed_bytes_outside
-from harness.core.judge.traffic import observed as observed_traffic
+from harness.core.judge.traffic import observed_bytes_by_collective as observed_traffic
 from harness.core.judge.trial import Trial
 from harness.core.plan.traffic.flow import OUTSIDE, Flow
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from harness.core.checks.replica_agreement import replica_families
 from harness.core.evidence.exported import ExportedTensor, as_exported
-from harness.core.judge.exports import OUTPUT_WEIGHT, expected_export, export_weights_after, rounding_units
+from harness.core.judge.exports import OUTPUT_WEIGHT, expected_export, rounding_units, weights_to_export
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.core.judge.trial import Trial
@@ -37,7 +37,7 @@ def check(trial: Trial) -> Result:
     exported_tensors = recorded_export(trial)
     if exported_tensors is None:
         return Result("export", Verdict.UNKNOWN, note="what was exported was not read")
-    wanted = expected_export(trial.case, export_weights_after(trial, trial.case.steps[-1])) | dict(
+    wanted = expected_export(trial.case, weights_to_export(trial, trial.case.steps[-1])) | dict(
         trial.assumption.exported
     )
     wrong_names = wrong_tensor_names(exported_tensors, wanted, rounding_units_by_name(trial))
@@ -71,7 +71,7 @@ def differing_tensor_names(trial: Trial) -> set[str]:
         contents = {local_shards[rank][fqn].tobytes() for rank in ranks if fqn in local_shards.get(rank, {})}
         if len(contents) > 1:
             differing.add(fqn)
-    weights = export_weights_after(trial, trial.case.steps[-1])
+    weights = weights_to_export(trial, trial.case.steps[-1])
     if not differing:
         return set()
     # A NaN marks each tensor of the file that a differing parameter went into.
@@ -89,7 +89,7 @@ def rounding_units_by_name(trial: Trial) -> dict[str, Any]:
 
     Empty for a model without LoRA.
     """
-    return rounding_units(trial.case, export_weights_after(trial, trial.case.steps[-1]))
+    return rounding_units(trial.case, weights_to_export(trial, trial.case.steps[-1]))
 
 
 def wrong_tensor_names(

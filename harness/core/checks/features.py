@@ -21,7 +21,7 @@ from typing import Any
 from harness.core.case.case import Case
 from harness.core.evidence.step import Attention, QuantizedMatmul, StepEvidence
 from harness.core.judge import compiled_code, output_layer, policies, saved_hooks
-from harness.core.judge.explained import ExplainedDifference, allowances_text, allowed_matmuls, most_of
+from harness.core.judge.explained import ExplainedDifference, allowances_text, allowed_matmuls, explained_total
 from harness.core.judge.finding import Finding, Limit, Value
 from harness.core.judge.received_samples import expected_microbatch_sizes
 from harness.core.judge.result import Result, verdict_of
@@ -63,7 +63,7 @@ def check(trial: Trial) -> Result:
             *compiled_code.judge_compiled_code(trial, rank),
         ]
         for step in evidence.steps:
-            trial_of_step = trial.at_step(step.step)
+            trial_of_step = trial.with_case_at_step(step.step)
             outcomes += [outcome for look in looks for outcome in look(trial_of_step, rank, step)]
         outcomes += [*reduce_dtype_outcomes(trial, rank), *bucket_outcomes(trial, rank)]
     findings = [finding for finding in outcomes if finding]
@@ -306,7 +306,7 @@ def count_batched_in_training(trial: Trial, step: StepEvidence) -> int:
     """Return the number of batched matmuls of a step, without those outside of passes if these are allowed."""
     outside_passes = count_batched_matmuls(step, OUTSIDE_PHASES)
     return count_batched_matmuls(step) - (
-        outside_passes if 0 < all_outside_matmuls(step) <= most_computed(trial, step) else 0
+        outside_passes if 0 < all_outside_matmuls(step) <= allowed_outside_matmuls(trial, step) else 0
     )
 
 
@@ -355,7 +355,7 @@ def unallowed_outside_matmuls(trial: Trial, rank: int, step: StepEvidence) -> in
 
     A loss that projects to the vocabulary itself has matmuls that forward lacks and no block calls: it is 0 then, too.
     """
-    if 0 < all_outside_matmuls(step) <= most_computed(trial, step):
+    if 0 < all_outside_matmuls(step) <= allowed_outside_matmuls(trial, step):
         return 0
     return plain_outside_matmuls(step) if projects_in_forward(trial, rank, step) or outside_block_calls(step) else 0
 
@@ -365,7 +365,7 @@ def all_outside_matmuls(step: StepEvidence) -> int:
     return plain_outside_matmuls(step) + count_batched_matmuls(step, OUTSIDE_PHASES)
 
 
-def most_computed(trial: Trial, step: StepEvidence) -> int:
+def allowed_outside_matmuls(trial: Trial, step: StepEvidence) -> int:
     """Return how many matmuls outside of passes are right: allowed ones, and Muon's in the optimizer."""
     forward, own = (
         matmuls_by_dtype(step, p).total() + count_batched_matmuls(step, (p,)) for p in ("forward", "optimizer")
@@ -373,7 +373,7 @@ def most_computed(trial: Trial, step: StepEvidence) -> int:
     explained = allowed_matmuls(trial, forward)
     if trial.case.training.optimizer == "muon":
         explained.append(ExplainedDifference("computed", own))
-    return most_of(explained)
+    return explained_total(explained)
 
 
 def _text_of_allowances(trial: Trial) -> str:
@@ -415,7 +415,7 @@ def projects_in_forward(trial: Trial, rank: int, step: StepEvidence) -> bool:
 
 def _outside_matmul_outcomes(trial: Trial, rank: int, step: StepEvidence) -> Outcomes:
     """Yield None if a step has no more matmuls outside of training passes than are allowed, otherwise a finding."""
-    outside_passes, limit = unallowed_outside_matmuls(trial, rank, step), most_computed(trial, step)
+    outside_passes, limit = unallowed_outside_matmuls(trial, rank, step), allowed_outside_matmuls(trial, step)
     wanted = Limit(most=limit) if limit and outside_passes else 0
     yield _finding_unless_equal(rank, OUTSIDE_MATMULS, wanted, outside_passes, step=step.step)
 

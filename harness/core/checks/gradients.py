@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from harness.core.judge import tolerance
-from harness.core.judge.assembly import Misfit, gradient_distance, misfits
-from harness.core.judge.clipping import is_clipped_unseen, steps_clipped_late
+from harness.core.judge.assembly import Misfit, gradient_distance, gradient_misfits
+from harness.core.judge.clipping import only_clipped_gradients_match, steps_right_after_scaling
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Result, Verdict, verdict_of
 from harness.core.judge.trial import Trial
@@ -34,11 +34,11 @@ def check(trial: Trial) -> Result:
     are left out. Findings come with the largest difference first.
     """
     bounds = trial.bounds
-    if unsettled := steps_clipped_late(trial):
+    if unsettled := steps_right_after_scaling(trial):
         return Result("gradients", Verdict.UNKNOWN, note=UNDECIDED_TEXT.format(min(unsettled)))
     findings: list[tuple[int, float, Finding]] = []
     worst: list[float] = [0.0]
-    for rank, step, reference in trial.steps():
+    for rank, step, reference in trial.steps_with_reference():
         for fqn, gradient in step.gradients.items():
             if fqn not in reference.gradients:  # it is frozen, which `completed` says
                 continue
@@ -53,10 +53,10 @@ def check(trial: Trial) -> Result:
                 finding = Finding.at(rank, "the reference's", difference, **subject, **measure)
                 findings.append((step.step, difference, finding))
     steps_with_findings = {step for step, _, _ in findings}
-    unseen = {step for step in steps_with_findings if is_clipped_unseen(trial, step)}
+    unseen = {step for step in steps_with_findings if only_clipped_gradients_match(trial, step)}
     judged = [entry for entry in findings if entry[0] not in unseen]
     ordered = [finding for _, _, finding in sorted(judged, key=lambda entry: -entry[1])]
-    whole_misfits, lacking = ([], "") if trial.case.exact else _whole_gradient_misfits(trial)
+    whole_misfits, lacking = ([], "") if trial.case.has_derived_bounds else _whole_gradient_misfits(trial)
     ordered += [_misfit_finding(trial, misfit) for misfit in whole_misfits if not misfit.is_within_bound]
     if (lacking or unseen) and not ordered:
         return Result("gradients", Verdict.UNKNOWN, len(worst) - 1, note=lacking or _remedy_text(min(unseen)))
@@ -77,7 +77,7 @@ def _whole_gradient_misfits(trial: Trial) -> tuple[list[Misfit], str]:
     all_misfits: list[Misfit] = []
     problem = ""
     for step in trial.case.steps:
-        misfits_of_step, lacking = misfits(trial, step)
+        misfits_of_step, lacking = gradient_misfits(trial, step)
         all_misfits += misfits_of_step
         if lacking and not problem:
             problem = f"step {step}, {lacking[0]}: the slices that ranks hold do not make up one whole gradient"

@@ -25,8 +25,8 @@ from harness.core.judge.explained import (
     ExplainedDifference,
     allowances_text,
     allowed_bytes,
-    most_of,
-    without_allowances,
+    explained_total,
+    without_allowances_of_kind,
 )
 from harness.core.judge.finding import Finding, Limit
 from harness.core.judge.result import Result, Verdict, verdict_of
@@ -95,7 +95,7 @@ def planned_bytes_by_kind(trial: Trial, rank: int) -> dict[str, tuple[int, int]]
     _, gradients = trial.plan.gradient_bytes.get(rank, (smallest, largest))
     of_state = trial.plan.state_bytes.get(rank, (smallest, largest))
     return {
-        "parameters": (smallest, largest + most_of(allowed_bytes(trial, rank, "gathered"))),
+        "parameters": (smallest, largest + explained_total(allowed_bytes(trial, rank, "gathered"))),
         "gradients": (0, gradients + trial.plan.gradient_spare.get(rank, 0)),
         "optimizer_state": (copies * of_state[0] - muon_saving, copies * of_state[1] - muon_saving),
     }
@@ -156,14 +156,14 @@ def _state_copies_of(text: str) -> int | None:
     return (1 if "momentum 0," not in f"{text}," else 0) if text.startswith("SGD(") else None
 
 
-def most_kept(trial: Trial, rank: int) -> int:
+def most_kept_bytes(trial: Trial, rank: int) -> int:
     """Return the most bytes that may be kept when training has ended."""
-    return most_of(explained_kept(trial, rank))
+    return explained_total(explained_kept(trial, rank))
 
 
 def spare_bytes(trial: Trial, rank: int) -> int:
     """Return the bytes that the plan explains of what is kept when training has ended."""
-    return most_of(without_allowances(explained_kept(trial, rank), "kept"))
+    return explained_total(without_allowances_of_kind(explained_kept(trial, rank), "kept"))
 
 
 def explained_kept(trial: Trial, rank: int) -> list[ExplainedDifference]:
@@ -204,7 +204,7 @@ def _text_of_allowances(trial: Trial) -> str:
 
 def _unaccounted_findings(trial: Trial, rank: int) -> list[Finding]:
     """Return the finding that more is kept after training than the plan and allowances explain; else nothing."""
-    copies, limit = possible_copies(trial, rank), most_kept(trial, rank)
+    copies, limit = possible_copies(trial, rank), most_kept_bytes(trial, rank)
     if not has_unaccounted_tensors(trial, rank):
         return []
     shown = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in copies[:3])
@@ -215,7 +215,7 @@ def _unaccounted_findings(trial: Trial, rank: int) -> list[Finding]:
 
 def has_unaccounted_tensors(trial: Trial, rank: int) -> bool:
     """Return whether a rank keeps more after training than the plan and allowances explain."""
-    return sum(tensor.bytes for tensor in possible_copies(trial, rank)) > most_kept(trial, rank)
+    return sum(tensor.bytes for tensor in possible_copies(trial, rank)) > most_kept_bytes(trial, rank)
 
 
 def kept_bytes_by_step(evidence: RankEvidence) -> list[tuple[int, int]]:
@@ -298,14 +298,14 @@ def copies_at_once(evidence: RankEvidence) -> list[tuple[int, str, int]]:
     return copies
 
 
-def copy_limit(trial: Trial, rank: int, phase: str, step: int) -> int:
+def most_copied_bytes(trial: Trial, rank: int, phase: str, step: int) -> int:
     """Return the most bytes that may be copied at once."""
-    return most_of(explained_copied(trial, rank, phase, step))
+    return explained_total(explained_copied(trial, rank, phase, step))
 
 
 def copied_by_plan(trial: Trial, rank: int, phase: str, step: int) -> int:
     """Return the bytes that may be copied without an allowance for copies."""
-    return most_of(without_allowances(explained_copied(trial, rank, phase, step), "copied"))
+    return explained_total(without_allowances_of_kind(explained_copied(trial, rank, phase, step), "copied"))
 
 
 def explained_copied(trial: Trial, rank: int, phase: str, step: int) -> list[ExplainedDifference]:
@@ -332,7 +332,7 @@ def excessive_copies(trial: Trial, rank: int) -> list[tuple[int, int, str]]:
     """Return (bytes, step, phase) where more weights are copied at once than may be, most first."""
     copies = copies_at_once(trial.ranks[rank])
     return sorted(
-        ((size, step, phase) for step, phase, size in copies if size > copy_limit(trial, rank, phase, step)),
+        ((size, step, phase) for step, phase, size in copies if size > most_copied_bytes(trial, rank, phase, step)),
         reverse=True,
     )
 
@@ -342,7 +342,7 @@ def _copy_findings(trial: Trial, rank: int) -> list[Finding]:
     return [
         Finding.at(
             rank,
-            Limit(most=copy_limit(trial, rank, phase, step)),
+            Limit(most=most_copied_bytes(trial, rank, phase, step)),
             size,
             step=step,
             phase=phase,

@@ -21,7 +21,7 @@ from harness.core.evidence.text import ranks_text
 from harness.core.judge.claims import claimed_slice
 from harness.core.judge.contents import is_equal_at
 from harness.core.judge.finding import Finding, Part, Value
-from harness.core.judge.kept_alike import is_joined_by_optimizer
+from harness.core.judge.kept_alike import optimizer_joins_group
 from harness.core.judge.result import Result, Verdict, verdict_of
 from harness.core.judge.trial import Trial
 from harness.core.judge.units_seen import claimed_unit_sets, unknown_rank_reason
@@ -54,7 +54,7 @@ def check(trial: Trial) -> Result:
         if claimed_unit_sets(trial, rank):
             examined += len(trial.plan.units[rank])
         findings += _missing_replication_findings(trial, rank) + _unit_findings(trial, rank)
-    findings += unit_disagreements(trial)
+    findings += unit_disagreement_findings(trial)
     without_units = [
         rank for rank in sorted(trial.ranks) if trial.plan.units[rank] and not claimed_unit_sets(trial, rank)
     ]
@@ -76,7 +76,7 @@ def _units_text(trial: Trial) -> str:
     return f"{len(all_units)} FSDP units observed: {units_text(all_units, trial.case.shards)}" if all_units else ""
 
 
-def unit_disagreements(trial: Trial) -> list[Finding]:
+def unit_disagreement_findings(trial: Trial) -> list[Finding]:
     """Return a finding for each set of ranks whose units differ from those of most ranks that hold the same parameters.
 
     Empty if the units are not the trainer's choice, because they are compared with the plan's then.
@@ -232,7 +232,7 @@ def _wrapper_findings(trial: Trial, rank: int, module: str, wrapper: Wrapper) ->
         used = tuple(sorted(ranks or (rank,)))
         # DDP of one rank is none
         is_single_replica = axis == trial.plan.replicate_axis and used == (rank,) and wrapper.shard_ranks
-        if used != wanted and not (is_single_replica and is_joined_by_optimizer(trial, rank, wanted)):
+        if used != wanted and not (is_single_replica and optimizer_joins_group(trial, rank, wanted)):
             subject: dict[str, Any] = {
                 "kind": "wrapper",
                 "name": module or "the root",
@@ -251,7 +251,7 @@ def _missing_replication_findings(trial: Trial, rank: int) -> list[Finding]:
     wanted = trial.plan.group_of(rank, axis)
     by_wrapper = any(tuple(sorted(wrapper.replicate_ranks)) == wanted for wrapper in evidence.structure.values())
     by_tensor = any(("replicate", wanted) in tensor_claims(rank, tensor) for tensor in evidence.parameters)
-    if by_wrapper or by_tensor or is_joined_by_optimizer(trial, rank, wanted):
+    if by_wrapper or by_tensor or optimizer_joins_group(trial, rank, wanted):
         return []
     return [Finding.at(rank, "a wrapper or parameter that is replicated", None, kind="group", axis=axis, group=wanted)]
 

@@ -11,7 +11,7 @@ from harness.core.evidence.text import positions_text
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Result, not_applicable, verdict_of
 from harness.core.judge.trial import Trial
-from harness.core.plan.stages import positions
+from harness.core.plan.stages import token_positions_of_rank
 
 STAGE = "data"
 NEEDS = frozenset({"reference", "samples"})
@@ -28,8 +28,8 @@ def check(trial: Trial) -> Result:
     if not any(counts.values()):
         return not_applicable("positions", "the model receives none: it counts from 0, or reads them from a table")
     findings = []
-    for rank, step, _ in trial.steps():
-        wanted = positions(trial.case, rank, trial.case.seq_len(step.step))
+    for rank, step, _ in trial.steps_with_reference():
+        wanted = token_positions_of_rank(trial.case, rank, trial.case.seq_len(step.step))
         if not step.positions:  # others receive some
             findings.append(Finding.at(rank, positions_text(wanted), None, step=step.step, quantity="positions"))
         expected_rows = expected_position_rows(trial, wanted, step.step)
@@ -81,9 +81,9 @@ def within_documents(tokens: np.ndarray) -> np.ndarray:
     """Return the position of each token of a row in its own document, from 0. Imports torch."""
     from torch import from_numpy
 
-    from harness.reference.data import documents
+    from harness.reference.data import document_indices
 
-    document_of_token = documents(
+    document_of_token = document_indices(
         from_numpy(tokens.copy())
     ).numpy()  # what is stored is read-only, of which torch warns
     return np.arange(len(document_of_token)) - np.searchsorted(document_of_token, document_of_token)

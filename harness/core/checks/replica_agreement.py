@@ -29,7 +29,7 @@ from harness.core.judge.observed import (
     families_of_replicas,
     split_by_majority,
     uncut_families,
-    with_contents,
+    with_contents_by_step,
 )
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.core.judge.separate_models import connected_rank_sets
@@ -291,7 +291,7 @@ def _count_comparisons(families: Sequence[list[Summary]]) -> int:
 def _with_only(summary: Summary, by_step: dict[int, int]) -> Summary:
     """Return the summary with the digests of one parameter as its contents, and without claims or names."""
     whole = replace(summary, parameters=replace(summary.parameters, slices=0, model=0))
-    return with_contents(whole, by_step)
+    return with_contents_by_step(whole, by_step)
 
 
 def _compare_ignored(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[list[Finding], int]:

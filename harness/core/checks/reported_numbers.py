@@ -59,8 +59,8 @@ def check(trial: Trial) -> Result:
         except NotOnRecord as reason:
             unjudged.setdefault(name, f"{name}: {reason}")
             continue
-        bound = bound_of(trial, step, number)
-        difference = distance(number, expected)
+        bound = bound_of_number(trial, step, number)
+        difference = error_of_number(number, expected)
         worst = max(worst, difference)
         if not difference <= bound.number:
             subject: dict[str, Any] = {
@@ -94,7 +94,7 @@ def expected_value(book: ExpectedNumbers, rank: int, step: int, name: str, numbe
     return recipes if relative_error(number.value, recipes) <= FLOAT32_TOLERANCE else received
 
 
-def distance(number: Number, expected: float) -> float:
+def error_of_number(number: Number, expected: float) -> float:
     """Return |reported - expected| / |expected|. 0 for a norm where both are NaN: parameters are not finite then."""
     both_are_nan = number.of == NORM and math.isnan(number.value) and math.isnan(expected)
     return 0.0 if both_are_nan else relative_error(number.value, expected)
@@ -110,7 +110,7 @@ def finding_quantity(name: str) -> str:
     return f"reported {name}"
 
 
-def bound_of(trial: Trial, step: int, number: Number) -> Bound:
+def bound_of_number(trial: Trial, step: int, number: Number) -> Bound:
     """Return the largest relative difference of a number from what is expected. Raises NoBound for a validation loss.
 
     A norm has the rounding of a long sum in addition to that of float32.

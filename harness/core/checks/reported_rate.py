@@ -30,7 +30,7 @@ def check(trial: Trial) -> Result:
         return not_applicable(
             "reported_rate", "the trainer keeps its own schedule (training.rates), which is not under test"
         )
-    is_shown = any(step.reported_lr is not None for _, step, _ in trial.steps())
+    is_shown = any(step.reported_lr is not None for _, step, _ in trial.steps_with_reference())
     if not is_shown and not any("lr" in evidence.reports for evidence in trial.ranks.values()):
         return not_applicable(
             "reported_rate", "this trainer reports none; the optimizer's is judged by the check update"

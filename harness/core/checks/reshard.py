@@ -16,16 +16,16 @@ from typing import Any
 from harness.core.evidence.records import RankEvidence
 from harness.core.evidence.step import AfterForward
 from harness.core.judge import after_evaluation
-from harness.core.judge.explained import allowances, allowances_text
+from harness.core.judge.explained import allowances_of_kind, allowances_text
 from harness.core.judge.finding import Finding, Limit, Value
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.core.judge.traffic import (
     TrafficKey,
     collective_finding_fields,
     gathered_after_evaluation,
-    observed,
+    observed_bytes_by_collective,
     own_bytes,
-    planned,
+    planned_bytes_by_collective,
 )
 from harness.core.judge.trial import Trial
 from harness.core.judge.units_seen import unknown_units_reason
@@ -64,7 +64,7 @@ def check(trial: Trial) -> Result:
                 examined += len(record.bytes)
                 findings += _kept_findings(trial, step.step, rank, record)
             # Where that is allowed, `memory` judges how much it may be, and `traffic` that the next forward gathers it anew.
-            may_be_left = bool(allowances(trial, "gathered"))
+            may_be_left = bool(allowances_of_kind(trial, "gathered"))
             still_gathered_fqns = [] if may_be_left else gathered_after_backward(trial, evidence, step.step)
             findings += [finding_of(fqn, "freed", "still gathered", AFTER_BACKWARD) for fqn in still_gathered_fqns]
             findings += _gathered_again_findings(trial, evidence, step.step)
@@ -261,8 +261,8 @@ def gathered_bytes(trial: Trial, rank: int, fqn: str) -> int:
 
 def _gathered_again_findings(trial: Trial, evidence: RankEvidence, step: int) -> list[Finding]:
     """Return findings of bytes gathered again in backward, over the groups in which parameters are sharded."""
-    planned_bytes = planned(trial, evidence.rank, step)
-    observed_bytes = observed(trial, evidence, step)
+    planned_bytes = planned_bytes_by_collective(trial, evidence.rank, step)
+    observed_bytes = observed_bytes_by_collective(trial, evidence, step)
     shards = trial.plan.peers(evidence.rank, trial.plan.shard_axis)
     post_forward_axes = [axis for axis in trial.plan.groups if axis.startswith("post_forward")]
     groups = {shards, *(trial.plan.peers(evidence.rank, axis) for axis in post_forward_axes)}

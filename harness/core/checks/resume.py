@@ -73,7 +73,7 @@ def state_to_resume(trial: Trial) -> dict[TensorKey, np.ndarray]:
     Precondition: a launch before it saved.
     """
     saved = saved_state(trial.saved[-1])
-    if trial.case.model_of is None:
+    if trial.case.weights_saved_after is None:
         return saved
     return {key: value for key, value in saved.items() if key[0] == PARAMETER}
 
@@ -154,7 +154,7 @@ def expected_slice(trial: Trial, rank: int, key: TensorKey, whole: np.ndarray) -
 # ---- differences
 
 
-def wrong_keys(trial: Trial, rank: int, wanted: dict[TensorKey, np.ndarray]) -> list[TensorKey]:
+def keys_of_wrong_tensors(trial: Trial, rank: int, wanted: dict[TensorKey, np.ndarray]) -> list[TensorKey]:
     """Return (quantity, fqn) of each tensor that a rank should have from the checkpoint and has not.
 
     They are in the model's order. Parameters of which the rank holds nothing are left out: its optimizer need keep no
@@ -174,7 +174,7 @@ def leftover_state_keys(trial: Trial, rank: int) -> list[TensorKey]:
 
     A new optimizer has none. Empty for launches that resume all.
     """
-    if trial.case.model_of is None:
+    if trial.case.weights_saved_after is None:
         return []
     return [key for key, value in resumed_state(trial, rank).items() if key[0] != PARAMETER and value.any()]
 
@@ -192,7 +192,7 @@ def _leftover_finding(trial: Trial, rank: int, key: TensorKey, held_value: np.nd
         and local_slice is not None
         and has_same_bytes(held_value, expected_slice(trial, rank, key, saved))
     ):
-        subject["note"] += f", what was saved after step {trial.case.model_of}"
+        subject["note"] += f", what was saved after step {trial.case.weights_saved_after}"
     return Finding.at(
         rank,
         "none, or zeros",
@@ -212,7 +212,7 @@ def _tensor_findings(
 ) -> Iterator[Finding]:
     """Yield a finding for each tensor of a rank that is not its slice of what was saved."""
     saved_step = trial.saved[-1].case.saved_step
-    for key in wrong_keys(trial, rank, wanted_tensors):
+    for key in keys_of_wrong_tensors(trial, rank, wanted_tensors):
         name, fqn = key
         expected, observed, unit = _describe_difference(
             held_tensors.get(key), expected_slice(trial, rank, key, wanted_tensors[key])
@@ -251,7 +251,7 @@ def _rate_findings(trial: Trial) -> Iterator[Finding]:
 
     Every step is judged: for one step the optimizer's own rate hides where a scheduler is.
     """
-    for rank, step, reference in trial.steps():
+    for rank, step, reference in trial.steps_with_reference():
         if not is_right_rate(trial, rank, step, reference.lr):
             yield Finding.at(rank, reference.lr, step.lr, step=step.step, quantity="learning rate")
 

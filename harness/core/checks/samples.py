@@ -37,7 +37,7 @@ from harness.core.judge.received_samples import (
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import coordinate_of_rank
-from harness.core.plan.stages import positions
+from harness.core.plan.stages import token_positions_of_rank
 
 STAGE = "data"
 NEEDS = frozenset({"samples"})
@@ -73,7 +73,7 @@ def _position_findings(trial: Trial, step: int) -> list[Finding]:
     findings = []
     for rank in received_token_rows(trial, step):
         received_positions = received_positions_of(trial, rank, step)
-        wanted = positions(trial.case, rank, trial.case.seq_len(step))
+        wanted = token_positions_of_rank(trial.case, rank, trial.case.seq_len(step))
         if received_positions is not None and not np.array_equal(received_positions, wanted):
             subject: dict[str, Any] = {"step": step, "quantity": "positions of the tokens received"}
             findings.append(Finding.at(rank, positions_text(wanted), positions_text(received_positions), **subject))
@@ -192,7 +192,7 @@ def wrong_labels(trial: Trial, step: int) -> dict[int, list[tuple[int, int, int]
     """
     wrong: dict[int, list[tuple[int, int, int]]] = {}
     for rank in last_stage_ranks(trial):
-        rank_positions = positions(trial.case, rank, trial.case.seq_len(step)).tolist()
+        rank_positions = token_positions_of_rank(trial.case, rank, trial.case.seq_len(step)).tolist()
         labelled = [microbatch for microbatch in microbatches_of(trial, rank, step) if microbatch.labels is not None]
         wrong[rank] = []
         for microbatch, own_labels in zip(labelled, _own_labels(trial, rank, step), strict=False):
@@ -213,7 +213,7 @@ def _own_labels(trial: Trial, rank: int, step: int) -> list[np.ndarray | None]:
     None for a microbatch with tokens that are no sample's, or of another width than this rank's positions.
     """
     reference = trial.reference
-    rank_positions = positions(trial.case, rank, trial.case.seq_len(step))
+    rank_positions = token_positions_of_rank(trial.case, rank, trial.case.seq_len(step))
     row_of = {id_: row for row, id_ in enumerate(reference.sample_ids)}
     feeder = first_stage_peer(trial, rank)
     id_of_row = sample_id_by_tokens(trial, feeder, step)

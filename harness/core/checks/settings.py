@@ -44,7 +44,7 @@ def setting_findings(trial: Trial) -> list[Finding]:
     return [*_changed_findings(trial), *_minority_findings(trial)]
 
 
-def is_free(trial: Trial, name: str) -> bool:
+def is_free_setting(trial: Trial, name: str) -> bool:
     """Return whether a trainer may set a switch as it likes, as long as it does so on all ranks and in all steps."""
     training = trial.case.training
     multiplies_float32 = "float32" in (training.compute_dtype or training.dtype, training.quantize and training.dtype)
@@ -70,7 +70,7 @@ def _changed_findings(trial: Trial) -> Iterator[Finding]:
     for rank, evidence in sorted(trial.ranks.items()):
         for name in evidence.settings:
             allowed_values = permitted_values(trial, evidence, name)
-            if is_free(trial, name):
+            if is_free_setting(trial, name):
                 continue
             for step in evidence.steps:
                 if set(step.settings.get(name, allowed_values)) - set(allowed_values):
@@ -87,7 +87,7 @@ def _minority_findings(trial: Trial) -> Iterator[Finding]:
     for evidence in trial.ranks.values():
         for step in evidence.steps:
             names.update(step.settings)
-    for name in sorted(name for name in names if is_free(trial, name) or name == "default dtype"):
+    for name in sorted(name for name in names if is_free_setting(trial, name) or name == "default dtype"):
         values_by_step: dict[tuple[int, int], tuple[str, ...]] = {}
         for rank, evidence in sorted(trial.ranks.items()):
             for step in evidence.steps:

@@ -19,7 +19,13 @@ from typing import Any
 from harness.core.evidence.records import Collective, RankEvidence
 from harness.core.evidence.text import bytes_text
 from harness.core.judge import after_evaluation
-from harness.core.judge.explained import allowances_text, allowed_traffic, by_plan, most_by_what, unexplained
+from harness.core.judge.explained import (
+    allowances_text,
+    allowed_traffic,
+    differences_by_plan,
+    explained_total_by_what,
+    unexplained_total,
+)
 from harness.core.judge.finding import Finding, Limit
 from harness.core.judge.kept_alike import first_differing_step, optimizer_bytes_over_group
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
@@ -29,11 +35,11 @@ from harness.core.judge.traffic import (
     axis_text,
     collective_finding_fields,
     is_traffic,
-    observed,
+    observed_bytes_by_collective,
     observed_bytes_outside,
-    planned,
+    optional_bytes_by_collective,
+    planned_bytes_by_collective,
     planned_bytes_outside,
-    planned_optional,
 )
 from harness.core.judge.trial import Trial
 from harness.core.judge.units_seen import unknown_units_reason
@@ -72,9 +78,9 @@ def check(trial: Trial) -> Result:
     findings, examined, used = [], 0, set[TrafficKey]()
     for rank, evidence in sorted(trial.ranks.items()):
         for step in trial.case.steps:
-            wanted = planned(trial, rank, step)
-            optional = planned_optional(trial, rank, step)
-            observed_bytes = observed(trial, evidence, step)
+            wanted = planned_bytes_by_collective(trial, rank, step)
+            optional = optional_bytes_by_collective(trial, rank, step)
+            observed_bytes = observed_bytes_by_collective(trial, evidence, step)
             inside = sum(optional[key] for key in optional if observed_bytes.get(key, 0) == wanted[key])
             # What may be missing or added is made equal to the plan first: the rest is compared to the byte.
             observed_bytes |= {
@@ -85,7 +91,7 @@ def check(trial: Trial) -> Result:
             ) | forward_bytes_gathered_ahead(trial, rank, step)
             observed_bytes |= {key: wanted.get(key, 0) for key in _buffer_keys(trial, rank, wanted, observed_bytes)}
             examined += len(wanted) + 1
-            allowed = most_by_what(allowed_traffic(trial, rank))
+            allowed = explained_total_by_what(allowed_traffic(trial, rank))
             extra = {key: observed_bytes.get(key, 0) - wanted.get(key, 0) for key in allowed}
             used |= {key for key in extra if extra[key] > 0}
             within = {key for key, limit in allowed.items() if 0 < extra[key] <= limit}
@@ -106,7 +112,10 @@ def _judge_least_bytes(trial: Trial) -> Result:
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
         for step in trial.case.steps:
-            wanted, observed_bytes = planned(trial, rank, step), observed(trial, evidence, step)
+            wanted, observed_bytes = (
+                planned_bytes_by_collective(trial, rank, step),
+                observed_bytes_by_collective(trial, evidence, step),
+            )
             observed_bytes |= _explained_by_evaluation(
                 trial, rank, step, wanted, observed_bytes
             ) | forward_bytes_gathered_ahead(trial, rank, step)
@@ -189,10 +198,10 @@ def _outside_findings(trial: Trial, rank: int, step: int, inside: int) -> list[F
     observed_bytes = observed_bytes_outside(trial.ranks[rank], step)
     explained = [
         *allowed_traffic(trial, rank),
-        *by_plan(partial_sum_bytes(trial, rank, step)),
-        *by_plan(bytes_gathered_ahead(trial, rank, step)),
+        *differences_by_plan(partial_sum_bytes(trial, rank, step)),
+        *differences_by_plan(bytes_gathered_ahead(trial, rank, step)),
     ]
-    moved = unexplained(observed_bytes, explained)
+    moved = unexplained_total(observed_bytes, explained)
     limit = trial.plan.outside_bytes[rank] + sum(planned_bytes_outside(trial, rank, step).values()) - inside
     if moved <= limit:
         return []
@@ -256,7 +265,7 @@ def _integer_findings(trial: Trial, rank: int, step: int) -> list[Finding]:
         is_in_pass = call.step == step and call.phase in INSIDE_PHASES and len(call.ranks) > 1
         if is_in_pass and "float" not in call.dtype and call.op not in ("send", "recv"):
             observed_bytes[call.ranks, call.op, call.phase] += call.bytes
-    moved = unexplained(observed_bytes, allowed_traffic(trial, rank))
+    moved = unexplained_total(observed_bytes, allowed_traffic(trial, rank))
     finds_unused = any(wrapper.find_unused_parameters for wrapper in trial.ranks[rank].structure.values())
     later = trial.plan.used_bytes if finds_unused else 0
     limit = trial.plan.integer_bytes if step <= trial.first_step + 1 else later
@@ -268,7 +277,7 @@ def _integer_findings(trial: Trial, rank: int, step: int) -> list[Finding]:
     return [Finding.at(rank, Limit(most=limit) if limit else 0, moved, **subject, note=note)]
 
 
-def waits_by_key(evidence: RankEvidence, step: int) -> Counter[TrafficKey]:
+def waits_by_collective(evidence: RankEvidence, step: int) -> Counter[TrafficKey]:
     """Return the number of a step's collectives that move nothing, of which ranks only wait for each other, by collective.
 
     Those in passes and in the optimizer are counted. Between passes, to wait is a habit.
@@ -296,7 +305,7 @@ def _wait_findings(trial: Trial, evidence: RankEvidence, step: int) -> list[Find
             step=step,
             **collective_finding_fields(trial, key) | {"quantity": WITHOUT_DATA, "unit": ""},
         )
-        for key, count in sorted(waits_by_key(evidence, step).items())
+        for key, count in sorted(waits_by_collective(evidence, step).items())
     ]
 
 
@@ -362,8 +371,8 @@ def gathers_before_passes(trial: Trial, rank: int, step: int) -> tuple[Collectiv
     if trial.case.wrapper != "fsdp2":
         return ()  # ZeRO's gathers have their place in the plan
     key = _forward_gather_key(trial, rank)
-    wanted = planned(trial, rank, step).get(key, 0)
-    lacking = wanted - observed(trial, trial.ranks[rank], step).get(key, 0)
+    wanted = planned_bytes_by_collective(trial, rank, step).get(key, 0)
+    lacking = wanted - observed_bytes_by_collective(trial, trial.ranks[rank], step).get(key, 0)
     calls = _gathers_between_passes(trial.ranks[rank].collectives, key[0])[step] if lacking > 0 else []
     for count in range(1, len(calls) + 1):
         if sum(call.bytes for call in calls[-count:]) == lacking:
@@ -374,7 +383,9 @@ def gathers_before_passes(trial: Trial, rank: int, step: int) -> tuple[Collectiv
 def forward_bytes_gathered_ahead(trial: Trial, rank: int, step: int) -> dict[TrafficKey, int]:
     """Return the plan's bytes of the gathers in forward, if a part of them came before it; else nothing."""
     key = _forward_gather_key(trial, rank)
-    return {key: planned(trial, rank, step)[key]} if gathers_before_passes(trial, rank, step) else {}
+    return (
+        {key: planned_bytes_by_collective(trial, rank, step)[key]} if gathers_before_passes(trial, rank, step) else {}
+    )
 
 
 def bytes_gathered_ahead(trial: Trial, rank: int, step: int) -> dict[TrafficKey, int]:

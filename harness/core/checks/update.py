@@ -20,11 +20,11 @@ from harness.core.evidence.records import RankEvidence, TensorEvidence
 from harness.core.evidence.step import StepEvidence
 from harness.core.evidence.text import number_text
 from harness.core.judge import tolerance
-from harness.core.judge.clipping import is_clipped_unseen
+from harness.core.judge.clipping import only_clipped_gradients_match
 from harness.core.judge.finding import Bound, Finding
 from harness.core.judge.held_values import optimizer_slice
 from harness.core.judge.muon import MuonUpdates
-from harness.core.judge.norms import norm_of
+from harness.core.judge.norms import norm_of_slices
 from harness.core.judge.result import Result, Verdict, verdict_of
 from harness.core.judge.trial import Trial
 from harness.reference.config import TrainingConfig, is_trainable, rule_of
@@ -81,7 +81,10 @@ def norms_for_clipping(trial: Trial) -> dict[int, float]:
 
     0, which clips nothing, where the gradients on record are clipped ones.
     """
-    return {step: 0.0 if is_clipped_unseen(trial, step) else norm_of(trial, step) for step in trial.case.steps}
+    return {
+        step: 0.0 if only_clipped_gradients_match(trial, step) else norm_of_slices(trial, step)
+        for step in trial.case.steps
+    }
 
 
 def update_findings(trial: Trial, norms: dict[int, float]) -> Iterator[Finding]:
@@ -100,7 +103,7 @@ def update_findings(trial: Trial, norms: dict[int, float]) -> Iterator[Finding]:
 
 def _unobserved_time(trial: Trial) -> str:
     """Return a text of the time after the first step whose later parameters were not observed. Empty if all were."""
-    unseen = [step for _, step, _ in trial.steps() if step.changed is None]
+    unseen = [step for _, step, _ in trial.steps_with_reference() if step.changed is None]
     return time_after_step(trial, unseen[0].step) if unseen else ""
 
 
@@ -120,7 +123,7 @@ def later_changes(trial: Trial) -> dict[int, list[tuple[int, str]]]:
     The change came before the next step began. Steps without one are left out.
     """
     changes_by_step: dict[int, list[tuple[int, str]]] = {}
-    for rank, step, _ in trial.steps():
+    for rank, step, _ in trial.steps_with_reference():
         for fqn in step.changed or {}:
             changes_by_step.setdefault(step.step, []).append((rank, fqn))
     return dict(sorted(changes_by_step.items()))
@@ -192,7 +195,9 @@ def _replay_findings(
         counted_step = replace(step, step=assumed.counter(step.step, fqn)) if assumed.counter else step
         recipe = recipe_of_parameter(trial, fqn, step.step)
         rule = rule_of(recipe, fqn)
-        expected, magnitude = _advance(state, counted_step, gradient, rate, recipe, rule=rule, amsgrad=assumed.amsgrad)
+        expected, magnitude = _apply_optimizer_step(
+            state, counted_step, gradient, rate, recipe, rule=rule, amsgrad=assumed.amsgrad
+        )
         bound = tolerance.update_bound(trial.case, magnitude) if trained or gradient is not None else None
         if rule == "muon" and gradient is not None:
             muon_step = matrices.subtracted_and_bound(evidence.rank, step.step, fqn, rate)
@@ -289,7 +294,7 @@ def expected_after_first_step(
     lr = trial.reference_step(first.step).lr
     recipe = recipe_of_parameter(trial, tensor.fqn, first.step)
     rule = rule_of(recipe, tensor.fqn)
-    expected, magnitude = _advance(state, first, clip * gradient, lr, recipe, rule=rule)
+    expected, magnitude = _apply_optimizer_step(state, first, clip * gradient, lr, recipe, rule=rule)
     bound = tolerance.update_bound(trial.case, magnitude)
     if rule == "muon":
         matrices = MuonUpdates(
@@ -303,7 +308,7 @@ def expected_after_first_step(
     return expected, bound
 
 
-def _advance(
+def _apply_optimizer_step(
     state: _ParameterState,
     step: StepEvidence,
     gradient: np.ndarray | None,

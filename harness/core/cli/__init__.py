@@ -33,7 +33,7 @@ CORE_COMMANDS = {
 
 def all_commands() -> dict[str, tuple[str, str]]:
     """Return the commands of the core and of rings by name: the package that has each, and its line of help."""
-    return {name: (__name__, help) for name, help in CORE_COMMANDS.items()} | rings.commands()
+    return {name: (__name__, help) for name, help in CORE_COMMANDS.items()} | rings.commands_of_rings()
 
 
 RENAMED_COMMANDS = {

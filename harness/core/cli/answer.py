@@ -15,7 +15,7 @@ from harness.core.report.output import print_lines, write_text_as_is
 Data = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 
-def answer(args: argparse.Namespace, kind: str, data: Data, *text: object) -> None:
+def print_or_keep_document(args: argparse.Namespace, kind: str, data: Data, *text: object) -> None:
     """Print the text, or with --json keep the document of this kind in `args.answered`, for main to print at the end.
 
     data: the document's data, or a function that returns it, called only with --json. Without text nothing is printed.

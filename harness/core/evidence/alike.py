@@ -28,7 +28,7 @@ class NumberedGroups:
 
     numbers: dict[tuple[str, str], int] = field(default_factory=dict)
 
-    def encode(self, ranks: Sequence[int], group: str = "") -> list[Any]:
+    def number_group(self, ranks: Sequence[int], group: str = "") -> list[Any]:
         """Return [number of the group], followed by the ranks if they are not in ascending order. A new group gets the
         next number.
         """
@@ -53,7 +53,7 @@ def rank_class_of_record(record: RankRecord) -> tuple[int, tuple[tuple[str, str]
         _encode_parameters(evidence, places),
         [_encode_call(call, places) for call in sorted(evidence.collectives, key=_background_last)],
     ]
-    groups = sorted((places.encode(group.ranks, group.name), group.backend) for group in evidence.groups)
+    groups = sorted((places.number_group(group.ranks, group.name), group.backend) for group in evidence.groups)
     compared_evidence = replace(
         evidence,
         rank=0,
@@ -87,7 +87,7 @@ def _comparable_step(step: RecordedStep) -> RecordedStep:
 
 def _encode_wrapper(wrapper: Wrapper, places: NumberedGroups) -> dict[str, Any]:
     """Return a wrapper's fields as plain values, its ranks as numbers of groups."""
-    ranks = {name: places.encode(getattr(wrapper, name)) for name in ("shard_ranks", "replicate_ranks")}
+    ranks = {name: places.number_group(getattr(wrapper, name)) for name in ("shard_ranks", "replicate_ranks")}
     return vars(wrapper) | ranks
 
 
@@ -103,8 +103,8 @@ def _encode_call(call: Collective, places: NumberedGroups) -> list[Any]:
     """Return a collective as plain values, its ranks and its peer as numbers of groups, its root as a place in the
     group.
     """
-    peer = None if call.peer is None else places.encode((call.peer,))
-    group = places.encode(call.ranks, call.group)
+    peer = None if call.peer is None else places.number_group((call.peer,))
+    group = places.number_group(call.ranks, call.group)
     return [group, peer, call.op, call.dtype, call.bytes, call.phase, call.step, call.seq, call.root_place]
 
 
@@ -137,7 +137,7 @@ def _encode_mesh(rank: int, mesh: np.ndarray, places: NumberedGroups) -> list[An
     """
     if rank not in mesh:
         return ["elsewhere", mesh.tolist()]
-    return [list(mesh.shape), *map(places.encode, mesh_lines_of_rank(rank, mesh))]
+    return [list(mesh.shape), *map(places.number_group, mesh_lines_of_rank(rank, mesh))]
 
 
 def mesh_lines_of_rank(rank: int, mesh: np.ndarray) -> list[list[int]]:

@@ -27,7 +27,7 @@ Fused = Mapping[str, Sequence[Block]]
 Arrays = dict[str, np.ndarray]
 
 
-def blocks(parts: Sequence[str], rows: Mapping[str, int]) -> tuple[Block, ...]:
+def blocks_in_order(parts: Sequence[str], rows: Mapping[str, int]) -> tuple[Block, ...]:
     """Return the blocks of a fused tensor whose parts lie in this order.
 
     rows: of each part; a part that comes n times is cut into n equal blocks.

@@ -69,17 +69,17 @@ class Provided:
         """Return the reason why the evidence cannot prove that a check with these needs passes; empty if it can."""
         return next((self.partly[word] for word in WORDS if word in needs and word in self.partly), "")
 
-    def without(self, words: Iterable[str], why: str, *, unknown: bool = False) -> Provided:
+    def lacking_words(self, words: Iterable[str], why: str, *, unknown: bool = False) -> Provided:
         """Return the same with these words lacking. A word that lacks already keeps its reason."""
         return replace(self, lacking={**dict.fromkeys(words, Lack(why, unknown)), **self.lacking})
 
-    def only_partly(self, words: Iterable[str], why: str) -> Provided:
+    def with_doubt_about(self, words: Iterable[str], why: str) -> Provided:
         """Return the same with these words provided only in part. A word that is in part already keeps its reason."""
         return replace(self, partly={**dict.fromkeys(words, why), **self.partly})
 
     def without_complete_evidence(self, why: str) -> Provided:
         """Return the words that remain if some rank or step is not there: the ends, and words that each rank has by itself."""
-        return self.without(WORDS.keys() - {"ends"} - self.singly, why, unknown=True)
+        return self.lacking_words(WORDS.keys() - {"ends"} - self.singly, why, unknown=True)
 
 
 EVERYTHING = Provided()
@@ -88,9 +88,9 @@ _NO_DATA = "needs numbers: ranks alone have no data"
 
 RECORDED = (
     Provided(singly=frozenset({"contents", "samples", "members", "uses"}))
-    .without(("reference", "values", "checkpoint"), _NO_REFERENCE)
-    .without(("declared",), "needs a recipe and features: a command declares none")
-    .without(("moment",), "ranks are recorded at different moments")
+    .lacking_words(("reference", "values", "checkpoint"), _NO_REFERENCE)
+    .lacking_words(("declared",), "needs a recipe and features: a command declares none")
+    .lacking_words(("moment",), "ranks are recorded at different moments")
 )
 """A recording of any command, judged by a layout."""
 
@@ -98,15 +98,15 @@ _NO_TENSORS = "needs tensors: a trace has those of no rank"
 
 TRACED = (
     Provided(singly=RECORDED.singly)
-    .without(("reference", "values", "checkpoint", "claims", "slices", "flows", "sizes", "contents"), _NO_TENSORS)
-    .without(("samples",), "needs what ranks are fed: a trace does not have it")
-    .without(("ends",), "needs how ranks ended: a trace does not say it")
-    .without(("declared",), "needs a recipe and features: a trace declares none")
-    .without(("moment",), "ranks are traced at different moments")
+    .lacking_words(("reference", "values", "checkpoint", "claims", "slices", "flows", "sizes", "contents"), _NO_TENSORS)
+    .lacking_words(("samples",), "needs what ranks are fed: a trace does not have it")
+    .lacking_words(("ends",), "needs how ranks ended: a trace does not say it")
+    .lacking_words(("declared",), "needs a recipe and features: a trace declares none")
+    .lacking_words(("moment",), "ranks are traced at different moments")
 )
 """A profiler's traces of a job's ranks, judged by a layout."""
 
-SINGLE_RANKS = EVERYTHING.without(("reference", "values", "checkpoint", "contents", "samples"), _NO_DATA)
+SINGLE_RANKS = EVERYTHING.lacking_words(("reference", "values", "checkpoint", "contents", "samples"), _NO_DATA)
 """Single ranks, each run without the others and without data."""
 
 

@@ -115,7 +115,7 @@ def summary_without_class(record: RankRecord) -> Summary:
 def _summary(record: RankRecord, rank_class: RankClass) -> Summary:
     """Return the summary; what it has of one step alone is of step_shown(record)."""
     evidence = record.evidence
-    shown = step_shown(record)
+    shown = step_to_show(record)
     step = next((step for step in evidence.steps if step.step == shown), None)
     return Summary(
         rank=evidence.rank,
@@ -217,9 +217,9 @@ def _received(record: RankRecord) -> Received:
     fed = {step.step: step.fed for step in record.steps if step.fed}
     integers = {step: [batch for batch in batches if "int" in batch.dtype] for step, batches in fed.items()}
     return Received(
-        batches={step: _inputs(batches) for step, batches in fed.items()},
-        tokens={step: _inputs(batches) for step, batches in integers.items() if batches},
-        inputs={step: _each_input(batches) for step, batches in fed.items()},
+        batches={step: _inputs_digest(batches) for step, batches in fed.items()},
+        tokens={step: _inputs_digest(batches) for step, batches in integers.items() if batches},
+        inputs={step: _all_input_digests(batches) for step, batches in fed.items()},
         drawn=record.drawn,
         samples=record.samples,
     )
@@ -229,11 +229,11 @@ def _traffic(record: RankRecord, shown: int) -> Traffic:
     """Return what moved: in the step that is shown, and outside of forward and backward in all whole steps."""
     evidence = record.evidence
     return Traffic(
-        uses=uses(evidence, shown, record.ended_steps),
-        waits=_waits(evidence, shown),
-        outside=outside(evidence, whole_steps(record)),
-        whole=whole_steps(record),
-        background=background(evidence),
+        uses=uses_in_step(evidence, shown, record.ended_steps),
+        waits=_count_barriers(evidence, shown),
+        outside=moved_outside_of_passes(evidence, followed_steps(record)),
+        whole=followed_steps(record),
+        background=moved_in_background(evidence),
     )
 
 
@@ -242,8 +242,8 @@ def _groups(record: RankRecord) -> Groups:
     evidence = record.evidence
     return Groups(
         roles=group_roles(evidence),
-        issued=issued(evidence),
-        idle=tuple(sorted({ranks_key(group.ranks) for group in _idle(evidence)})),
+        issued=issued_sequences(evidence),
+        idle=tuple(sorted({ranks_key(group.ranks) for group in _unused_groups(evidence)})),
         own=evidence.own_groups,
         beside=record.beside,
     )
@@ -269,12 +269,12 @@ def idle_steps(record: RankRecord) -> tuple[int, ...]:
     return tuple(step.step for step in record.steps if step.step and fqns and fqns <= {*step.ungraded})
 
 
-def _inputs(fed: Iterable[Fed]) -> int:
+def _inputs_digest(fed: Iterable[Fed]) -> int:
     """Return one number for digests and shapes of the first inputs of these passes, in order."""
     return stable_digest([(batch.digest, batch.shape) for batch in fed])
 
 
-def _each_input(fed: Iterable[Fed]) -> tuple[int, ...]:
+def _all_input_digests(fed: Iterable[Fed]) -> tuple[int, ...]:
     """Return the digests of all inputs of these passes, in order, at most MOST_INPUTS."""
     digests: list[int] = []
     for batch in fed:
@@ -282,7 +282,7 @@ def _each_input(fed: Iterable[Fed]) -> tuple[int, ...]:
     return tuple(digests[:MOST_INPUTS])
 
 
-def step_shown(record: RankRecord) -> int:
+def step_to_show(record: RankRecord) -> int:
     """Return the step that a summary shows: 2 if it was recorded, for groups are set up and caches filled by then; else
     the last.
 
@@ -292,7 +292,7 @@ def step_shown(record: RankRecord) -> int:
     return 2 if 2 in steps else max(steps, default=0)
 
 
-def uses(evidence: RankEvidence, shown: int, ended: Sequence[int] = ()) -> tuple[Use, ...]:
+def uses_in_step(evidence: RankEvidence, shown: int, ended: Sequence[int] = ()) -> tuple[Use, ...]:
     """Return what moved in forward, backward and pipeline of the step that is shown, by group, collective, phase and
     dtype.
 
@@ -300,9 +300,9 @@ def uses(evidence: RankEvidence, shown: int, ended: Sequence[int] = ()) -> tuple
     something once, as DDP broadcasts its buckets in the second step alone. ended: steps that did.
     """
     inside = [call for call in evidence.collectives if call.phase in INSIDE and call.op != "barrier"]
-    moved = _by_step(call for call in inside if len(call.ranks) > 1)
+    moved = _amounts_by_kind_and_step(call for call in inside if len(call.ranks) > 1)
     steps = tuple(sorted(step.step for step in evidence.steps))
-    all_uses, blocked = [], _blocked(inside, ended)
+    all_uses, blocked = [], _seconds_blocked(inside, ended)
     for kind, by_step in sorted(moved.items()):
         if shown in by_step:
             as_much = tuple(step for step in steps if by_step.get(step) == by_step[shown])
@@ -312,7 +312,7 @@ def uses(evidence: RankEvidence, shown: int, ended: Sequence[int] = ()) -> tuple
     return tuple(all_uses)
 
 
-def _blocked(calls: Sequence[Collective], steps: Sequence[int]) -> dict[Kind, dict[int, float]]:
+def _seconds_blocked(calls: Sequence[Collective], steps: Sequence[int]) -> dict[Kind, dict[int, float]]:
     """Return, by kind and by each of these steps, the seconds for which calls blocked their thread.
 
     A kind of which some call was not seen to return is left out.
@@ -325,7 +325,7 @@ def _blocked(calls: Sequence[Collective], steps: Sequence[int]) -> dict[Kind, di
     return {kind: by_step for kind, by_step in seconds_by_kind.items() if not math.isnan(sum(by_step.values()))}
 
 
-def _by_step(calls: Iterable[Collective]) -> dict[Kind, dict[int, tuple[int, int]]]:
+def _amounts_by_kind_and_step(calls: Iterable[Collective]) -> dict[Kind, dict[int, tuple[int, int]]]:
     """Return, by kind and step, (number of calls, their bytes)."""
     amounts_by_kind: dict[Kind, dict[int, tuple[int, int]]] = defaultdict(dict)
     for call in calls:
@@ -335,7 +335,7 @@ def _by_step(calls: Iterable[Collective]) -> dict[Kind, dict[int, tuple[int, int
     return amounts_by_kind
 
 
-def whole_steps(record: RankRecord) -> tuple[int, ...]:
+def followed_steps(record: RankRecord) -> tuple[int, ...]:
     """Return the steps that ended and that another step followed, or the only step of a job.
 
     What comes after a job's last step, such as a checkpoint, is on the account of that step.
@@ -345,7 +345,7 @@ def whole_steps(record: RankRecord) -> tuple[int, ...]:
     return tuple(step for step in record.ended_steps if step < last or len(steps) == 1)
 
 
-def outside(evidence: RankEvidence, steps: tuple[int, ...]) -> tuple[Outside, ...]:
+def moved_outside_of_passes(evidence: RankEvidence, steps: tuple[int, ...]) -> tuple[Outside, ...]:
     """Return what moved losses, norms and so on: outside of forward, backward and pipeline, in these steps.
 
     Equal calls and bytes in several steps are one entry, with its steps. A correct job may move such things in some
@@ -353,7 +353,7 @@ def outside(evidence: RankEvidence, steps: tuple[int, ...]) -> tuple[Outside, ..
     """
     calls = [call for call in evidence.collectives if call.step in steps and call.phase not in INSIDE]
     alike: dict[tuple[Kind, int, int], list[int]] = defaultdict(list)
-    for kind, by_step in _by_step(call for call in calls if len(call.ranks) > 1).items():
+    for kind, by_step in _amounts_by_kind_and_step(call for call in calls if len(call.ranks) > 1).items():
         for step, (count, size) in sorted(by_step.items()):
             alike[kind, count, size].append(step)
     rows = []
@@ -362,13 +362,15 @@ def outside(evidence: RankEvidence, steps: tuple[int, ...]) -> tuple[Outside, ..
     return tuple(rows)
 
 
-def background(evidence: RankEvidence) -> tuple[Use, ...]:
+def moved_in_background(evidence: RankEvidence) -> tuple[Use, ...]:
     """Return what other threads moved over groups of several ranks, which is of no step."""
-    moved = _by_step(call for call in evidence.collectives if call.phase == BACKGROUND and len(call.ranks) > 1)
+    moved = _amounts_by_kind_and_step(
+        call for call in evidence.collectives if call.phase == BACKGROUND and len(call.ranks) > 1
+    )
     return tuple(Use(*kind, *by_step[0]) for kind, by_step in sorted(moved.items()))
 
 
-def issued(evidence: RankEvidence) -> tuple[Issued, ...]:
+def issued_sequences(evidence: RankEvidence) -> tuple[Issued, ...]:
     """Return what was issued over each group of several ranks, as one number for all and one for each step.
 
     Sends and receives are left out: what goes from one rank to another has no order that others share.
@@ -378,12 +380,12 @@ def issued(evidence: RankEvidence) -> tuple[Issued, ...]:
         if call.op not in POINT_TO_POINT and len(call.ranks) > 1:
             sequences[call.group, ranks_key(call.ranks)].append(_as_issued(call))
     return tuple(
-        Issued(*key, len(calls), stable_digest(_without_place(calls)), _by_steps(calls))
+        Issued(*key, len(calls), stable_digest(_without_place(calls)), _digests_by_step(calls))
         for key, calls in sorted(sequences.items())
     )
 
 
-def _by_steps(calls: Sequence[Any]) -> dict[int, int]:
+def _digests_by_step(calls: Sequence[Any]) -> dict[int, int]:
     """Return, by step, one number for its calls. calls: as _as_issued returns them, the step last."""
     return {
         step: stable_digest([call for call in calls if call[-1] == step])
@@ -408,12 +410,12 @@ def _without_place(calls: Sequence[list[Any]]) -> list[list[Any]]:
     return [[*call[:-1], 0] if call[0] == WITHOUT_PLACE else call for call in calls]
 
 
-def _idle(evidence: RankEvidence) -> list[Any]:
+def _unused_groups(evidence: RankEvidence) -> list[Any]:
     """Return the groups of several ranks over which this rank issued nothing."""
     used = {call.ranks for call in evidence.collectives}
     return [group for group in evidence.groups if len(group.ranks) > 1 and group.ranks not in used]
 
 
-def _waits(evidence: RankEvidence, step: int) -> int:
+def _count_barriers(evidence: RankEvidence, step: int) -> int:
     """Return the number of barriers in forward, backward and pipeline of a step."""
     return sum(c.op == "barrier" and c.step == step and c.phase in INSIDE for c in evidence.collectives)

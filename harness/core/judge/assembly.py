@@ -17,7 +17,7 @@ from harness.core.judge.contents import view_of_slice
 from harness.core.judge.tolerance import Bounds, NoBound, ParameterBounds
 from harness.core.judge.trial import Trial
 from harness.core.plan.slices import Slice
-from harness.reference.distance import best_fit, relative_distance
+from harness.reference.distance import best_fitting_factor, relative_distance
 from harness.reference.record import ReferenceStep
 
 
@@ -58,7 +58,7 @@ class Misfit:
         return abs(self.scale - 1) > self.scale_bound and self.residual <= self.distance_bound
 
 
-def misfits(trial: Trial, number: int, bounds: Bounds | None = None) -> tuple[list[Misfit], list[str]]:
+def gradient_misfits(trial: Trial, number: int, bounds: Bounds | None = None) -> tuple[list[Misfit], list[str]]:
     """Return the misfit of each copy of each parameter's gradient in a step, and the fqns without a whole gradient.
 
     Copies within their bounds are returned, too. bounds: None for those of the trial. Raises NoBound if the noise of a
@@ -87,7 +87,7 @@ def _misfit_of_copy(
 ) -> Misfit:
     """Return the misfit of one whole copy of a gradient. ranks: those that hold it."""
     expected = reference.gradients[fqn]
-    fit = best_fit(whole, expected)
+    fit = best_fitting_factor(whole, expected)
     rest = relative_distance(whole - (fit - 1) * expected, expected) / max(1.0, abs(fit))
     return Misfit(
         fqn=fqn,

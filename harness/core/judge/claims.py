@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from harness.core.evidence.records import TensorEvidence
-from harness.core.plan.slices import Slice, chunk
+from harness.core.plan.slices import Slice, chunk_interval
 
 
 def claimed_slice(rank: int, tensor: TensorEvidence) -> Slice | None:
@@ -16,7 +16,7 @@ def claimed_slice(rank: int, tensor: TensorEvidence) -> Slice | None:
     """
     intervals = [(0, size) for size in tensor.global_shape]
     for dim, parts, index in _cuts_of_tensor(rank, tensor):
-        intervals[dim] = chunk(intervals[dim], parts, index)
+        intervals[dim] = chunk_interval(intervals[dim], parts, index)
     shape = tuple(stop - start for start, stop in intervals)
     return tuple(intervals) if shape == tensor.value.shape else None
 

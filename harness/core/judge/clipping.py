@@ -20,20 +20,24 @@ from harness.core.judge.contents import view_of_slice
 from harness.core.judge.trial import Trial
 
 
-def steps_clipped_late(trial: Trial) -> set[int]:
+def steps_right_after_scaling(trial: Trial) -> set[int]:
     """Return the steps in which the gradients after the multiplication, and not those before, are the reference's.
 
     The reference's clipped gradients count as well. Empty if no gradients were multiplied, or if no bounds can be
     given.
     """
-    scaled_steps = {step.step for _, step, _ in trial.steps() if gradient_factor(step) not in (None, 1.0)}
+    scaled_steps = {
+        step.step for _, step, _ in trial.steps_with_reference() if gradient_factor(step) not in (None, 1.0)
+    }
     trial_after = dataclasses.replace(trial, run=with_gradients_after(trial.run, scaled_steps))
     late = set()
     try:
         for step in scaled_steps:
-            if gradients_match(trial, step):
+            if gradients_match_reference(trial, step):
                 continue
-            if gradients_match(trial_after, step) or gradients_match(trial_after, step, clipped=True):
+            if gradients_match_reference(trial_after, step) or gradients_match_reference(
+                trial_after, step, clipped=True
+            ):
                 late.add(step)
     except tolerance.NoBound:
         return set()
@@ -69,7 +73,7 @@ def with_gradients_after(run: Run, steps: set[int]) -> Run:
     return dataclasses.replace(run, ranks=ranks)
 
 
-def gradients_match(trial: Trial, number: int, *, clipped: bool = False) -> bool:
+def gradients_match_reference(trial: Trial, number: int, *, clipped: bool = False) -> bool:
     """Return whether all ranks' gradients of a step are within the bound of the reference's. Raises tolerance.NoBound.
 
     clipped: compare with the reference's times its clip coefficient. False for a gradient of which the rank should hold
@@ -78,7 +82,7 @@ def gradients_match(trial: Trial, number: int, *, clipped: bool = False) -> bool
     reference = trial.reference_step(number)
     bound = trial.bounds.gradient[number]
     coefficient = tolerance.clip_coefficient(reference.grad_norm, trial.case.training.max_norm) if clipped else 1.0
-    for rank, step, _ in trial.steps():
+    for rank, step, _ in trial.steps_with_reference():
         if step.step != number:
             continue
         for fqn, gradient in step.gradients.items():
@@ -91,10 +95,14 @@ def gradients_match(trial: Trial, number: int, *, clipped: bool = False) -> bool
     return True
 
 
-def is_clipped_unseen(trial: Trial, number: int) -> bool:
+def only_clipped_gradients_match(trial: Trial, number: int) -> bool:
     """Return whether every rank's gradients were altered after backward, and only as clipped ones are the reference's.
 
     Their norm before clipping is then not known. Raises tolerance.NoBound.
     """
-    altered = all(step.scaled not in (None, 1.0) for _, step, _ in trial.steps() if step.step == number)
-    return altered and not gradients_match(trial, number) and gradients_match(trial, number, clipped=True)
+    altered = all(step.scaled not in (None, 1.0) for _, step, _ in trial.steps_with_reference() if step.step == number)
+    return (
+        altered
+        and not gradients_match_reference(trial, number)
+        and gradients_match_reference(trial, number, clipped=True)
+    )

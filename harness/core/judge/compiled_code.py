@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from harness.core.judge.explained import allowed_graphs, most_of
+from harness.core.judge.explained import allowed_graphs, explained_total
 from harness.core.judge.finding import Finding, Limit, Value
 from harness.core.judge.trial import Trial
 
@@ -54,7 +54,7 @@ def allowed_graph_count(trial: Trial) -> int:
     """Return how many graphs the trainer's allowances let a rank compile. 0 where the case requests compiled blocks."""
     if trial.case.features.compile:
         return 0
-    return most_of(allowed_graphs(trial))
+    return explained_total(allowed_graphs(trial))
 
 
 def reasons_of_eager_fallback(trial: Trial, rank: int) -> Iterator[str]:

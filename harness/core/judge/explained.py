@@ -28,12 +28,12 @@ class ExplainedDifference:
     """What allows it; None where the plan explains it."""
 
 
-def allowances(trial: Trial, kind: str) -> list[Allowance]:
+def allowances_of_kind(trial: Trial, kind: str) -> list[Allowance]:
     """Return the allowances of one kind that case and trainer declare. kind: a key of allowance.AMOUNT_KEYS."""
     return [allowance for allowance in trial.allow if allowance.what == kind]
 
 
-def by_plan(amounts: Mapping[Any, int]) -> list[ExplainedDifference]:
+def differences_by_plan(amounts: Mapping[Any, int]) -> list[ExplainedDifference]:
     """Return one difference for each amount, explained by the plan. amounts: by what differs."""
     return [ExplainedDifference(what, amount) for what, amount in amounts.items()]
 
@@ -42,7 +42,8 @@ def allowed_bytes(trial: Trial, rank: int, kind: str) -> list[ExplainedDifferenc
     """Return the bytes that a rank may keep, gather or copy: one difference for each allowance of this kind."""
     parameters = trial.plan.parameter_bytes[rank][1]
     return [
-        ExplainedDifference(kind, allowance.byte_limit(parameters), allowance) for allowance in allowances(trial, kind)
+        ExplainedDifference(kind, allowance.byte_limit(parameters), allowance)
+        for allowance in allowances_of_kind(trial, kind)
     ]
 
 
@@ -54,7 +55,7 @@ def allowed_traffic(trial: Trial, rank: int) -> list[ExplainedDifference]:
     parameters = trial.plan.parameter_bytes[rank][1]
     world = tuple(range(trial.plan.dims.world_size))
     differences = []
-    for allowance in allowances(trial, "moved"):
+    for allowance in allowances_of_kind(trial, "moved"):
         ranks = world if allowance.axis == "world" else trial.plan.peers(rank, allowance.axis)
         key = (ranks, allowance.op, allowance.phase)
         differences.append(ExplainedDifference(key, allowance.byte_limit(parameters), allowance))
@@ -66,13 +67,13 @@ def allowed_matmuls(trial: Trial, forward: int) -> list[ExplainedDifference]:
 
     forward: the matmuls of its forward passes, of which an allowance may be a share.
     """
-    allowed = allowances(trial, "computed")
+    allowed = allowances_of_kind(trial, "computed")
     return [ExplainedDifference("computed", allowance.matmul_limit(forward), allowance) for allowance in allowed]
 
 
 def allowed_graphs(trial: Trial) -> list[ExplainedDifference]:
     """Return the graphs that a rank may compile in a launch: one difference for each allowance."""
-    allowed = allowances(trial, "compiled")
+    allowed = allowances_of_kind(trial, "compiled")
     return [ExplainedDifference("compiled", allowance.graphs, allowance) for allowance in allowed]
 
 
@@ -81,15 +82,15 @@ def allowed_hooks(trial: Trial) -> set[str]:
 
     Empty if none are.
     """
-    return {allowance.name for allowance in allowances(trial, "hooks")}
+    return {allowance.name for allowance in allowances_of_kind(trial, "hooks")}
 
 
-def most_of(differences: Iterable[ExplainedDifference]) -> int:
+def explained_total(differences: Iterable[ExplainedDifference]) -> int:
     """Return the sum of what these differences explain: bytes, matmuls or graphs."""
     return sum(difference.most for difference in differences)
 
 
-def most_by_what(differences: Iterable[ExplainedDifference]) -> dict[Any, int]:
+def explained_total_by_what(differences: Iterable[ExplainedDifference]) -> dict[Any, int]:
     """Return, by what differs, the sum of what these differences explain."""
     amounts: dict[Any, int] = {}
     for difference in differences:
@@ -97,16 +98,16 @@ def most_by_what(differences: Iterable[ExplainedDifference]) -> dict[Any, int]:
     return amounts
 
 
-def unexplained(observed: Mapping[Any, int], differences: Iterable[ExplainedDifference]) -> int:
+def unexplained_total(observed: Mapping[Any, int], differences: Iterable[ExplainedDifference]) -> int:
     """Return the sum of what was observed beyond what these differences explain, 0 if all is explained.
 
     observed: amounts by what differs. What one kind has left does not make up for another.
     """
-    explained = most_by_what(differences)
+    explained = explained_total_by_what(differences)
     return sum(max(amount - explained.get(key, 0), 0) for key, amount in observed.items())
 
 
-def without_allowances(differences: Iterable[ExplainedDifference], kind: str) -> list[ExplainedDifference]:
+def without_allowances_of_kind(differences: Iterable[ExplainedDifference], kind: str) -> list[ExplainedDifference]:
     """Return the differences but for those that an allowance of this kind explains."""
     kept = []
     for difference in differences:

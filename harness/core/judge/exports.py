@@ -39,7 +39,7 @@ EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 OUTPUT_WEIGHT = "lm_head.weight"
 
 
-def export_weights_after(trial: Trial, step: int) -> dict[str, np.ndarray]:
+def weights_to_export(trial: Trial, step: int) -> dict[str, np.ndarray]:
     """Return whole weights by fqn, as ranks held them after a step, in the reference's own order of rows and shapes.
 
     Step 0: the weights before training. A parameter that is not on record is left out; an entry that no rank held is
@@ -70,10 +70,10 @@ def expected_export(
     Rows of q and k are permuted unless the export is "hf_interleaved". orders: by fused name, the order in which its
     parts are joined, as indices; by default that of FUSED_MATRICES.
     """
-    return export_with_rows(case, weights, permuted=case.features.export != "hf_interleaved", orders=orders)
+    return tensors_with_row_order(case, weights, permuted=case.features.export != "hf_interleaved", orders=orders)
 
 
-def export_with_rows(
+def tensors_with_row_order(
     case: Case, weights: Arrays, *, permuted: bool, orders: Mapping[str, Sequence[int]] = MappingProxyType({})
 ) -> dict[str, np.ndarray]:
     """Return the tensors of the case's export by exported name, with rows of q and k permuted or not.

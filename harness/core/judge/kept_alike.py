@@ -13,7 +13,7 @@ def optimizer_bytes_over_group(trial: Trial, rank: int, step: int, group: tuple[
     return sum(call.bytes for call in calls if (call.step, call.phase) == (step, "optimizer") and call.ranks == group)
 
 
-def is_joined_by_optimizer(trial: Trial, rank: int, group: tuple[int, ...]) -> bool:
+def optimizer_joins_group(trial: Trial, rank: int, group: tuple[int, ...]) -> bool:
     """Return whether this rank's optimizer moves bytes over exactly this group in some step.
 
     False if the case is complete, as it then says what is moved. The bytes alone do not show whether the optimizer

@@ -19,7 +19,7 @@ def with_measured_traits(case: Case, traits: TrainerTraits, run: Run) -> Trainer
     do not. A policy that the case requests is planned all the same, whatever the wrappers claim.
     """
     units: Observed | None = None
-    if traits.units_of(case) == OBSERVED and case.wrapper == "fsdp2":
+    if traits.unit_policy(case) == OBSERVED and case.wrapper == "fsdp2":
         known = case.model.parameter_shapes()
         claimed = {}
         for rank, evidence in sorted(run.ranks.items()):

@@ -33,7 +33,7 @@ def ranks_by_distance(trial: Trial, rank: int) -> list[int]:
     return sorted(coordinates, key=order)
 
 
-def norm_of(
+def norm_of_slices(
     trial: Trial,
     step: int,
     ranks: Iterable[int] | None = None,

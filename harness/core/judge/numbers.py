@@ -15,12 +15,12 @@ from harness.core.evidence.numbers import MEAN, NORM, SPLIT, VALIDATION, Number
 from harness.core.evidence.step import Microbatch, StepEvidence
 from harness.core.judge.held_values import reference_order_arguments, whole_weights_after
 from harness.core.judge.labels import IGNORED
-from harness.core.judge.norms import PARAMETERS, norm_of, ranks_by_distance
+from harness.core.judge.norms import PARAMETERS, norm_of_slices, ranks_by_distance
 from harness.core.judge.places import first_stage_peer, first_stage_ranks, last_stage_ranks
 from harness.core.judge.received_samples import received_positions_of, samples_of_step
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import coordinate_of_rank
-from harness.core.plan.stages import positions
+from harness.core.plan.stages import token_positions_of_rank
 
 T = TypeVar("T")
 ShareCoordinate = tuple[int, ...]
@@ -112,7 +112,7 @@ class ExpectedNumbers:
                 recorded_fqns.update(record.parameters)
         if recorded_fqns != self.trial.plan.shapes.keys():
             raise NotOnRecord(f"parameters after step {step} are not all on record")
-        return norm_of(self.trial, step, ranks_by_distance(self.trial, rank), quantity=PARAMETERS)
+        return norm_of_slices(self.trial, step, ranks_by_distance(self.trial, rank), quantity=PARAMETERS)
 
     def _validation_losses(self, step: int) -> Mapping[ShareCoordinate, LossSum]:
         """Return the losses of the validation after a step, by share's mesh coordinate. Raises NotOnRecord.
@@ -401,7 +401,7 @@ def _join_cp_slices(trial: Trial, parts: list[tuple[int, list[Batch]]], n: int) 
     tokens = np.zeros(shape, np.int64)
     labels = np.zeros(shape, np.int64)
     for rank, batches in parts:
-        rank_positions = positions(trial.case, rank, tokens.shape[1])
+        rank_positions = token_positions_of_rank(trial.case, rank, tokens.shape[1])
         tokens[:, rank_positions], labels[:, rank_positions] = batches[n]
     return tokens, labels
 
@@ -425,7 +425,7 @@ def _validation_loss_parts(
             totals: list[float] = []
             valid_tokens = 0
             for losses, labels in computed:
-                rank_positions = positions(trial.case, rank, labels.shape[1])
+                rank_positions = token_positions_of_rank(trial.case, rank, labels.shape[1])
                 totals.append(float(losses[:, rank_positions].sum()))
                 valid_tokens += int((labels[:, rank_positions] != IGNORED).sum())
             yield share_coordinate(trial, rank), (math.fsum(totals), valid_tokens)

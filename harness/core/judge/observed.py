@@ -138,10 +138,10 @@ def _common_steps(steps: Iterable[str]) -> str:
 
 def group_ranks_by(summaries: Iterable[Summary], value_of: Callable[[Summary], H | None]) -> dict[H, list[int]]:
     """Return the ranks by the value that `value_of` returns for them, None left out; the value of most ranks first."""
-    return _grouped((summary.rank, value_of(summary)) for summary in summaries)
+    return _ranks_by_value((summary.rank, value_of(summary)) for summary in summaries)
 
 
-def _grouped(pairs: Iterable[tuple[int, H | None]]) -> dict[H, list[int]]:
+def _ranks_by_value(pairs: Iterable[tuple[int, H | None]]) -> dict[H, list[int]]:
     """Return, by value, the ranks that have it: the value of most ranks first, then that of the lowest rank.
 
     Ranks whose value is None are left out.
@@ -173,7 +173,7 @@ def copied_families(summaries: Iterable[Summary]) -> list[list[Summary]]:
     families: dict[str, list[Summary]] = defaultdict(list)
     for summary in summaries:
         for group, contents in summary.contents.copies.items():
-            families[group].append(with_contents(summary, contents))
+            families[group].append(with_contents_by_step(summary, contents))
     return [family for family in families.values() if len(family) > 1]
 
 
@@ -186,7 +186,7 @@ def uncut_families(summaries: Iterable[Summary]) -> list[list[Summary]]:
     families: dict[str, list[Summary]] = defaultdict(list)
     for summary in summaries:
         for group, contents in summary.contents.uncut.items():
-            families[group].append(with_contents(summary, contents))
+            families[group].append(with_contents_by_step(summary, contents))
     return [family for family in families.values() if len(family) > 1 and _began_equal(family)]
 
 
@@ -197,7 +197,7 @@ def _began_equal(family: list[Summary]) -> bool:
     return len({summary.contents.by_step.get(0) for summary in family}) == 1
 
 
-def with_contents(summary: Summary, by_step: dict[int, int]) -> Summary:
+def with_contents_by_step(summary: Summary, by_step: dict[int, int]) -> Summary:
     """Return the summary with these digests by step as its contents, in place of those of all its parameters."""
     return replace(summary, contents=replace(summary.contents, by_step=by_step))
 
@@ -223,7 +223,7 @@ def split_by_majority(keys: Mapping[int, Hashable | None]) -> tuple[list[int], l
     keys: by rank, bytes or a digest. A rank whose key is None is in neither list. Of two equally frequent keys, that of
     the lowest rank counts as the most frequent.
     """
-    majority, *minorities = _grouped(keys.items()).values() or [[]]
+    majority, *minorities = _ranks_by_value(keys.items()).values() or [[]]
     if not minorities:
         return None
     return majority, sorted(itertools.chain.from_iterable(minorities))
@@ -259,7 +259,7 @@ def _digest_until(issued: Issued, last_step: int | None) -> object:
 
 
 @dataclass(frozen=True)
-class Odd:
+class DifferingRanks:
     """Ranks that share a value of something, other than that of most ranks."""
 
     what: str
@@ -272,7 +272,7 @@ class Odd:
     """Value that most ranks have."""
 
 
-def find_odd_ranks(summaries: Iterable[Summary]) -> list[Odd]:
+def find_differing_ranks(summaries: Iterable[Summary]) -> list[DifferingRanks]:
     """Return, for each switch, version, optimizer and number of steps, the ranks whose value is not that of most ranks.
 
     Only values are compared that every layout has equal, so neither models nor groups of parameters. A rank without a
@@ -280,7 +280,7 @@ def find_odd_ranks(summaries: Iterable[Summary]) -> list[Odd]:
     are equal.
     """
     summaries = list(summaries)
-    odd: list[Odd] = []
+    odd: list[DifferingRanks] = []
     uneven_inputs = any(summary.progress.joined is not None for summary in summaries)
     switches = sorted(set[str]().union(*(summary.environment.settings for summary in summaries)) - {"threads"})
 
@@ -299,7 +299,7 @@ def find_odd_ranks(summaries: Iterable[Summary]) -> list[Odd]:
     for quantity, read in comparisons:
         ranks_by_value = group_ranks_by(summaries, read)
         majority, *minorities = ranks_by_value.items() if ranks_by_value else [("", [])]
-        odd += [Odd(quantity, tuple(ranks), value, majority[0]) for value, ranks in minorities]
+        odd += [DifferingRanks(quantity, tuple(ranks), value, majority[0]) for value, ranks in minorities]
     return odd
 
 

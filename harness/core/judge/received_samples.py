@@ -18,7 +18,7 @@ from harness.core.evidence.step import Microbatch
 from harness.core.judge.places import first_stage_ranks, representative_of_shares
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import coordinate_of_rank
-from harness.core.plan.stages import positions, token_positions_of_part
+from harness.core.plan.stages import token_positions_of_part, token_positions_of_rank
 
 S = TypeVar("S", bound=Hashable)
 
@@ -147,7 +147,7 @@ def expected_microbatch_sizes(trial: Trial, rank: int, step: int) -> tuple[int, 
     """Return how many samples each microbatch of a rank should have."""
     mesh_coordinate = coordinate_of_rank(trial.case.dims, rank)
     share = mesh_coordinate["dp_replicate"] * trial.case.dims.dp_shard + mesh_coordinate["dp_shard"]
-    return trial.case.sizes_at(step, share)
+    return trial.case.microbatch_sizes(step, share)
 
 
 def wrong_microbatch_sizes(trial: Trial, step: int) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -204,7 +204,7 @@ def sample_id_by_tokens(
     reference = trial.reference
     ids_of_step = {*reference.samples[step - 1]}
     if token_positions is None:
-        token_positions = positions(trial.case, rank, trial.case.seq_len(step))
+        token_positions = token_positions_of_rank(trial.case, rank, trial.case.seq_len(step))
     samples = zip(reference.sample_ids, reference.tokens, strict=True)
     # Samples of this step come last, so that they replace other samples with the same tokens.
     ordered_samples = sorted(samples, key=lambda sample: sample[0] in ids_of_step)

@@ -30,7 +30,7 @@ def judge_reports(trial: Trial, check: str, quantity: str, read: Read, compare: 
     findings: list[Finding] = []
     examined = 0
     worst = 0.0
-    for rank, step, reference in trial.steps():
+    for rank, step, reference in trial.steps_with_reference():
         reported = read(step)
         if reported is None:
             continue

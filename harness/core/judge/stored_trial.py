@@ -28,7 +28,7 @@ from harness.core.judge import golden
 from harness.core.judge.order import flatten_trial
 from harness.core.judge.trial import Trial
 from harness.core.plan.make_plan import make_plan
-from harness.core.plan.stages import positions
+from harness.core.plan.stages import token_positions_of_rank
 from harness.reference.record import ReferenceRun
 
 T = TypeVar("T")
@@ -43,11 +43,11 @@ def load_trial(folder: Path) -> Trial:
     case, chosen = load_case(folder)
     references = {}
     for launch in golden.launches_with_reference(case):
-        references[launch.model_of] = (_reference(folder, launch), *_golden_or_problem(launch))
+        references[launch.weights_saved_after] = (_reference(folder, launch), *_golden_or_problem(launch))
     trials: list[Trial] = []
     for name, launched in case.launches.items():
         run = load_run(folder / name)
-        reference, accepted, problem = references[launched.model_of]
+        reference, accepted, problem = references[launched.weights_saved_after]
         trial = Trial(
             case=launched,
             plan=make_plan(launched, chosen[name]),
@@ -67,7 +67,7 @@ def reference_file(launched: Case) -> str:
 
     A launch that starts from weights alone has another one.
     """
-    return "reference.npz" if launched.model_of is None else "reference_model_only.npz"
+    return "reference.npz" if launched.weights_saved_after is None else "reference_model_only.npz"
 
 
 def _reference(folder: Path, launched: Case) -> ReferenceRun:
@@ -210,6 +210,6 @@ def _recut_arrays(case: Case, arrays: Mapping[int, Any], length: int) -> dict[in
         return dict(arrays)
     row = np.empty(row_size, dtype=np.int64)
     for rank, array in arrays.items():
-        row[positions(case, rank, row_size)] = array.reshape(-1)
+        row[token_positions_of_rank(case, rank, row_size)] = array.reshape(-1)
     samples = row.reshape(-1, length)
-    return {rank: samples[:, positions(case, rank, length)] for rank in arrays}
+    return {rank: samples[:, token_positions_of_rank(case, rank, length)] for rank in arrays}

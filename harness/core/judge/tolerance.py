@@ -131,7 +131,7 @@ def bounds_of_recipe(
     measured. before: the steps that trained the weights that the run starts from, whose roundings it inherits. Measured
     noise contains them already.
     """
-    return derived_bounds(case, reference, before) if case.exact else measured_bounds(case, noise)
+    return derived_bounds(case, reference, before) if case.has_derived_bounds else measured_bounds(case, noise)
 
 
 def measured_bounds(case: Case, noise: Noise | None) -> Bounds:

@@ -17,7 +17,7 @@ INSIDE_PHASES = ("forward", "backward", "pipeline")
 TrafficKey = tuple[tuple[int, ...], str, str]  # ranks, op, phase
 
 
-def planned(trial: Trial, rank: int, step: int) -> dict[TrafficKey, int]:
+def planned_bytes_by_collective(trial: Trial, rank: int, step: int) -> dict[TrafficKey, int]:
     """Return the bytes that the plan has a rank move in forward and backward of one step, by (ranks, op, phase).
 
     Flows of activations are left out where no case declares the features that they follow from.
@@ -25,7 +25,7 @@ def planned(trial: Trial, rank: int, step: int) -> dict[TrafficKey, int]:
     return _bytes_by_key(trial, rank, _flows_inside(trial, rank, step))
 
 
-def planned_optional(trial: Trial, rank: int, step: int) -> dict[TrafficKey, int]:
+def optional_bytes_by_collective(trial: Trial, rank: int, step: int) -> dict[TrafficKey, int]:
     """Return the bytes of planned flows in forward and backward that a trainer may leave out, by (ranks, op, phase)."""
     return _bytes_by_key(trial, rank, [flow for flow in _flows_inside(trial, rank, step) if flow.optional])
 
@@ -96,7 +96,7 @@ def _key_of_flow(trial: Trial, rank: int, flow: Flow) -> TrafficKey:
     return trial.plan.group_of(rank, flow.axis), flow.op, flow.phase
 
 
-def observed(trial: Trial, evidence: RankEvidence, step: int) -> dict[TrafficKey, int]:
+def observed_bytes_by_collective(trial: Trial, evidence: RankEvidence, step: int) -> dict[TrafficKey, int]:
     """Return the bytes that a rank moved in the passes of one step, by (ranks, op, phase).
 
     Only calls that is_traffic accepts count. Bytes sent between two stages count for the whole pipeline's ranks.

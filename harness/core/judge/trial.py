@@ -65,7 +65,7 @@ class Trial:
         """
         provided = self.run.provided
         if reason := unplaced_groups_reason({rank: evidence.own_groups for rank, evidence in self.ranks.items()}):
-            provided = provided.without(("members",), reason, unknown=True)
+            provided = provided.lacking_words(("members",), reason, unknown=True)
         missing = self._missing_evidence
         return provided.without_complete_evidence(f"no evidence {missing}; see `completed`") if missing else provided
 
@@ -74,9 +74,9 @@ class Trial:
         """Return whether claims, slices or contents show what ranks hold; otherwise only traffic does."""
         return any(word in self.provided for word in ("claims", "slices", "contents"))
 
-    def at_step(self, step: int) -> Trial:
+    def with_case_at_step(self, step: int) -> Trial:
         """Return the trial with the case as it is in that step, where steps differ; otherwise the trial itself."""
-        case = self.case.at(step)
+        case = self.case.with_batch_of_step(step)
         return self if case is self.case else replace(self, case=case)
 
     @property
@@ -143,7 +143,7 @@ class Trial:
 
         Empty unless it starts from weights alone.
         """
-        after = self.case.model_of
+        after = self.case.weights_saved_after
         return () if after is None else self.saved[-1].reference.steps[:after]
 
     @property
@@ -154,7 +154,7 @@ class Trial:
         """
         first_weights = self.launches[0].reference.weights
         own_weights = self.reference.weights
-        if all(launch.case.model_of is None for launch in self.launches):
+        if all(launch.case.weights_saved_after is None for launch in self.launches):
             return own_weights
         # A launch that starts from weights alone has a reference that begins with those, not with the seed's.
         return {fqn: full.reshape(own_weights[fqn].shape) for fqn, full in first_weights.items()}
@@ -266,7 +266,7 @@ class Trial:
         """Return the reference of a rank: its own where an assumption gives it one, else the trial's."""
         return self.assumption.references.get(rank, self.reference)
 
-    def steps(self) -> Iterator[tuple[int, StepEvidence, ReferenceStep]]:
+    def steps_with_reference(self) -> Iterator[tuple[int, StepEvidence, ReferenceStep]]:
         """Yield (rank, the rank's record, the reference's record) of every step that both have, by rank."""
         for rank, evidence in sorted(self.ranks.items()):
             by_number = {step.step: step for step in self.reference_of_rank(rank).steps}

@@ -43,13 +43,13 @@ def find_leftovers(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
     records = {str(rank_file(directory.resolve(), "inflight", rank)).encode(): rank for rank in marks.values()}
     survivors = []
     for process in Path("/proc").glob("[0-9]*"):
-        rank = rank_of(process, marks, records)
+        rank = starting_rank(process, marks, records)
         if rank is not None:
-            survivors.append(Leftover(rank, int(process.name), command_of(process)))
+            survivors.append(Leftover(rank, int(process.name), command_line_of(process)))
     return sorted(survivors, key=lambda survivor: (survivor.rank, survivor.pid))
 
 
-def rank_of(process: Path, marks: dict[bytes, int], records: dict[bytes, int]) -> int | None:
+def starting_rank(process: Path, marks: dict[bytes, int], records: dict[bytes, int]) -> int | None:
     """Return the rank that started a process, given its folder in /proc.
 
     None if none did, it ended, or we may not read it. `marks` maps bytes of an environment to ranks; `records` maps
@@ -66,7 +66,7 @@ def rank_of(process: Path, marks: dict[bytes, int], records: dict[bytes, int]) -
     return None
 
 
-def command_of(process: Path) -> str:
+def command_line_of(process: Path) -> str:
     """Return a process's command line, given its folder in /proc; a fixed phrase if it was only forked or has ended."""
     with contextlib.suppress(OSError):
         words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
@@ -74,7 +74,7 @@ def command_of(process: Path) -> str:
     return "ended as we looked"
 
 
-def find_outliving(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
+def wait_for_lasting_leftovers(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
     """Wait up to HELPER_PATIENCE seconds for the processes that these ranks left; return those that still live.
 
     It looks at least twice: a look misses a process whose parent forks it after the listing and ends before its turn.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from harness.core.launch.job import LaunchError
-from harness.core.launch.own_server import Link, OwnServer
+from harness.core.launch.own_server import OwnServer, ServerLink
 from harness.core.launch.process import kill_group
 from harness.core.launch.resident_client import connect_or_start
 
@@ -104,7 +104,7 @@ class RankServer:
     """
 
     def __init__(
-        self, modules: Iterable[str] = (), link: Callable[[Iterable[str], IO[bytes]], Link] = OwnServer
+        self, modules: Iterable[str] = (), link: Callable[[Iterable[str], IO[bytes]], ServerLink] = OwnServer
     ) -> None:
         """modules: a trainer's own dependencies, imported in addition if they are installed.
 
@@ -120,7 +120,7 @@ class RankServer:
         self.failure_text = ""
         self.status = ""
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - the server holds it too
-        self.link: Link | None = None
+        self.link: ServerLink | None = None
         self.owner_pid = os.getpid()
         self.listener = threading.Thread(
             target=self.listen_to_reports, args=(link,), name="rank server reports", daemon=True
@@ -133,7 +133,7 @@ class RankServer:
         assert self.link is not None
         return self.link.pid
 
-    def listen_to_reports(self, make_link: Callable[[Iterable[str], IO[bytes]], Link]) -> None:
+    def listen_to_reports(self, make_link: Callable[[Iterable[str], IO[bytes]], ServerLink]) -> None:
         """Connect to a server, then handle its reports until it ends; it is the body of the thread `listener`.
 
         If the connection fails, or when the server ends, all jobs are marked as gone (note_end).

@@ -27,10 +27,10 @@ def usable_cores() -> list[int]:
     """Return the numbers of the cores that this process may use, at most as many as a container's limit of CPU time
     allows."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return sorted(allowed)[: core_limit()]
+    return sorted(allowed)[: container_core_limit()]
 
 
-def core_limit() -> int | None:
+def container_core_limit() -> int | None:
     """Return how many cores a container's limit of CPU time allows, rounded down, at least one; None without a limit."""
     words = CPU_LIMIT.read_text().split() if CPU_LIMIT.exists() else ["max"]
     return None if words[0] == "max" else max(1, int(words[0]) // int(words[1]))
@@ -40,7 +40,7 @@ def total_memory() -> int:
     """Return the bytes that processes of this machine can have, swap included, and no more than a container's limit."""
     meminfo = read_byte_table(MEMORY_TABLE)
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(meminfo.get("MemTotal", pages) + meminfo.get("SwapTotal", 0), memory_limit())
+    return min(meminfo.get("MemTotal", pages) + meminfo.get("SwapTotal", 0), container_memory_limit())
 
 
 def free_memory() -> int:
@@ -51,10 +51,10 @@ def free_memory() -> int:
     meminfo = read_byte_table(MEMORY_TABLE)
     used = read_byte_table(MEMORY_USED).get("anon", 0)
     free = meminfo["MemAvailable"] + meminfo.get("SwapFree", 0) if "MemAvailable" in meminfo else total_memory()
-    return min(free, memory_limit() - used)
+    return min(free, container_memory_limit() - used)
 
 
-def memory_limit() -> int:
+def container_memory_limit() -> int:
     """Return the container's limit in bytes; sys.maxsize without one."""
     word = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.exists() else "max"
     return sys.maxsize if word == "max" else int(word)

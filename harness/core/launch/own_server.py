@@ -10,7 +10,7 @@ from typing import IO, Protocol
 from harness.core.launch.python_path import child_environment, module_command
 
 
-class Link(Protocol):
+class ServerLink(Protocol):
     """A command's connection to a rank server. requests, reports: file descriptors, maybe the same one."""
 
     @property

@@ -21,7 +21,7 @@ from typing import IO, Any
 from harness import ROOT
 from harness.core.evidence.text import escape_control_characters
 from harness.core.launch.identity import process_circumstances, server_identity, socket_folder
-from harness.core.launch.own_server import Link, OwnServer
+from harness.core.launch.own_server import OwnServer, ServerLink
 from harness.core.launch.process import peer_process
 from harness.core.launch.python_path import child_environment, module_command
 
@@ -44,7 +44,7 @@ def is_resident_wanted(environment: Mapping[str, str] = os.environ) -> bool:
     return environment.get(SERVER_VARIABLE, "" if not in_ci else "own") != "own" and hasattr(os, "pidfd_open")
 
 
-def connect_or_start(modules: Iterable[str], output: IO[bytes]) -> Link:
+def connect_or_start(modules: Iterable[str], output: IO[bytes]) -> ServerLink:
     """Return a server that outlives the command, where that is wanted and can be had; else this command's own.
 
     A line on stderr says if a resident server is wanted but cannot be had.
@@ -251,7 +251,7 @@ def status_of_all() -> list[dict[str, Any]]:
     return [status for _, status in ask_all_servers({"status": True})]
 
 
-def stop(*, every: bool = False) -> list[dict[str, Any]]:
+def stop_servers(*, every: bool = False) -> list[dict[str, Any]]:
     """End this environment's servers, or every one of this user, and return each server's status, also of those that stay.
 
     A server of another environment has "stays": True. A server that has commands ends with them. A silent one is

@@ -15,7 +15,7 @@ from harness.core.blame.rank_exit import RankExit
 from harness.core.evidence.records import AT_LIMIT, AT_WORK, BACKGROUND
 from harness.core.launch.inflight import read_inflight
 from harness.core.launch.job import Job, rank_file, read_json
-from harness.core.launch.leftovers import find_outliving
+from harness.core.launch.leftovers import wait_for_lasting_leftovers
 from harness.core.launch.process import is_stopped
 
 GRACE = 3.0  # seconds; when a rank dies the others raise within 20 ms
@@ -110,7 +110,7 @@ def surviving_commands(job: Job, ranks: Ranks) -> dict[int, tuple[str, ...]]:
     not end its processes.
     """
     ended_ranks = [rank for rank, status in ranks.statuses.items() if status == 0]
-    survivors = find_outliving(job.directory, ended_ranks) if len(ended_ranks) == job.world_size else []
+    survivors = wait_for_lasting_leftovers(job.directory, ended_ranks) if len(ended_ranks) == job.world_size else []
     commands: dict[int, tuple[str, ...]] = {}
     for rank in ended_ranks:
         commands[rank] = tuple(survivor.command for survivor in survivors if survivor.rank == rank)

@@ -79,7 +79,7 @@ class TorchrunRanks:
         """Read the exit records of ranks into `hosts`, `pids`, `statuses` and `ended`; set `gone` once torchrun ended
         for good."""
         code = self.process.poll() if self.process else None  # before we read: afterwards nothing is written
-        for rank, record in self.open_records():
+        for rank, record in self.read_open_records():
             self.hosts[rank] = record["host"]
             if record["host"] == socket.gethostname():
                 self.pids[rank] = record["pid"]
@@ -101,7 +101,7 @@ class TorchrunRanks:
         self.end_seen_at = self.end_seen_at or time.monotonic()
         return time.monotonic() - self.end_seen_at < RECORD_PATIENCE[code == 0]
 
-    def open_records(self) -> list[tuple[int, dict]]:
+    def read_open_records(self) -> list[tuple[int, dict]]:
         """Return each rank without a status with its exit record, as far as one is written; its status may be None."""
         unknown = [rank for rank in range(self.job.world_size) if rank not in self.statuses]
         records_by_rank = ((rank, read_json(rank_file(self.job.directory, "exits", rank))) for rank in unknown)
@@ -109,7 +109,7 @@ class TorchrunRanks:
 
     def signal(self, number: int) -> None:
         """Send a signal to the living ranks of this machine."""
-        for _, record in self.open_records():
+        for _, record in self.read_open_records():
             if record["status"] is None and record["host"] == socket.gethostname():
                 signal_rank(record["pid"], number)
 
@@ -138,7 +138,7 @@ def signal_rank(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def join(folder: Path, seconds: float) -> int:
+def run_as_node(folder: Path, seconds: float) -> int:
     """Do this node's part of a job that the harness starts on another node; wait for it and return torchrun's status.
 
     folder: shared by the nodes, where that harness keeps this launch. Raises LaunchError if none begins in `seconds`. A

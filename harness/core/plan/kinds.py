@@ -128,10 +128,10 @@ def kinds_of_ranks(
     kinds = {}
     for rank, rank_place in places.items():
         kinds[rank] = (units.kinds[rank], kind(rank_place, degrees[rank]))
-    return number_kinds(kinds)
+    return rank_kind_numbers(kinds)
 
 
-def number_kinds(kinds: Mapping[int, Hashable]) -> dict[int, int]:
+def rank_kind_numbers(kinds: Mapping[int, Hashable]) -> dict[int, int]:
     """Return the kind of each rank as a number, counted from 0 in the order in which `kinds` first has them."""
     numbers: dict[Hashable, int] = {}
     return {rank: numbers.setdefault(kind, len(numbers)) for rank, kind in kinds.items()}

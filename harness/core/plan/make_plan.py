@@ -22,7 +22,7 @@ from harness.core.case.measured import Observed, Unit
 from harness.core.case.traits import USUAL_TRAITS, TrainerTraits
 from harness.core.plan.frozen import has_frozen, trained_values
 from harness.core.plan.grid import groups_by_axis, shard_axis, shard_degree_and_index, tp_degree_and_index
-from harness.core.plan.kinds import PerRank, Shapes, kinds_of_ranks, number_kinds, places_of_ranks
+from harness.core.plan.kinds import PerRank, Shapes, kinds_of_ranks, places_of_ranks, rank_kind_numbers
 from harness.core.plan.memory import (
     gradient_spare_bytes,
     kept_after_forward,
@@ -94,7 +94,7 @@ def _flows_of_step(
     case: Case, traits: TrainerTraits, units: PerRank[list[Unit]], kinds: Mapping[int, int], step: int
 ) -> PerRank[tuple[Flow, ...]]:
     """Return the traffic of one step, by rank. kinds: the kind of each rank; ranks of a kind share one value."""
-    case_at_step = case.at(step)
+    case_at_step = case.with_batch_of_step(step)
     return PerRank(kinds, lambda rank: flows_of_rank(case_at_step, traits, rank, case.seq_len(step), units[rank]))
 
 
@@ -111,7 +111,7 @@ def _stages_slices_kinds(
     shapes_of_ranks = PerRank(stages.kinds, lambda rank: _shapes_of_stages(case, stages[rank], shapes))
     slices = PerRank(places, lambda rank: _slices_of_rank(case, traits, rank, shapes_of_ranks[rank], flat))
     if flat:
-        kinds = number_kinds({rank: (rank_place, units.kinds[rank]) for rank, rank_place in places.items()})
+        kinds = rank_kind_numbers({rank: (rank_place, units.kinds[rank]) for rank, rank_place in places.items()})
     else:
         kinds = kinds_of_ranks(case.data_dims, places, shapes_of_ranks, units, traits)
     return stages, slices, kinds
@@ -168,7 +168,7 @@ def _with_zero(case: Case, plan: Plan) -> Plan:
 def _kinds_by_claims(case: Case, observed: Observed | None) -> dict[int, int]:
     """Return kinds of ranks by what their wrappers claim: those that claim the same have the same units."""
     claimed_units = observed or {}
-    return number_kinds({rank: tuple(claimed_units.get(rank, ())) for rank in range(case.dims.world_size)})
+    return rank_kind_numbers({rank: tuple(claimed_units.get(rank, ())) for rank in range(case.dims.world_size)})
 
 
 def _shapes_of_stages(case: Case, stages: Sequence[int], shapes: Shapes) -> Shapes:

@@ -11,8 +11,8 @@ from harness.core.plan.grid import coordinate_of_rank, shard_degree_and_index
 from harness.core.plan.plan import Kept
 from harness.core.plan.slices import BYTES, FlatUnit, Slice, numel, padded_numel, parameter_shapes, slice_of
 from harness.core.plan.stages import stages_of_rank
-from harness.core.plan.units import fsdp2_units
-from harness.core.plan.zero import kept_parameter_dtype, vectors_with_any, zero_degree
+from harness.core.plan.units import fqns_of_separate_units
+from harness.core.plan.zero import kept_parameter_dtype, vectors_of_parameters, zero_degree
 from harness.reference.config import rule_of
 
 
@@ -25,7 +25,7 @@ def parameter_bytes(
     degree = case.data_dims.shards
     least_bytes = sum(numel(part) for part in slices.values()) * size
     if flat:
-        parts = sum(unit.elements_per_rank(degree) for unit in vectors_with_any(flat, slices))
+        parts = sum(unit.elements_per_rank(degree) for unit in vectors_of_parameters(flat, slices))
         return least_bytes, parts * (degree // case.shards) * size
     padded_bytes = sum(padded_numel(case, traits, fqn, tp_index) // degree for fqn in slices) * size
     return least_bytes, max(least_bytes, padded_bytes)
@@ -37,7 +37,7 @@ def state_bytes(case: Case, slices: dict[str, Slice], flat: tuple[FlatUnit, ...]
     An optimizer keeps several such numbers, AdamW two.
     """
     size = BYTES[case.training.dtype]
-    padded = sum(unit.elements_per_rank(zero_degree(case)) for unit in vectors_with_any(flat, slices))
+    padded = sum(unit.elements_per_rank(zero_degree(case)) for unit in vectors_of_parameters(flat, slices))
     return sum(map(numel, slices.values())) * size, padded * size
 
 
@@ -94,7 +94,8 @@ def gradient_spare_bytes(case: Case, traits: TrainerTraits, rank: int) -> int:
 def _padded_last_unit(case: Case, traits: TrainerTraits, rank: int) -> int:
     """Return the elements that FSDP2 moves for its last unit, padded, as cut to this rank's tp slice."""
     return sum(
-        padded_numel(case, traits, fqn, coordinate_of_rank(case.dims, rank)["tp"]) for fqn in fsdp2_units(case)[-1]
+        padded_numel(case, traits, fqn, coordinate_of_rank(case.dims, rank)["tp"])
+        for fqn in fqns_of_separate_units(case)[-1]
     )
 
 

@@ -74,7 +74,7 @@ class FlatUnit:
         return elements_before(first), elements_before(last)
 
 
-def chunk(interval: Interval, parts: int, index: int) -> Interval:
+def chunk_interval(interval: Interval, parts: int, index: int) -> Interval:
     """Return the index-th of `parts` chunks of an interval, as torch.chunk cuts; the last ones may be shorter or empty."""
     start, stop = interval
     size = -(-(stop - start) // parts)
@@ -167,9 +167,9 @@ def _cached_slice(
     """
     intervals = [(0, size) for size in shape]
     if dim is not None and dim < len(shape):
-        intervals[dim] = chunk(intervals[dim], *tp)
+        intervals[dim] = chunk_interval(intervals[dim], *tp)
     if cut_dim < len(shape):
-        intervals[cut_dim] = chunk(intervals[cut_dim], *shard)
+        intervals[cut_dim] = chunk_interval(intervals[cut_dim], *shard)
     return tuple(intervals)
 
 
@@ -224,7 +224,7 @@ def padded_numel(case: Case, traits: TrainerTraits, fqn: str, tp_index: int) -> 
     shape = list(parameter_shapes(case.model)[fqn]) or [1]
     dim = tp_dim(fqn)
     if dim is not None and dim < len(shape):
-        start, stop = chunk((0, shape[dim]), case.dims.tp, tp_index)
+        start, stop = chunk_interval((0, shape[dim]), case.dims.tp, tp_index)
         shape[dim] = stop - start
     degree = case.data_dims.shards
     cut_dim = traits.measured.cut_dims.get(fqn, 0)

@@ -16,7 +16,7 @@ from harness.core.plan.slices import parameter_shapes
 
 def stages_of_rank(case: Case, rank: int) -> tuple[int, ...]:
     """Return the stages of the pipeline that a rank holds, ascending; (0,) without a pipeline."""
-    return schedule.stages_of(
+    return schedule.stages_at_pp_index(
         case.features.schedule, case.dims.pp, case.stages_per_rank, coordinate_of_rank(case.dims, rank)["pp"]
     )
 
@@ -61,7 +61,7 @@ def parameters_of_stage(case: Case, stage: int) -> list[str]:
     return [fqn for fqn in parameter_shapes(case.model) if fqn.startswith(tuple(prefixes))]
 
 
-def positions(case: Case, rank: int, length: int) -> np.ndarray:
+def token_positions_of_rank(case: Case, rank: int, length: int) -> np.ndarray:
     """Return the token positions of a sample that a rank receives, in its order. int64 [length / cp]."""
     index = coordinate_of_rank(case.dims, rank)["cp"]
     return token_positions_of_part(length, case.dims.cp, index, balanced=case.features.cp_load_balance)

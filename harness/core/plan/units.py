@@ -67,10 +67,10 @@ def fsdp_units(case: Case, traits: TrainerTraits) -> list[Unit]:
         return [Unit(root, 1), *(Unit(block, 1 if policy == "never" else degree) for block in blocks)]
     if case.wrapper == "zero3":
         return [Unit((fqn,), degree) for fqn in parameter_shapes(case.model)]
-    *first_units, last = fsdp2_units(case)
+    *first_units, last = fqns_of_separate_units(case)
     if isinstance(policy, int):
         return [*(Unit(unit, policy) for unit in first_units), Unit(last, policy, modules=2)]
-    if traits.units_of(case) == "root":
+    if traits.unit_policy(case) == "root":
         return _root_units(case)
     kept = policy == "never" or (policy == "default" and case.dims.pp > 1)
     freed = policy == "always" or traits.chunks_behind_forward
@@ -83,7 +83,7 @@ def _root_units(case: Case) -> list[Unit]:
 
     By default the last block is kept, whose backward follows soon, and what the root gathered is freed.
     """
-    first, *blocks, last = fsdp2_units(case)
+    first, *blocks, last = fqns_of_separate_units(case)
     policy = case.features.reshard_after_forward
     kept = policy == "never" or (policy == "default" and case.dims.pp > 1)
     degree = 1 if kept else case.shards
@@ -96,7 +96,7 @@ def output_weight(case: Case) -> str:
     return "tok_embeddings.weight" if case.model.tied_embeddings else "output.weight"
 
 
-def fsdp2_units(case: Case) -> list[tuple[str, ...]]:
+def fqns_of_separate_units(case: Case) -> list[tuple[str, ...]]:
     """Return the fqns of each unit, if each is wrapped separately, in forward's order: embedding, each block, norm with
     output.
 

@@ -65,7 +65,7 @@ def kept_parameter_dtype(case: Case) -> str:
     return computed or case.training.dtype
 
 
-def vectors_with_any(units: Iterable[FlatUnit], fqns: Iterable[str]) -> tuple[FlatUnit, ...]:
+def vectors_of_parameters(units: Iterable[FlatUnit], fqns: Iterable[str]) -> tuple[FlatUnit, ...]:
     """Return the vectors that contain any of the parameters. fqns: those of the parameters that a rank holds."""
     held_fqns = {*fqns}
     return tuple(unit for unit in units if held_fqns & unit.starts.keys())

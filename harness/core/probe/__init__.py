@@ -138,7 +138,7 @@ class Probe:
         for recorder in (self.collectives, self.activity, self.copies):
             recorder.close()
         self.values.record_shapes_only()
-        with mode, registered_mode(mode), Witness(self) as witness, witness.storages.recording():
+        with mode, registered_mode(mode), Witness(self) as witness, witness.storages.noting_resizes():
             yield witness
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
@@ -176,7 +176,7 @@ class Probe:
         self.clock.finish()
         self.values.keep_final_state()
         self._unaccounted = self._unaccounted_tensors(patient=True)  # the last look: growth is what is kept then, too
-        self.growth.note_last(last_step, self._unaccounted)
+        self.growth.note_after_last_step(last_step, self._unaccounted)
 
     def _unaccounted_tensors(self, *, patient: bool = False) -> tuple[HeldTensor, ...]:
         """Return the tensors that live beside parameters, gradients, optimizer state and the probe's own."""
@@ -272,7 +272,7 @@ class Probe:
             activity=self._activity(step),
             graphs=self.compiler.graphs_after(step),
             settings=self.settings.settings_of(step),
-            positions=self.samples.positions(step),
+            positions=self.samples.positions_of_step(step),
             after_forward=self.gather_recorder.after_forward_of(step),
             kept=self.growth.retained_bytes(step),
             unwaited=self.growth.unwaited_collectives_of(step),

@@ -65,7 +65,7 @@ class ActivityRecorder:
 
     def install(self) -> None:
         """Put a kernel in front of each operator of matmuls, attention and random numbers."""
-        kernels = {name: functools.partial(self._product, factor) for name, factor in MATMUL_FACTORS.items()}
+        kernels = {name: functools.partial(self._matmul_kernel, factor) for name, factor in MATMUL_FACTORS.items()}
         kernels |= {name: functools.partial(self._attention_kernel, kind) for name, kind in ATTENTION_OPERATORS.items()}
         kernels |= {
             name: functools.partial(self._batched_matmul_kernel, factor)
@@ -112,7 +112,7 @@ class ActivityRecorder:
     def _current_activity(self) -> Activity:
         return self._accounts[self._current_account()]
 
-    def _product(self, factor: int, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    def _matmul_kernel(self, factor: int, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         self.note_matmul(args[factor])
         return operator.redispatch(keyset & KEYS_BELOW, *args, **kwargs)
 

@@ -21,7 +21,7 @@ def forward(loss: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(loss)
     def in_forward_pass(self: Any, hidden: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with _at_depth(1):
+        with _with_forward_depth(1):
             value = loss(self, hidden, labels, *args, **kwargs)
         resharding.note_forward_continues()
         return value
@@ -34,14 +34,14 @@ def no_forward(cross_entropy: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(cross_entropy)
     def outside_of_forward(*args: Any, **kwargs: Any) -> Any:
-        with _at_depth(0):
+        with _with_forward_depth(0):
             return cross_entropy(*args, **kwargs)
 
     return outside_of_forward
 
 
 @contextlib.contextmanager
-def _at_depth(depth: int) -> Iterator[None]:
+def _with_forward_depth(depth: int) -> Iterator[None]:
     """Set the depth of forward calls on the clocks of all installed probes; put the old depths back afterwards."""
     clocks = [recorder._clock for recorder in losses._installed]
     old_depths = [clock.forward_depth for clock in clocks]

@@ -111,7 +111,7 @@ class Clock:
         thread = threading.get_ident()
         return not is_in_pass_or_between and thread != self._training_thread and not _is_python_thread(thread)
 
-    def is_training_meanwhile(self) -> bool:
+    def is_training_thread_busy(self) -> bool:
         """Return whether the thread that trains is in a pass, in backward or in an optimizer's step, and does not wait for
         another thread. Other threads call this."""
         frame = sys._current_frames().get(self._training_thread)

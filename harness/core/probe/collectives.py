@@ -26,7 +26,7 @@ from harness.core.evidence.records import BACKGROUND, CHECKPOINT, Collective
 from harness.core.probe.call_times import CallTimes
 from harness.core.probe.clock import Account
 from harness.core.probe.kernels import KEYS_BELOW, OperatorKernels
-from harness.core.probe.own_groups import DirectCall, OwnGroups, group_rank_by_rank, iterate_tensors, name_of
+from harness.core.probe.own_groups import DirectCall, OwnGroups, group_rank_by_rank, iterate_tensors, name_of_group
 
 # name of the c10d operator -> (canonical name, position of the argument that is the unsharded tensor).
 # Operators that a torch version lacks are left out when the recorder is installed.
@@ -216,7 +216,7 @@ class CollectiveRecorder:
         payload: the unsharded tensor, or several. peer, root: global ranks. input_bits: sum of the bits that this rank passes.
         ranks: global ranks of the group; looked up if None.
         """
-        name = name_of(group)
+        name = name_of_group(group)
         ranks = global_ranks_of(group) if ranks is None else ranks
         tensors = list(iterate_tensors(payload))
         step, phase = self._step_and_phase()

@@ -56,7 +56,7 @@ class CopyRecorder:
 
     def install(self) -> None:
         """Put a kernel in front of both operators."""
-        self._kernels.install({"copy_": self._copy, "cat": self._cat_kernel})
+        self._kernels.install({"copy_": self._copy_kernel, "cat": self._cat_kernel})
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
         """Take the model parts whose weights are looked for. Nothing is counted before."""
@@ -79,7 +79,7 @@ class CopyRecorder:
         self._enter_step(0)
         return dict(self._peaks_by_step.get(step, {})) if self._parts else None
 
-    def _copy(self, operator: Any, keyset: Any, target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    def _copy_kernel(self, operator: Any, keyset: Any, target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         """Note and call copy_.
 
         Trap: a number that torch wrapped in a tensor arrives as the number, which the operator does not take."""

@@ -39,7 +39,7 @@ class GrowthRecorder:
 
     def _note_finished_step(self) -> None:
         if 0 < self._clock.step - self._clock.start_step <= STEPS_LOOKED_AT:
-            self._note(self._clock.step, self._find_retained())
+            self._note_retained(self._clock.step, self._find_retained())
 
     def retained_bytes(self, step: int) -> dict[str, int] | None:
         """Return the bytes that were kept after a step, by "dtype shape"; None if no look was made then."""
@@ -52,11 +52,11 @@ class GrowthRecorder:
         """
         return self._unwaited.get(step)
 
-    def note_last(self, step: int, tensors: Iterable[HeldTensor]) -> None:
+    def note_after_last_step(self, step: int, tensors: Iterable[HeldTensor]) -> None:
         """Note the tensors that are kept after the last step."""
-        self._note(step, tensors)
+        self._note_retained(step, tensors)
 
-    def _note(self, step: int, tensors: Iterable[HeldTensor]) -> None:
+    def _note_retained(self, step: int, tensors: Iterable[HeldTensor]) -> None:
         retained = bytes_by_shape_of(tensors)
         unwaited = count_unwaited_collectives()
         self._steps[step] = retained

@@ -63,7 +63,7 @@ def _registered_group(group: dist.ProcessGroup) -> Any:
         return None
 
 
-def name_of(group: dist.ProcessGroup) -> str:
+def name_of_group(group: dist.ProcessGroup) -> str:
     """Return a group's name, or the one that torch gave it: a Python class may have none. Empty if torch has none either."""
     try:
         return str(group.group_name)

@@ -99,7 +99,7 @@ class PipelineRecorder:
         signature = inspect.signature(getattr(base, name))
         for owner in (base, *all_subclasses(base)):
             if name in vars(owner):
-                self._replace(owner, name, self._wrap_action(vars(owner)[name], signature, kind))
+                self._replace_method(owner, name, self._wrap_action(vars(owner)[name], signature, kind))
 
     def _wrap_action(self, original: Any, signature: inspect.Signature, kind: Callable[[dict[str, Any]], str]) -> Any:
         """Return a stage's method with its action noted. A method of the same stage that it calls notes nothing."""
@@ -134,8 +134,8 @@ class PipelineRecorder:
             with around(schedule):
                 return original(schedule, *args, **kwargs)
 
-        self._replace(owner, name, call_in_context)
+        self._replace_method(owner, name, call_in_context)
 
-    def _replace(self, owner: Any, name: str, replacement: Any) -> None:
+    def _replace_method(self, owner: Any, name: str, replacement: Any) -> None:
         self._patched.append((owner, name, getattr(owner, name)))
         setattr(owner, name, replacement)

@@ -130,9 +130,9 @@ class SampleRecorder:
         """Return the probe's own tensors, which are kept until training has ended."""
         return self.losses.kept_tensors()
 
-    def positions(self, step: int) -> tuple[np.ndarray, ...]:
+    def positions_of_step(self, step: int) -> tuple[np.ndarray, ...]:
         """Return the different positions that the step's passes received, each once. int64 [samples, positions]"""
-        recorded_positions = self._rows(self._positions, step, lambda account: account.trains_step(step))
+        recorded_positions = self._rows_of_inputs(self._positions, step, lambda account: account.trains_step(step))
         return tuple({rows.tobytes(): rows for rows in recorded_positions}.values())
 
     def microbatches(self, step: int) -> tuple[Microbatch, ...]:
@@ -145,14 +145,14 @@ class SampleRecorder:
 
     def _microbatches(self, is_selected: Callable[[Account], bool], step: int) -> tuple[Microbatch, ...]:
         """Return one record for each input of the step, or for each loss if there are more of these."""
-        received = list(self._rows(self._tokens, step, is_selected))
+        received = list(self._rows_of_inputs(self._tokens, step, is_selected))
         losses = self.losses.losses_by_pass(is_selected, [tokens.size for tokens in received])
         return tuple(
             make_microbatch(tokens, losses_of_pass or ())
             for tokens, losses_of_pass in itertools.zip_longest(received, losses)
         )
 
-    def _rows(
+    def _rows_of_inputs(
         self, recorded: list[_ReceivedTensor], step: int, is_selected: Callable[[Account], bool]
     ) -> Iterator[np.ndarray]:
         """Yield [samples, positions] for each input of a selected account. One row that the recipe's length does not

@@ -40,7 +40,7 @@ class StorageRecorder:
         self._bytes = 0
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def noting_resizes(self) -> Iterator[None]:
         """Surround what is recorded: storages that change their size are noted meanwhile."""
         recorder = self
         resize = torch.UntypedStorage.resize_

@@ -371,7 +371,7 @@ def _parameters_of_unit(module: nn.Module, part: nn.Module) -> tuple[str, ...]:
 
 def fsdp2_groups(module: nn.Module) -> Iterator[Any]:
     """Yield FSDP2's parameter groups of a module: one, in newer versions of torch several; of other modules none."""
-    get_state = get_attribute(module, "_get_fsdp_state")
+    get_state = attribute_or_none(module, "_get_fsdp_state")
     if get_state is not None:
         state = get_state()
         group = getattr(state, "_fsdp_param_group", None)
@@ -380,10 +380,10 @@ def fsdp2_groups(module: nn.Module) -> Iterator[Any]:
 
 def flat_parameter(module: nn.Module) -> Any:
     """Return the vector of a unit of FSDP1; None for other modules."""
-    return getattr(get_attribute(module, "_handle"), "flat_param", None)
+    return getattr(attribute_or_none(module, "_handle"), "flat_param", None)
 
 
-def get_attribute(module: nn.Module, name: str) -> Any:
+def attribute_or_none(module: nn.Module, name: str) -> Any:
     """Return an attribute that most modules lack, else None. getattr() takes microseconds to raise that it is missing."""
     kind: Any = type(module)
     if name in vars(module) or hasattr(kind, name) or kind.__getattr__ is not nn.Module.__getattr__:

@@ -60,7 +60,7 @@ def note_update(step: int | None = None) -> None:
     the step made of them, those that other ranks step on included. step: its number, if that is so only in the next step's
     forward pass; None: the present step."""
     for recorder in _installed:
-        recorder.copy_update(step)
+        recorder.copy_shards_after_update(step)
 
 
 @contextlib.contextmanager
@@ -238,7 +238,7 @@ class ValueRecorder:
         own = {fqn: optimizer.state.get(p, {}) for fqn, p in self._parameters_of(optimizer)}
         return own | self._states_of_masters(optimizer)
 
-    def _take_written_back(self) -> None:
+    def _take_parameters_written_back(self) -> None:
         """Take what the next step finds for the step's update, if the trainer writes its copies into these parameters at all.
 
         Where they never change, the optimizer steps orphans, and nothing was updated.
@@ -338,7 +338,7 @@ class ValueRecorder:
         state_bytes = storage_bytes_of(state_tensors(states))
         step.memory["optimizer_state"] = step.memory.get("optimizer_state", 0) + state_bytes
 
-    def copy_update(self, number: int | None) -> None:
+    def copy_shards_after_update(self, number: int | None) -> None:
         """Copy parameters and memory after a step, for model parts whose shards were noted."""
         parts = [part for part in self.parts if shards_of(part) is not None]
         if not parts:
@@ -373,7 +373,7 @@ class ValueRecorder:
         """Read all that was copied. Call it after waiting for the device: then the copies of a GPU's tensors are complete."""
         for step in self.steps.values():
             step.read_copies()
-        self._take_written_back()
+        self._take_parameters_written_back()
         if self.resumed is not None:
             states = {fqn: read_all(state) for fqn, state in self.resumed.optimizer_state.items()}
             self.resumed = Resumed(read_all(self.resumed.parameters), states)

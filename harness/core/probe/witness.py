@@ -82,7 +82,7 @@ class Witness(TorchDispatchMode):
             self._note_functional_collective(func, name, args, results)
         elif namespace == "aten":
             full = f"{name}.{func._overloadname}".removesuffix(".default")
-            self._note_operator(name, full, args, results, _calling_frame(sys._getframe().f_back))
+            self._note_operator(name, full, args, results, _frame_outside_torch_compiler(sys._getframe().f_back))
         return results
 
     def _note_functional_collective(self, func: Any, name: str, args: Any, results: Any) -> None:
@@ -123,7 +123,7 @@ def _has_only_integers(arguments: Any) -> bool:
     return bool(tensors) and not any(tensor.is_floating_point() for tensor in tensors)
 
 
-def _calling_frame(frame: types.FrameType | None) -> types.FrameType | None:
+def _frame_outside_torch_compiler(frame: types.FrameType | None) -> types.FrameType | None:
     """Return the frame that called the operator."""
     while frame is not None and frame.f_globals.get("__name__") in SKIPPED_MODULES:
         frame = frame.f_back

@@ -14,7 +14,7 @@ NUMBER = re.compile(r"(?<![\w.])\d[\d,.]*(e[+-]?\d+)?")
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedCause:
     """One cause, with one or more cases that have it."""
 
     text: str
@@ -28,7 +28,7 @@ class Shared:
         return any(case.verdict == Verdict.FAIL for case in self.cases)
 
 
-def shared_causes(outcomes: Iterable[Outcome]) -> list[Shared]:
+def shared_causes(outcomes: Iterable[Outcome]) -> list[SharedCause]:
     """Return the causes of outcomes that failed: those with failing checks first, then those of most cases.
 
     Causes that differ in numbers and ranks alone are one. Empty if all outcomes are green or skipped.
@@ -40,7 +40,7 @@ def shared_causes(outcomes: Iterable[Outcome]) -> list[Shared]:
     shared = []
     for cases in cases_by_cause.values():
         smallest_first = sorted(cases, key=_failing_and_small_first)
-        shared.append(Shared(cause_or_reason(smallest_first[0]), tuple(smallest_first)))
+        shared.append(SharedCause(cause_or_reason(smallest_first[0]), tuple(smallest_first)))
     return sorted(shared, key=lambda cause: (not cause.broken, -len(cause.cases)))
 
 

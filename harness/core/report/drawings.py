@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from harness.core.checks.memory import planned_bytes_by_kind
 from harness.core.evidence.text import bytes_text, ranks_text
 from harness.core.judge import tolerance
-from harness.core.judge.assembly import gradient_distance, misfits
+from harness.core.judge.assembly import gradient_distance, gradient_misfits
 from harness.core.judge.losses import global_loss
 from harness.core.judge.measures import OUTSIDE_THE_PLAN, representative_step
 from harness.core.judge.trial import Trial
@@ -64,7 +64,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class CaseDrawings:
     """All drawings and tables of one case."""
 
     sections: tuple[Section, ...]
@@ -73,7 +73,7 @@ class Drawn:
     """Which ranks left no evidence; empty if all did."""
 
 
-def draw_case(trial: Trial) -> Drawn:
+def draw_case(trial: Trial) -> CaseDrawings:
     """Return the drawings and tables of a case, from the ranks that left evidence, and a text on the ranks that left none.
 
     Sections without a drawing or table are left out. There are no sections if no rank left evidence.
@@ -86,7 +86,7 @@ def draw_case(trial: Trial) -> Drawn:
         else []
     )
     shown = [section for section in sections if section.drawings or section.tables]
-    return Drawn(tuple(sorted(shown, key=lambda section: not section.differs)), lacking)
+    return CaseDrawings(tuple(sorted(shown, key=lambda section: not section.differs)), lacking)
 
 
 # ---- who holds what
@@ -182,7 +182,7 @@ def _gradient_drawings(trial: Trial) -> list[JudgedDrawing]:
     In recipes with noise, there is a second drawing, of whole parameters. Empty if no gradient was observed.
     """
     worst: dict[int, float] = {}
-    for rank, step, reference in trial.steps():
+    for rank, step, reference in trial.steps_with_reference():
         for fqn, gradient in step.gradients.items():
             if fqn in reference.gradients:
                 distance = gradient_distance(trial, rank, fqn, gradient, reference.gradients[fqn])
@@ -191,7 +191,7 @@ def _gradient_drawings(trial: Trial) -> list[JudgedDrawing]:
         return []
     steps = sorted(worst)
     entries = _difference_drawing(trial, "Largest difference of gradients, any rank", steps, worst, "gradient")
-    if trial.case.exact:
+    if trial.case.has_derived_bounds:
         return [entries]
     return [entries, *_whole_gradient_drawings(trial, steps)]
 
@@ -204,7 +204,7 @@ def _whole_gradient_drawings(trial: Trial, steps: Sequence[int]) -> list[JudgedD
     excess: dict[int, float | None] = {}
     try:
         for step in steps:
-            step_misfits, _ = misfits(trial, step)
+            step_misfits, _ = gradient_misfits(trial, step)
             excess[step] = max((misfit.ratio_to_bound for misfit in step_misfits), default=None)
     except tolerance.NoBound:
         return []

@@ -16,7 +16,7 @@ from harness.core.evidence.text import bytes_text, count_text, escape_control_ch
 from harness.core.judge.measures import BLOCKED, HELD, MOVED, PARAMETERS, PEAK, SECONDS
 from harness.core.judge.result import Verdict
 from harness.core.report.causes import cause_or_reason, checks_text, shared_causes
-from harness.core.report.drawings import Drawn, Section
+from harness.core.report.drawings import CaseDrawings, Section
 from harness.core.report.grid import counts_text, not_applicable_text
 from harness.core.report.outcome import ERROR, SKIPPED, Outcome
 from harness.core.report.svg import spark_svg
@@ -28,7 +28,7 @@ LETTERS = {**{str(verdict): letter for verdict, letter in MARKS.items()}, "XFAIL
 
 
 @dataclass(frozen=True)
-class Past:
+class PastVerdict:
     """A case's verdict in an earlier run."""
 
     began: str
@@ -45,12 +45,12 @@ class Past:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownEvidence:
     """The stored evidence of a case that failed, as a page links and draws it."""
 
     evidence: str = ""
     """Relative link to its folder; empty if that is not beside the page or below, because a page moves with its folder."""
-    drawn: Drawn | None = None
+    drawn: CaseDrawings | None = None
     """Its drawings; None if they could not be made."""
     problem: str = ""
     """Why there are no drawings; empty if there are."""
@@ -59,7 +59,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasureTable:
     """A table of the measures of all cases with one recipe."""
 
     recipe: str
@@ -113,9 +113,9 @@ class Page:
     """The name of the repository in which the commands are typed, or several; empty outside of one."""
     told: Sequence[str] = ()
     """What is lacking or doubled in the runs."""
-    past: Mapping[str, Sequence[Past]] = field(default_factory=dict)
+    past: Mapping[str, Sequence[PastVerdict]] = field(default_factory=dict)
     """Case -> its earlier verdicts, the oldest first."""
-    shown: Mapping[str, Shown] = field(default_factory=dict)
+    shown: Mapping[str, ShownEvidence] = field(default_factory=dict)
     """Case that failed -> its evidence."""
     since: Mapping[str, str] = field(default_factory=dict)
     """Case -> the commit that broke it."""
@@ -166,7 +166,7 @@ def page_html(page: Page) -> str:
         tables=measure_tables(page.outcomes, page.device),
         not_applicable=not_applicable_text(judged) if judged else "",
         letters=[(letter, verdict) for verdict, letter in LETTERS.items() if verdict != Verdict.NOT_APPLICABLE],
-        nothing=Shown(),
+        nothing=ShownEvidence(),
         on_gpu=page.device == "cuda",
     )
 
@@ -181,7 +181,7 @@ def rank_count_text(outcome: Outcome) -> str:
     return count_text(outcome.ranks, "rank")
 
 
-def measure_tables(outcomes: Sequence[Outcome], device: str) -> list[Measured]:
+def measure_tables(outcomes: Sequence[Outcome], device: str) -> list[MeasureTable]:
     """Return a table for each recipe, with the measures of its cases that passed, ordered by ranks.
 
     device: "cuda" for GPUs. Only there are times and peaks shown, and the best case marked. Cases without measures are
@@ -200,7 +200,7 @@ def _by_ranks(outcome: Outcome) -> tuple[int, str]:
     return outcome.ranks, outcome.case
 
 
-def _measure_table(recipe: str, outcomes: Sequence[Outcome], *, on_gpu: bool) -> Measured:
+def _measure_table(recipe: str, outcomes: Sequence[Outcome], *, on_gpu: bool) -> MeasureTable:
     """Return the table of cases with one recipe: a column for each measure that some case has.
 
     On GPUs the best of the cases with equally many ranks is marked.
@@ -215,7 +215,7 @@ def _measure_table(recipe: str, outcomes: Sequence[Outcome], *, on_gpu: bool) ->
         peers = [other for other in outcomes if other.ranks == outcome.ranks] if on_gpu else []
         cells = (_cell_text(name, outcome, peers, on_gpu=on_gpu) for name in columns)
         rows.append((outcome.case, outcome.layout, str(outcome.ranks), *cells))
-    return Measured(recipe, tuple(columns), tuple(rows))
+    return MeasureTable(recipe, tuple(columns), tuple(rows))
 
 
 def compared_measures(outcome: Outcome, *, on_gpu: bool) -> dict[str, float]:

@@ -31,7 +31,7 @@ def accept_golden_of(case: Case, options: Options, all_cases: Sequence[Case], ch
                 users.append((using_case, recipe_case))
     keys: list[str] = []
     for _, recipe_case in users:
-        if not recipe_case.exact:
+        if not recipe_case.has_derived_bounds:
             keys += [recipe_case.noise_key, recipe_case.golden_noise_key]
     noise = list(dict.fromkeys(keys))
     reference = load_stored(reference_folder(case, options, noise) / "reference.npz", ReferenceRun)

@@ -68,14 +68,14 @@ def _with_rerun_results(first: Outcome, repeats: dict[str, Any]) -> Outcome:
     summary = repeats_text(repeats)
     verdicts = repeats["verdicts"]
     has_not_repeated = Verdict.FAIL not in verdicts and any(verdict in GREEN_VERDICTS for verdict in verdicts)
-    head, *lines = _without_cause(first) if has_not_repeated else first.report.splitlines()
+    head, *lines = _report_lines_without_cause(first) if has_not_repeated else first.report.splitlines()
     with_report = dataclasses.replace(
         first, repeats=repeats, report="\n".join([head, *wrap_text(summary, "  "), *lines])
     )
     return dataclasses.replace(with_report, cause=summary, diagnosis={}) if has_not_repeated else with_report
 
 
-def _without_cause(outcome: Outcome) -> list[str]:
+def _report_lines_without_cause(outcome: Outcome) -> list[str]:
     """Return the lines of an outcome's report without those on the cause, which are all before the first empty line.
 
     The verdict and the command that runs it again are put in their place.

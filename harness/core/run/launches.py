@@ -31,8 +31,8 @@ from harness.core.run.sources import digest_of_run
 
 RANK_ENTRY = "harness.core.run.rank_main:rank"
 CHECKPOINT = "checkpoint"
-UNWATCHED_ENTRY = "harness.core.run.rank_main:unwatched"
-CHECKPOINT_ENTRY = "harness.core.run.rank_main:checkpoint"
+UNWATCHED_ENTRY = "harness.core.run.rank_main:run_unwatched"
+CHECKPOINT_ENTRY = "harness.core.run.rank_main:store_checkpoint_tensors"
 COMPILER_MODULES = ("torch._inductor.compile_fx",)  # 500 modules, half a second for each rank
 EIGHT_BIT_MODULES = (
     "torchao.float8",
@@ -106,13 +106,13 @@ def measure_reported_losses(case: Case, options: Options, folder: Path, *, steps
     alone, its own count. Empty if a rank failed."""
     last_step = max(steps, case.training.steps) if case.resume and case.resume[-1].after >= steps else steps
     longer = replace(case, training=replace(case.training, steps=last_step))
-    weights = reference_folder(case.from_the_seed, options) / "weights.npz"
+    weights = reference_folder(case.first_launch, options) / "weights.npz"
     losses: dict[int, float] = {}
     for name, launched in longer.launches.items():
         exits = _launch_ranks(launched, folder / name, weights, options, entry=UNWATCHED_ENTRY)
         if any(exit.how != "ok" for exit in exits):
             return ()
-        before = losses if launched.model_of is None else {}
+        before = losses if launched.weights_saved_after is None else {}
         losses = dict(read_json(folder / name / "losses.json")) | before
     return tuple(losses[step] for step in sorted(losses)[-steps:])
 

@@ -13,7 +13,7 @@ from harness.core.case.case import Case
 from harness.core.case.traits import TrainerTraits
 from harness.core.evidence.records import Run
 from harness.core.evidence.store import TRAITS_FILE, evidence_file, load_run, save_stored, write_text
-from harness.core.judge.clipping import gradient_factor, steps_clipped_late, with_gradients_after
+from harness.core.judge.clipping import gradient_factor, steps_right_after_scaling, with_gradients_after
 from harness.core.judge.measured import with_measured_traits
 from harness.core.judge.stored_trial import load_trial
 
@@ -43,7 +43,7 @@ def _settle_gradients(folder: Path) -> None:
     backward."""
     trial = load_trial(folder)
     for launch in trial.launches:
-        clipped_late = steps_clipped_late(launch)
+        clipped_late = steps_right_after_scaling(launch)
         runs = [launch.run, launch.repeat]
         for run in filter(None, runs if clipped_late else []):
             stored = load_run(Path(run.directory))

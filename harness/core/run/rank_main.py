@@ -23,7 +23,7 @@ from harness.core.case.case import Case
 from harness.core.case.loading import from_json
 from harness.core.evidence import relies_on
 from harness.core.evidence.format import version_of
-from harness.core.evidence.fused import Block, blocks, split_fused, split_fused_checkpoint
+from harness.core.evidence.fused import Block, blocks_in_order, split_fused, split_fused_checkpoint
 from harness.core.evidence.names import with_reference_names
 from harness.core.evidence.records import Collective, RankEvidence
 from harness.core.evidence.store import CHECKPOINT_FILE, evidence_file, save_stored, write_text
@@ -55,7 +55,7 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
     with contextlib.ExitStack() as around:
         for key, wrapper in rings.entries_of("rank_wrappers").items():
             if key in options:
-                around.enter_context(rings.load(wrapper)(options, int(os.environ.get("RANK", 0))))
+                around.enter_context(rings.import_object(wrapper)(options, int(os.environ.get("RANK", 0))))
         return run_watched(options)
 
 
@@ -102,7 +102,7 @@ def run_watched(options: dict[str, Any]) -> StartedTrainer:
         )
         launch_facts = {"reports": getattr(trainer, "reports", adapter.reports), "launch": options.get("launch", "")}
         evidence = dataclasses.replace(
-            in_the_references_words(evidence, adapter, case, probe.fused_starts), **launch_facts
+            evidence_in_reference_names(evidence, adapter, case, probe.fused_starts), **launch_facts
         )
     finally:
         probe.remove()
@@ -122,7 +122,7 @@ def _reported_numbers(trainer: StartedTrainer) -> dict[int, Mapping[str, trainer
     return {metrics.step: metrics.numbers for metrics in trainer.metrics}
 
 
-def in_the_references_words(
+def evidence_in_reference_names(
     evidence: RankEvidence, adapter: trainers.Adapter, case: Case, starts: Mapping[str, int]
 ) -> RankEvidence:
     """Return the evidence with the reference's names, fused tensors separated, and what the adapter says of its reports
@@ -144,7 +144,7 @@ def in_the_references_words(
 def _fused_blocks(adapter: trainers.Adapter, case: Case) -> dict[str, tuple[Block, ...]]:
     """Return the blocks of rows of each fused tensor, by the name that the adapter gives it; empty if nothing is fused."""
     rows = {fqn: shape[0] for fqn, shape in case.model.parameter_shapes().items()}
-    return {name: blocks(parts, rows) for name, parts in adapter.fused(case).items()}
+    return {name: blocks_in_order(parts, rows) for name, parts in adapter.fused(case).items()}
 
 
 def _start_trainer(adapter: trainers.Adapter, case: Case, options: dict[str, Any]) -> StartedTrainer:
@@ -224,7 +224,7 @@ def started_file(directory: Path, rank: int) -> Path:
     return path.with_suffix(".started")
 
 
-def reference(options: dict[str, Any]) -> None:
+def run_reference(options: dict[str, Any]) -> None:
     """Run the reference; leave reference.npz and weights.npz in the directory.
 
     options: case, directory, device, noise (keys to measure)."""
@@ -232,13 +232,15 @@ def reference(options: dict[str, Any]) -> None:
 
     case = from_json(options["case"])
     directory = Path(options["directory"])
-    trained = train(case.model, case.training, options["device"], noise=options["noise"], model_of=case.model_of)
+    trained = train(
+        case.model, case.training, options["device"], noise=options["noise"], model_of=case.weights_saved_after
+    )
     with open_whole_file(directory / "weights.npz") as file:
         np.savez(file, **trained.weights)  # type: ignore[arg-type]
     save_stored(directory / "reference.npz", trained)
 
 
-def checkpoint(options: dict[str, Any]) -> None:
+def store_checkpoint_tensors(options: dict[str, Any]) -> None:
     """Read the latest checkpoint, in a process that trains nothing, and leave checkpoint.npz.
 
     Options as of `run_watched`.
@@ -254,7 +256,7 @@ def checkpoint(options: dict[str, Any]) -> None:
     save_stored(Path(options["directory"]) / CHECKPOINT_FILE, split_fused_checkpoint(checkpoint_tensors, fused))
 
 
-def unwatched(options: dict[str, Any]) -> StartedTrainer:
+def run_unwatched(options: dict[str, Any]) -> StartedTrainer:
     """Run the trainer without the probe, as a user does, and return it. Options as of `run_watched`.
 
     Rank 0 leaves the losses that it reports in losses.json, as pairs of step and loss.

@@ -25,7 +25,7 @@ from harness.core.run.reference_memory import reason_not_fitting_now
 from harness.reference.kernels import cpu_kind, has_same_noise
 from harness.reference.record import ReferenceRun
 
-REFERENCE_ENTRY = "harness.core.run.rank_main:reference"
+REFERENCE_ENTRY = "harness.core.run.rank_main:run_reference"
 FILES = ("reference.npz", "weights.npz")
 WHOLE = "whole.json"
 REFERENCE_PACKAGES = ("torch", "numpy", "torchao")  # what the reference's numbers depend on, beside its sources
@@ -64,7 +64,7 @@ def noise_to_measure(case: Case, options: Options) -> tuple[str, ...]:
     A golden holds the noise of its recipe on the kind of CPU that made it. Another recipe, seed or device has its own,
     measured once. A case with exact bounds needs none.
     """
-    is_known = case.exact or (options.device == "cpu" and _golden_has_noise(case, options))
+    is_known = case.has_derived_bounds or (options.device == "cpu" and _golden_has_noise(case, options))
     return () if is_known else (_noise_key(case, options),)
 
 

@@ -89,7 +89,7 @@ def make_evidence(case: Case, options: Options, stage: Stage = lambda _: None) -
     write_text(folder / CASE_FILE, json.dumps(requested.to_json(case), indent=1))
     for name, cached_folder in cached.items():
         place_reference(case, cached_folder / "reference.npz", folder / name, options)
-    launch_all(case, folder, cached[reference_file(case.from_the_seed)] / "weights.npz", options, stage)
+    launch_all(case, folder, cached[reference_file(case.first_launch)] / "weights.npz", options, stage)
     write_measured_traits(case, folder, declared_traits)
     return folder
 

@@ -9,7 +9,7 @@ from harness.core.case.case import Case
 from harness.core.case.dims import AXES
 from harness.core.case.limits import start_problem
 from harness.core.case.traits import with_wrapper
-from harness.core.evidence.fused import blocks, local_blocks_of
+from harness.core.evidence.fused import blocks_in_order, local_blocks_of
 from harness.core.launch import machine
 from harness.core.run import communication
 from harness.core.run.options import Options
@@ -40,7 +40,7 @@ def reason_unsupported(case: Case, options: Options) -> str | None:
     if options.device == "cuda" and on_cp and case.training.dtype == "float64":
         return "float64 with cp on GPUs: no fused attention kernel takes float64, and torch's ring attention needs one"
     if options.device == "cuda" and options.launcher == "local":
-        visible_count = visible_gpus()
+        visible_count = count_visible_gpus()
         world_size = max(launched.dims.world_size for launched in case.launches.values())
         wanted = communication.gpus_needed(world_size, options)
         if wanted > visible_count:
@@ -62,7 +62,7 @@ def reason_against_dtype(case: Case, adapter: trainers.Adapter) -> str | None:
 def _reason_against_weights_only(case: Case, adapter: trainers.Adapter) -> str | None:
     """Return why a trainer cannot start from a checkpoint's weights alone; None if it can, or if the case does not
     request it."""
-    if case.model_of is None or adapter.starts_from_weights:
+    if case.weights_saved_after is None or adapter.starts_from_weights:
         return None
     return f"resume: model_only: the adapter of {adapter.name} has no starts_from_weights, it continues all of a checkpoint"
 
@@ -79,7 +79,7 @@ def reason_against_cut_fused(case: Case, adapter: trainers.Adapter) -> str | Non
     rows = {fqn: shape[0] for fqn, shape in case.model.parameter_shapes().items()}
     ranks = case.shards * case.dims.tp
     for name, parts in adapter.fused(case).items():
-        fused_blocks = blocks(parts, rows)
+        fused_blocks = blocks_in_order(parts, rows)
         total_rows = sum(rows[part] for part in dict.fromkeys(parts))
         if case.wrapper == "fsdp1" or total_rows % ranks or not local_blocks_of(fused_blocks, total_rows // ranks):
             layout = ",".join(f"{axis}={getattr(case.dims, axis)}" for axis in AXES if getattr(case.dims, axis) > 1)
@@ -105,6 +105,6 @@ def _reason_too_few_descriptors(case: Case) -> str:
     return ""
 
 
-def visible_gpus() -> int:
+def count_visible_gpus() -> int:
     """Return the number of visible GPUs, without touching CUDA, which ranks forked from here could not use any more."""
     return len(machine.visible_gpu_uuids())

@@ -62,7 +62,7 @@ gradients_scaled_without_cp = fault(
     case="cp_2",
     caught_by="gradients grad_norm",
     named="gradients scaled",
-    does=op.change_argument(".trainer:scaled", ranks=lambda ranks: ranks // 2),  # the case has cp 2
+    does=op.change_argument(".trainer:scale_loss", ranks=lambda ranks: ranks // 2),  # the case has cp 2
 )
 
 # ---- positions

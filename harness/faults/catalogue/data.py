@@ -136,7 +136,7 @@ end_of_the_data_filled_up = fault(
     case="fsdp_4_last_batch_of_two",
     caught_by="samples loss gradients",
     named="data position",
-    does=op.instead(".data:ResumableSampler.mine", _fill_up_order),
+    does=op.instead(".data:ResumableSampler.own_sample_ids", _fill_up_order),
 )
 last_batch_again_where_data_ended = fault(
     breaks="a rank whose data has ended trains on its last batch again, so that no rank waits",
@@ -146,7 +146,7 @@ last_batch_again_where_data_ended = fault(
     named="data position",
     does=op.together(
         op.instead(BATCHES, _keep_last_batch),
-        op.instead(".data:Microbatches.nothing", lambda original, loader: loader.kept),
+        op.instead(".data:Microbatches.empty_batch", lambda original, loader: loader.kept),
     ),
 )
 sampler_of_the_world = fault(

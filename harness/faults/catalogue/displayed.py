@@ -72,7 +72,7 @@ validation_loss_averaged_over_ranks = fault(
     case="fsdp_2_validated",
     caught_by="reported_numbers",
     named="wrong report",
-    does=op.instead(".trainer:evaluated", _mean_of_means),
+    does=op.instead(".trainer:evaluate_loss", _mean_of_means),
 )
 
 

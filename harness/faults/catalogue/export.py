@@ -65,7 +65,7 @@ exported_qkv_in_another_order = fault(
     case="ddp_2_exported_fused",
     caught_by="export",
     named="wrong export",
-    does=op.change_result(".export:qkv", lambda parts: [parts[1], parts[0], parts[2]]),
+    does=op.change_result(".export:pop_qkv", lambda parts: [parts[1], parts[0], parts[2]]),
 )
 
 
@@ -91,6 +91,6 @@ exported_tied_output_before_training = fault(
     named="wrong export",
     does=op.together(
         op.before_call(".trainer:Trainer.__init__", _note_seed),
-        op.change_result(".export:converted", _with_seed_output),
+        op.change_result(".export:with_huggingface_names", _with_seed_output),
     ),
 )

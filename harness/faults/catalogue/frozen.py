@@ -108,7 +108,9 @@ merged_without_alpha = fault(
     case="lora_fsdp_2",
     caught_by="export",
     named="wrong export",
-    does=op.instead(".lora:merged", lambda original, state, lora: original(state, replace(lora, alpha=lora.rank))),
+    does=op.instead(
+        ".lora:with_merged_adapters", lambda original, state, lora: original(state, replace(lora, alpha=lora.rank))
+    ),
 )
 
 

@@ -48,7 +48,7 @@ loss_averaged_per_microbatch = fault(
             ".trainer:loss_of",
             lambda original, *of: op.with_scaled_gradient(original(*of), 1 / count_own_tokens(of[1:])),
         ),
-        op.instead(".trainer:scaled", lambda original, loss, **_: loss / 2),  # two microbatches
+        op.instead(".trainer:scale_loss", lambda original, loss, **_: loss / 2),  # two microbatches
     ),
 )
 padding_counted_as_tokens = fault(
@@ -92,7 +92,9 @@ mean_over_no_valid_token = fault(
     named="not finite",
     does=op.together(
         op.instead(".trainer:loss_of", _masked_mean),
-        op.instead(".trainer:scaled", lambda original, loss, **_: loss),  # DDP takes the mean of the ranks' gradients
+        op.instead(
+            ".trainer:scale_loss", lambda original, loss, **_: loss
+        ),  # DDP takes the mean of the ranks' gradients
     ),
 )
 mean_over_at_least_one_token = fault(

@@ -20,7 +20,7 @@ def _as_it_is(_: Callable[..., Any], matrix: Any, p: Any) -> Any:
 
 
 _apart = op.together(
-    op.instead(".muon:gathered", lambda _, update: update.to_local()),
+    op.instead(".muon:gather_matrix", lambda _, update: update.to_local()),
     op.instead(OWN_SLICE, _as_it_is),
 )
 

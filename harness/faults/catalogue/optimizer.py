@@ -147,7 +147,7 @@ overflow_goes_into_the_weights = fault(
     case="fsdp_2",
     caught_by="gradients finite",
     named="not finite",
-    does=op.scale_result(".trainer:scaled", float("inf")),
+    does=op.scale_result(".trainer:scale_loss", float("inf")),
 )
 
 

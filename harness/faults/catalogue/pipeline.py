@@ -16,7 +16,7 @@ loss_normalised_after_backward = fault(
     case="pp_2",
     caught_by="gradients grad_norm",
     named="gradients scaled",
-    does=op.override_argument(".trainer:scaled", valid_tokens=1),
+    does=op.override_argument(".trainer:scale_loss", valid_tokens=1),
 )
 norm_of_each_stage = fault(
     breaks="the gradient norm is not summed over the stages: each clips by its own",

@@ -84,7 +84,7 @@ gradients_one_percent_too_large = fault(
     case="bf16_fsdp_2",
     caught_by="gradients grad_norm",
     named="gradients scaled",
-    does=op.scale_result(".trainer:scaled", 1.01),
+    does=op.scale_result(".trainer:scale_loss", 1.01),
 )
 rotary_angles_in_bfloat16 = fault(
     breaks="rotary angles are computed in bfloat16, as if their table were a buffer that mixed precision casts",

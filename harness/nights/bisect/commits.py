@@ -33,9 +33,9 @@ from harness.nights.bisect.search import (
     JudgedRevision,
     PrintProgress,
     SearchResult,
-    add_judgement,
     judge_both_sides,
     revision_text,
+    with_judgement,
     with_verdict,
 )
 
@@ -45,7 +45,7 @@ TERMS_IF_FIXED = ("broken", "fixed")
 """The words for the earlier and the later side of a search for what fixed."""
 
 
-def bisect(
+def bisect_commits(
     repo: Path,
     good: str,
     bad: str,
@@ -154,7 +154,7 @@ class CommitJudge:
             judgement = self.judge_checkout(case, self.checkout, self.options)
         except Unsupported as refusal:
             return dataclasses.replace(revision, problem=f"{case.name}: {refusal}")
-        return add_judgement(revision, case, self._move_evidence(judgement.folder, revision.commit), judgement)
+        return with_judgement(revision, case, self._move_evidence(judgement.folder, revision.commit), judgement)
 
     def _move_evidence(self, folder: Path, commit: str) -> Path:
         """Move a case's evidence to COMMIT/CASE beside it, so that the next commit does not replace it.

@@ -198,7 +198,9 @@ def _search_commits(query: CulpritQuery, settings: SearchSettings, good: str, ba
     """
     assert settings.repo
     case = settings.cases[query.cases[0]]
-    return commits.bisect(settings.repo, good, bad, [case], settings.options, settings.tell, until=settings.until)
+    return commits.bisect_commits(
+        settings.repo, good, bad, [case], settings.options, settings.tell, until=settings.until
+    )
 
 
 def _with_search_result(open_culprit: Culprit, search_result: SearchResult) -> Culprit:

@@ -121,7 +121,7 @@ def with_verdict(revision: JudgedRevision, good: JudgedRevision, bad: JudgedRevi
     return dataclasses.replace(revision, verdict="good")
 
 
-def add_judgement(revision: JudgedRevision, case: Case, folder: Path, judgement: Judgement) -> JudgedRevision:
+def with_judgement(revision: JudgedRevision, case: Case, folder: Path, judgement: Judgement) -> JudgedRevision:
     """Return the revision with the broken checks, cause and folder of one judged case.
 
     `problem` is set if the checks could not judge it. If a rank did not come to its first step, `raised` is set too,

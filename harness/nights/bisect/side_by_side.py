@@ -204,7 +204,7 @@ def _gradient_text(trial: Trial) -> str:
     difference.
     """
     distances: list[tuple[float, int, int, str]] = []
-    for rank, step, reference in trial.steps():
+    for rank, step, reference in trial.steps_with_reference():
         for fqn, gradient in step.gradients.items():
             if fqn in reference.gradients:
                 distance = gradient_distance(trial, rank, fqn, gradient, reference.gradients[fqn])

@@ -25,9 +25,9 @@ from harness.nights.bisect.search import (
     JudgedRevision,
     PrintProgress,
     SearchResult,
-    add_judgement,
     judge_both_sides,
     revision_text,
+    with_judgement,
     with_verdict,
 )
 
@@ -151,17 +151,17 @@ class VersionJudge:
         folder = folder_of(case, options)
         make_fresh_folder(folder).rmdir()
         process = run_python(
-            python, ["-m", "harness", "run", case.name, "--cases", str(self.case_folder), *typed_options(options)]
+            python, ["-m", "harness", "run", case.name, "--cases", str(self.case_folder), *run_option_words(options)]
         )
         try:
-            return add_judgement(revision, case, folder, judge_folder(folder))
+            return with_judgement(revision, case, folder, judge_folder(folder))
         except EvidenceError as error:
             error_lines = process.stderr.strip().splitlines()
             reason = error_lines[-1].removeprefix("harness: ") if error_lines else str(error)
             return dataclasses.replace(revision, problem=f"{case.name}: {reason}")
 
 
-def typed_options(options: Options) -> list[str]:
+def run_option_words(options: Options) -> list[str]:
     """Return the command-line words of `harness run` that repeat these options. Empty values are left out."""
     trainer = TrainerSpec.parse(options.trainer)
     values = {"trainer": trainer.name, "source": trainer.source, "launcher": options.launcher, "device": options.device}

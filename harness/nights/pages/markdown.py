@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from harness.core.evidence.text import escape_control_characters
-from harness.core.report.causes import Shared, cause_or_reason, checks_text, shared_causes
+from harness.core.report.causes import SharedCause, cause_or_reason, checks_text, shared_causes
 from harness.core.report.grid import counts_text
 from harness.core.report.outcome import Outcome
 
@@ -35,7 +35,7 @@ def markdown_summary(
     return _cut_to_limit("\n\n".join(parts) + "\n")
 
 
-def _cause_section(shared: Shared, since: Mapping[str, str]) -> str:
+def _cause_section(shared: SharedCause, since: Mapping[str, str]) -> str:
     """Return the Markdown section of one cause: the commits that broke it, its cases, and the command that reruns the
     first case.
     """
@@ -115,7 +115,7 @@ def github_annotations(outcomes: Sequence[Outcome]) -> list[str]:
     return [_annotation(shared) for shared in shared_causes(outcomes)]
 
 
-def _annotation(shared: Shared) -> str:
+def _annotation(shared: SharedCause) -> str:
     """Return the workflow command of one cause: ::error if a case is broken, else ::warning."""
     names = ", ".join(outcome.case for outcome in shared.cases)
     rerun_text = f"\nagain: {shared.cases[0].again}" if shared.cases[0].again else ""

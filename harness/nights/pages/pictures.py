@@ -46,11 +46,11 @@ def draw_judged(judgement: Judgement) -> Path:
     if missing:
         raise EvidenceError(f"{folder}: ranks {ranks_text(missing)} left no evidence; see {folder / 'report.txt'}")
     refuse_foreign_file(folder / PICTURE, is_drawing)
-    draw(trial, folder / PICTURE, headline(judgement))
+    draw_trial(trial, folder / PICTURE, headline(judgement))
     return folder / PICTURE
 
 
-def draw(trial: Trial, path: Path, title: str) -> None:
+def draw_trial(trial: Trial, path: Path, title: str) -> None:
     """Write the PNG of a trial to `path`: slices as requested and as observed, groups, losses.
 
     All ranks must have left evidence.

@@ -29,7 +29,7 @@ from harness.core.judge.observed import (
     copied_families,
     differing_by_step,
     families_of_replicas,
-    find_odd_ranks,
+    find_differing_ranks,
     group_ranks_by,
     groups_out_of_order,
 )
@@ -132,12 +132,12 @@ def results_of_anomalies(recording: Recording) -> list[Result]:
     if not recording.summaries:
         return [Result("completed", Verdict.UNKNOWN, note=recording.nothing)]
     by_check: dict[str, list[Anomaly]] = {"completed": []}
-    for anomaly in anomalies(recording):
+    for anomaly in find_anomalies(recording):
         by_check.setdefault(anomaly.check, []).append(anomaly)
-    return [_result(check, of_check, len(recording.summaries)) for check, of_check in by_check.items()]
+    return [_result_of_anomalies(check, of_check, len(recording.summaries)) for check, of_check in by_check.items()]
 
 
-def _result(check: str, anomalies_of_check: Sequence[Anomaly], examined: int) -> Result:
+def _result_of_anomalies(check: str, anomalies_of_check: Sequence[Anomaly], examined: int) -> Result:
     """Return the result of a check that has these anomalies: FAIL with a finding for each one that fails it.
 
     If none of them does, UNKNOWN with the first one's text. PASS if there are no anomalies. examined: number of ranks.
@@ -152,7 +152,7 @@ def _result(check: str, anomalies_of_check: Sequence[Anomaly], examined: int) ->
     return verdict_of(check, findings, examined)
 
 
-def anomalies(recording: Recording) -> list[Anomaly]:
+def find_anomalies(recording: Recording) -> list[Anomaly]:
     """Return the anomalies of all jobs of a recording, the worst first within each job; empty if nothing is anomalous.
 
     The first job comes first. Texts of further jobs begin with "in job 2:". Their ranks without evidence are left out,
@@ -189,7 +189,7 @@ def _anomalies_of_job(recording: Recording) -> list[Anomaly]:
     rows += _replica_anomalies(summaries)
     rows += _partly_equal_anomalies(summaries)
     rows += _not_finite_anomalies(summaries)
-    for odd in find_odd_ranks(summaries)[:4]:
+    for odd in find_differing_ranks(summaries)[:4]:
         if odd.what != "steps" or (recording.code or 0) >= 0:  # a signal meets each rank in another step
             text = f"{odd.what} on {some_ranks_text(odd.ranks)}: {odd.theirs}; on most: {odd.most}"
             rows.append(Anomaly.of_ranks(Kind.UNLIKE_OTHERS, odd.ranks, text))

@@ -86,7 +86,7 @@ def figures_by_name(all_figures: Iterable[Figure]) -> Figures:
     return {(figure.kind, figure.name): figure for figure in all_figures}
 
 
-def figures(recording: Recording, *, warm: bool = False) -> Figures:
+def figures_of_recording(recording: Recording, *, warm: bool = False) -> Figures:
     """Return the figures of a recording's first job, by (kind, name); empty if no rank left evidence.
 
     warm: whether the first step is like the others. If it is not, times are those of later steps, where there are some.
@@ -172,7 +172,7 @@ def figures_of_measures(measures: Mapping[str, float]) -> Figures:
     return figures_by_name(Figure(kinds[name], name, (value,)) for name, value in measures.items() if name in kinds)
 
 
-def shifts(baseline: Figures, candidate: Figures) -> list[Shift]:
+def find_shifts(baseline: Figures, candidate: Figures) -> list[Shift]:
     """Return the figures that differ, the largest change first; what lies within the spread of steps comes last.
 
     If one job lacks an axis that it could show, its figure counts as 0. Other figures that only one job has are left
@@ -183,7 +183,7 @@ def shifts(baseline: Figures, candidate: Figures) -> list[Shift]:
         first = baseline.get(key) or _zero_figure(key, baseline)
         second = candidate.get(key) or _zero_figure(key, candidate)
         if first is not None and second is not None and first.values != second.values:
-            all_shifts.append(_shift(first, second))
+            all_shifts.append(_shift_between(first, second))
     return sorted(all_shifts, key=lambda shift: shift.order)
 
 
@@ -194,7 +194,7 @@ def _zero_figure(key: tuple[str, str], known_figures: Figures) -> Figure | None:
     return Figure(kind, name, (0.0,)) if kind in OF_AXES and has_others_of_kind else None
 
 
-def _shift(first: Figure, second: Figure) -> Shift:
+def _shift_between(first: Figure, second: Figure) -> Shift:
     """Return the change of a figure between two jobs, with medians and ranges, and whether the ranges overlap.
 
     `within` is always False for bytes, and for times that only one job has.

@@ -27,7 +27,7 @@ from harness.recording.judged.judge_sketched import (
     without_other_shapes,
 )
 from harness.recording.judged.recorded_recipe import compare_recipes
-from harness.recording.judged.same_rows import compare_rows, peers_with_other_rows, with_peer_findings
+from harness.recording.judged.same_rows import judge_rows, peers_with_other_rows, with_peer_findings
 from harness.recording.judged.sketch_distances import (
     EQUAL,
     OF_UPDATES,
@@ -108,7 +108,7 @@ def why_no_noise(baseline: Numbers, noise: Numbers) -> str:
     if shows_no_jump(baseline, noise):
         return "no matrix of Muon was rounded to bfloat16 otherwise than in the first: record it with --noise bfloat16"
     steps = sorted({*baseline.steps} & {*noise.steps})
-    for result in (compare_rows(baseline, noise, steps), compare_recipes(baseline, noise, steps)):
+    for result in (judge_rows(baseline, noise, steps), compare_recipes(baseline, noise, steps)):
         if result.findings:
             return f"it is not the same training: {result.check} differ"
         if result.verdict is not Verdict.PASS:
@@ -132,18 +132,18 @@ def compare_numbers(
     candidate = without_other_shapes(candidate, baseline.shapes)
     steps = sorted({*baseline.steps} & {*candidate.steps})
     bounds = bounds or Bounds(baseline, noise)
-    differences = _differences(baseline, candidate, bounds, steps)
+    differences = _tensor_distances(baseline, candidate, bounds, steps)
     gradients = [distance for distance in differences if distance.key[1] == GRADIENT]
     state = [distance for distance in differences if distance.key[1] not in (GRADIENT, WEIGHTS, OF_UPDATES)]
     updates = [distance for distance in differences if distance.key[1] == OF_UPDATES]
     wrong_steps = {distance.key[0] for distance in differences if distance.is_wrong}
     peers = peers_with_other_rows(baseline, candidate, wrong_steps)
     results = [
-        _initial_weights(baseline, candidate),
-        with_peer_findings(compare_rows(baseline, candidate, steps), peers),
+        _compare_initial_weights(baseline, candidate),
+        with_peer_findings(judge_rows(baseline, candidate, steps), peers),
         compare_recipes(baseline, candidate, steps),
         _result_of_tensors("gradients", baseline, candidate, gradients, GRADIENT, steps),
-        _grad_norm(baseline, candidate, bounds, steps),
+        _compare_grad_norms(baseline, candidate, bounds, steps),
         _result_of_tensors("optimizer_state", baseline, candidate, state, "", steps),
         _result_of_tensors("update", baseline, candidate, updates, WEIGHTS, steps),
     ]
@@ -186,7 +186,9 @@ def _unknown_if_empty(result: Result) -> Result:
     return result
 
 
-def _differences(baseline: Numbers, candidate: Numbers, bounds: Bounds, steps: Iterable[int]) -> list[TensorDistance]:
+def _tensor_distances(
+    baseline: Numbers, candidate: Numbers, bounds: Bounds, steps: Iterable[int]
+) -> list[TensorDistance]:
     """Return the distances of all tensors of these steps that both have, with bounds, ordered by step, kind and parameter."""
     order = {fqn: number for number, fqn in enumerate(baseline.shapes)}
     of_steps = {*steps}
@@ -200,7 +202,7 @@ def _differences(baseline: Numbers, candidate: Numbers, bounds: Bounds, steps: I
 # ---- what goes in
 
 
-def _initial_weights(baseline: Numbers, candidate: Numbers) -> Result:
+def _compare_initial_weights(baseline: Numbers, candidate: Numbers) -> Result:
     """Return whether the weights that training starts with are equal, also among replicas: a finding for each parameter
     that differs.
 
@@ -341,7 +343,7 @@ def replica_distance(whole: Whole) -> tuple[tuple[int, ...], float]:
     return tuple(rank for rank, _ in copies), max(distance_and_fit(first, sums)[0] for _, sums in copies)
 
 
-def _grad_norm(baseline: Numbers, candidate: Numbers, bounds: Bounds, steps: list[int]) -> Result:
+def _compare_grad_norms(baseline: Numbers, candidate: Numbers, bounds: Bounds, steps: list[int]) -> Result:
     """Return whether the norms that torch's clipping function returned are that of the first recording's gradients, on
     each rank.
 

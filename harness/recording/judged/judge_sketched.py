@@ -201,9 +201,9 @@ class _Total:
                 pass_number = int(sketch.kind.removeprefix(AFTER_PASS))
                 self.after_pass[sketch.step, pass_number][sketch.fqn] = sketch.sums
             else:
-                self._add(rank, sketch)
+                self._add_slice(rank, sketch)
 
-    def _add(self, rank: int, sketch: Sketch) -> None:
+    def _add_slice(self, rank: int, sketch: Sketch) -> None:
         """Add a slice that no rank had yet.
 
         If another rank had it, compare both, and note the copies in `replicas` if they differ.

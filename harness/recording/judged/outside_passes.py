@@ -90,8 +90,8 @@ def _line(kind: Kind, moved: Moved, steps: Iterable[int]) -> Line:
     sizes = {}
     for step in steps:
         of_ranks = [by_step.get(step, (0, 0)) for by_step in moved.values()]
-        calls[step] = _range(number for number, _ in of_ranks)
-        sizes[step] = _range(size for _, size in of_ranks)
+        calls[step] = _least_and_most(number for number, _ in of_ranks)
+        sizes[step] = _least_and_most(size for _, size in of_ranks)
     groups = sorted({group for _, group in moved}, key=ranks_from_key)
     return Line(*kind, groups=tuple(groups), calls=calls, bytes=sizes)
 
@@ -141,7 +141,7 @@ def _group_owner_text(summary: Summary, group: str) -> str:
     return "all ranks" if len(ranks_from_key(group)) == summary.world else "part of the ranks"
 
 
-def _range(numbers: Iterable[int]) -> Range:
+def _least_and_most(numbers: Iterable[int]) -> Range:
     """Return the least and the largest number. Precondition: there is one."""
     listed = list(numbers)
     return min(listed), max(listed)

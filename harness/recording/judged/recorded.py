@@ -82,17 +82,17 @@ def trial_of(
     ranks = {rank: _evidence_of_steps(record.evidence, steps) for rank, record in records.items()}
     heard = recording or _recording_of(records, directory)
     exits = exits_of(heard, world)
-    case = _case(dims, ranks, Counter(like.values()), max(steps, default=1))
+    case = _case_of_job(dims, ranks, Counter(like.values()), max(steps, default=1))
     units = {rank: claimed_units(evidence) for rank, evidence in ranks.items()}
     units_of_all = {rank: units[representative] for rank, representative in sorted(like.items())}
     measured = Measured(units_of_all, cut_dims=claimed_cut_dims(ranks.values()))
-    plan = _plan(case, TrainerTraits(measured=measured), _ignored_parameters(ranks.values()))
+    plan = _plan_without_ignored(case, TrainerTraits(measured=measured), _ignored_parameters(ranks.values()))
     if dims.tp * dims.pp > 1 or plan.flat:
         plan = without_slices(plan)
     provided = _provided_evidence(case, ranks, records, heard)
     has_size_of_layout = {evidence.world_size for evidence in ranks.values()} == {dims.world_size}
     if has_size_of_layout and (why := why_exits_unknown(exits, heard)):
-        provided = provided.without(("ends",), why, unknown=True)
+        provided = provided.lacking_words(("ends",), why, unknown=True)
     run = RecordedRun(
         directory,
         world,
@@ -118,28 +118,28 @@ def _provided_evidence(
     summaries = recording.summaries.values()
     if recording.world != case.dims.world_size:
         why = f"the job has {recording.world} ranks, not those of the layout"
-        provided = provided.without(WORDS.keys() - {"ends"}, why)
+        provided = provided.lacking_words(WORDS.keys() - {"ends"}, why)
     for word, why in (
         ("slices", _why_no_slices(case, ranks)),
         ("flows", _why_no_flows(records) or _local_training_text(summaries)),
         ("claims", _why_no_claims(case, ranks)),
     ):
         if why:
-            provided = provided.without((word,), why)
+            provided = provided.lacking_words((word,), why)
     if why := _why_claims_unseen(case, ranks, records):
-        provided = provided.without(("claims",), why, unknown=True)
+        provided = provided.lacking_words(("claims",), why, unknown=True)
     if records and all(_has_stepped_nothing(record) for record in records.values()):
         provided = provided.without_complete_evidence(NO_OPTIMIZER)
-        provided = provided.without(("contents",), NO_OPTIMIZER, unknown=True)
+        provided = provided.lacking_words(("contents",), NO_OPTIMIZER, unknown=True)
     own_groups = {rank: summary.groups.own for rank, summary in recording.summaries.items()}
     if why := unplaced_groups_reason(own_groups):
-        provided = provided.without(("members",), why, unknown=True)
+        provided = provided.lacking_words(("members",), why, unknown=True)
     if partial := unrecorded_model_text(summaries):
-        provided = provided.without(("sizes",), partial, unknown=True)
-        provided = provided.only_partly(("claims", "slices", "contents"), partial)
+        provided = provided.lacking_words(("sizes",), partial, unknown=True)
+        provided = provided.with_doubt_about(("claims", "slices", "contents"), partial)
     if failed := recorder_failure_text(summaries):
         provided = provided.without_complete_evidence(failed)
-        provided = provided.only_partly(provided.singly, failed)
+        provided = provided.with_doubt_about(provided.singly, failed)
     return provided
 
 
@@ -148,7 +148,7 @@ def _has_stepped_nothing(record: RankRecord) -> bool:
     return record.ended == "ok" and not record.evidence.steps and not record.steps_seen
 
 
-def _plan(case: Case, traits: TrainerTraits, ignored: set[str]) -> Plan:
+def _plan_without_ignored(case: Case, traits: TrainerTraits, ignored: set[str]) -> Plan:
     """Return the plan of a case. Its flows are without parameters that wrappers ignore, for these are not moved."""
     plan = make_plan(case, traits)
     if not ignored:
@@ -188,7 +188,7 @@ def _evidence_of_steps(evidence: RankEvidence, steps: list[int]) -> RankEvidence
 # ---- what is requested, as far as a layout says it
 
 
-def _case(dims: ParallelDims, ranks: Mapping[int, RankEvidence], many: Mapping[int, int], steps: int) -> Case:
+def _case_of_job(dims: ParallelDims, ranks: Mapping[int, RankEvidence], many: Mapping[int, int], steps: int) -> Case:
     """Return the case of a recorded job: shapes, dtypes, wrapper and reduction dtype are the observed ones, and dims
     the declared ones.
 
@@ -204,7 +204,7 @@ def _case(dims: ParallelDims, ranks: Mapping[int, RankEvidence], many: Mapping[i
     training = TrainingConfig(
         steps=steps, dtype=stored or "float32", compute_dtype=gathered if gathered != stored else None
     )
-    features = Features(wrapper=_wrapper(dims, ranks.values()), reduce_dtype=reduced)
+    features = Features(wrapper=_usable_wrapper_kind(dims, ranks.values()), reduce_dtype=reduced)
     return LayoutCase("recorded", "a recorded job", dims=dims, model=model, training=training, features=features)
 
 
@@ -240,7 +240,7 @@ def _wrapper_kinds(ranks: Iterable[RankEvidence]) -> set[str]:
     return kinds
 
 
-def _wrapper(dims: ParallelDims, ranks: Iterable[RankEvidence]) -> str | None:
+def _usable_wrapper_kind(dims: ParallelDims, ranks: Iterable[RankEvidence]) -> str | None:
     """Return the kind of wrapper that was seen, if it can do what is requested. None if none was seen that can.
 
     A layout of cp alone says no more than that tokens are cut. If no wrapper claims to shard parameters over it, each
@@ -277,7 +277,10 @@ def _why_no_claims(case: Case, ranks: Mapping[int, RankEvidence]) -> str:
     """Return why nothing says where parameters lie; empty if the layout, a wrapper, a DTensor or an empty parameter
     says so."""
     claimed = (
-        case.shards > 1 or _wrapper_kinds(ranks.values()) or _has_dtensors(ranks.values()) or _is_freed(ranks.values())
+        case.shards > 1
+        or _wrapper_kinds(ranks.values())
+        or _has_dtensors(ranks.values())
+        or _has_freed_parameters(ranks.values())
     )
     return "" if claimed else "nothing says where it lies: plain tensors, and no wrapper of torch's was seen"
 
@@ -299,14 +302,14 @@ def _why_claims_unseen(case: Case, ranks: Mapping[int, RankEvidence], records: M
     """Return why it was not seen where parameters lie; empty if it was, or there is nothing to see."""
     if _wrapper_kinds(ranks.values()) or _has_dtensors(ranks.values()):
         return ""
-    if _is_freed(ranks.values()):
+    if _has_freed_parameters(ranks.values()):
         return FREED
-    if case.shards == 1 or not _steps_on_others(records):
+    if case.shards == 1 or not _steps_on_foreign_tensors(records):
         return ""
     return "what is stepped on is no parameter of the model, as under ZeRO: where it lies was not seen"
 
 
-def _is_freed(ranks: Iterable[RankEvidence]) -> bool:
+def _has_freed_parameters(ranks: Iterable[RankEvidence]) -> bool:
     """Return whether some rank has parameters, and all of them are empty before its first pass.
 
     Replicas have them whole, and shards a part.
@@ -318,7 +321,7 @@ def _is_freed(ranks: Iterable[RankEvidence]) -> bool:
     return False
 
 
-def _steps_on_others(records: Mapping[int, RankRecord]) -> bool:
+def _steps_on_foreign_tensors(records: Mapping[int, RankRecord]) -> bool:
     """Return whether optimizers step on other tensors than the model's.
 
     True if in no recorded step an optimizer of any rank has, or found a gradient in, a parameter of the model. False if

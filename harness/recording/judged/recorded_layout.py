@@ -56,7 +56,7 @@ def _trial_of_representatives(recording: Recording, dims: ParallelDims, load: Ca
     records: dict[int, RankRecord] = {}
 
     def trial(representatives: dict[int, int]) -> Trial:
-        records.update(_read(set(representatives.values()) - set(records), load))
+        records.update(_load_records(set(representatives.values()) - set(records), load))
         return trial_of(
             records, dims, str(recording.directory), recording.world, recording=recording, like=representatives
         )
@@ -66,10 +66,10 @@ def _trial_of_representatives(recording: Recording, dims: ParallelDims, load: Ca
     if recording.world != dims.world_size:
         return first_trial
     representatives = split_by_plan(representatives, first_trial)
-    records.update(_read(set(representatives.values()) - set(records), load))
+    records.update(_load_records(set(representatives.values()) - set(records), load))
     representatives |= {rank: rank for rank in disagreeing_ranks(summaries, records, representatives)}
     return trial(representatives) if set(representatives.values()) != set(first_trial.ranks) else first_trial
 
 
-def _read(ranks: Iterable[int], load: Callable[[int], RankRecord]) -> Mapping[int, RankRecord]:
+def _load_records(ranks: Iterable[int], load: Callable[[int], RankRecord]) -> Mapping[int, RankRecord]:
     return {rank: load(rank) for rank in sorted(ranks)}

@@ -26,7 +26,7 @@ def compare_recipes(baseline: Numbers, candidate: Numbers, steps: list[int]) -> 
     if not (baseline.optimizers and candidate.optimizers):
         return Result("recipe", Verdict.UNKNOWN, note="no step of an optimizer was seen in one of the recordings")
     findings = []
-    if {*map(_settings, baseline.optimizers)} != {*map(_settings, candidate.optimizers)}:
+    if {*map(_class_and_settings, baseline.optimizers)} != {*map(_class_and_settings, candidate.optimizers)}:
         name, expected, observed = _differing_setting(baseline.optimizers, candidate.optimizers)
         findings.append(Finding(kind="setting", name=name, expected=expected, observed=observed))
     for step in steps:
@@ -73,7 +73,7 @@ def _scale_value(scales: tuple[float, ...]) -> Value:
     return scales[0] if len(scales) == 1 else scales or "none"
 
 
-def _settings(optimizer: str) -> str:
+def _class_and_settings(optimizer: str) -> str:
     """Return class and settings of an optimizer's text, without the optimizer that contains it, such as ZeRO's."""
     kind, _, settings = optimizer.partition("(")
     return f"{kind.partition(' in ')[0]}({settings}"
@@ -82,9 +82,9 @@ def _settings(optimizer: str) -> str:
 def _differing_setting(baseline: tuple[str, ...], candidate: tuple[str, ...]) -> tuple[str, str, str]:
     """Return the name of the one setting that differs, and its value in both; "optimizer" and all optimizers if more
     differs."""
-    expected_settings = dict(SETTING.findall(_settings(baseline[0])))
-    observed_settings = dict(SETTING.findall(_settings(candidate[0])))
-    classes = {_settings(text).partition("(")[0] for text in (*baseline, *candidate)}
+    expected_settings = dict(SETTING.findall(_class_and_settings(baseline[0])))
+    observed_settings = dict(SETTING.findall(_class_and_settings(candidate[0])))
+    classes = {_class_and_settings(text).partition("(")[0] for text in (*baseline, *candidate)}
     differing = [name for name in expected_settings if expected_settings[name] != observed_settings.get(name)]
     have_same_settings = expected_settings.keys() == observed_settings.keys()
     if len(baseline) == len(candidate) == len(classes) == len(differing) == 1 and have_same_settings:

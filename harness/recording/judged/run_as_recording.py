@@ -13,7 +13,7 @@ from harness.core.evidence.summary import summary_of
 from harness.recording.judged.stored_recording import Recording
 
 
-def as_recording(run: Run) -> Recording:
+def recording_of_run(run: Run) -> Recording:
     """Return the run of a case as a recording.
 
     Digests of contents are left out; an exit code of the command is not known.

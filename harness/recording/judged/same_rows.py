@@ -14,7 +14,7 @@ from harness.core.judge.result import Result, Verdict, verdict_of
 from harness.recording.judged.judge_sketched import Numbers, missing_ranks
 
 
-def compare_rows(baseline: Numbers, candidate: Numbers, steps: list[int]) -> Result:
+def judge_rows(baseline: Numbers, candidate: Numbers, steps: list[int]) -> Result:
     """Return whether ranks of two recordings are fed the same rows in these steps, each as often as any other.
 
     Counts are divided by their common divisor, for tp ranks are fed what their peers are. PASS as well if the same

@@ -15,69 +15,69 @@ from harness.recording.judged.judge_same_training import Comparison
 from harness.recording.judged.judge_sketched import Numbers
 from harness.recording.judged.sketched_gradients import (
     changed_between_steps,
+    gradients_of_other_parameters,
+    gradients_of_step_before,
     located_gradients,
     no_gradients,
     not_finite,
-    of_other_parameters,
-    of_passes,
-    of_the_step_before,
-    own_gradients,
     random_state,
     rounded_gradients,
     scaled_gradients,
     separate_factors,
+    unequally_counted_passes,
+    unreduced_gradients,
     zero_gradients,
 )
 from harness.recording.judged.sketched_inputs import (
-    fed_again,
-    never_stepped,
-    of_another_step,
+    microbatches_repeated,
     other_initial_weights,
     other_samples,
     other_scale,
     other_setting,
     parameters_lost,
+    parameters_never_stepped,
+    parameters_trained_besides,
     peers_differ,
     same_samples,
     samples_lost,
+    samples_of_another_step,
     samples_overlap,
-    trained_besides,
 )
-from harness.recording.judged.sketched_resumed import other_weights, schedule_again, state_lost
+from harness.recording.judged.sketched_resumed import other_weights, restarted_schedule, state_lost
 from harness.recording.judged.sketched_steps import (
-    clipped_otherwise,
-    decayed_otherwise,
     located_step,
     not_stepped,
+    other_clipping,
     other_norm,
+    other_weight_decay,
 )
 from harness.recording.judged.two_recordings import TwoRecordings
 
 SUSPECTS: tuple[SuspectsOf[TwoRecordings], ...] = (
-    own_gradients,
+    unreduced_gradients,
     scaled_gradients,
-    of_the_step_before,
-    of_passes,
+    gradients_of_step_before,
+    unequally_counted_passes,
     separate_factors,
-    of_other_parameters,
+    gradients_of_other_parameters,
     state_lost,
-    clipped_otherwise,
-    decayed_otherwise,
+    other_clipping,
+    other_weight_decay,
 )
 """Functions that propose causes, which are judged again."""
 FACTS: tuple[FactsOf[TwoRecordings], ...] = (
     parameters_lost,
-    never_stepped,
+    parameters_never_stepped,
     other_weights,
     other_initial_weights,
     peers_differ,
-    fed_again,
+    microbatches_repeated,
     same_samples,
-    of_another_step,
+    samples_of_another_step,
     samples_lost,
     samples_overlap,
     other_samples,
-    schedule_again,
+    restarted_schedule,
     other_scale,
     other_setting,
     not_finite,
@@ -89,7 +89,7 @@ FACTS: tuple[FactsOf[TwoRecordings], ...] = (
     other_norm,
     not_stepped,
     facts_of_unproven(state_lost),
-    trained_besides,
+    parameters_trained_besides,
 )
 """Functions that say what was seen directly. Of those that say as much, the first one is the cause."""
 

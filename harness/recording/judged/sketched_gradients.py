@@ -41,7 +41,7 @@ def bound_of(wrong: list[TensorDistance]) -> float:
 # ---- what gradients may be
 
 
-def own_gradients(evidence: TwoRecordings, broken: Broken) -> Proposals:
+def unreduced_gradients(evidence: TwoRecordings, broken: Broken) -> Proposals:
     """Yield one hypothesis: gradients are not reduced over ranks, whose mean is the right gradient times one factor.
 
     Nothing if ranks have no different copies of a slice, or no one factor fits all parameters. It is "norms not summed"
@@ -58,7 +58,7 @@ def own_gradients(evidence: TwoRecordings, broken: Broken) -> Proposals:
     fits = [distance_and_fit(evidence.expected_sketch(key), mean)[1] for key, mean in means.items()]
     if not all(map(math.isfinite, fits)) or np.ptp(fits) > 2 * bound_of(wrong):
         return
-    factor = plain_number(float(np.median(fits)), bound_of(wrong))
+    factor = nearest_plain_number(float(np.median(fits)), bound_of(wrong))
     if not factor:
         return
     alike = _ranks_alike(evidence, keys)
@@ -95,7 +95,7 @@ def scaled_gradients(evidence: TwoRecordings, broken: Broken) -> Proposals:
     fits = [distance.fit for distance in wrong if math.isfinite(distance.fit)]
     if not fits or np.ptp(fits) > 2 * bound_of(wrong):
         return
-    factor = plain_number(float(np.median(fits)), bound_of(wrong))
+    factor = nearest_plain_number(float(np.median(fits)), bound_of(wrong))
     text = f"gradients are {number_text(factor, 4)} times what they should be" if factor else "gradients are zero"
     cause = Cause("gradients scaled", text, hint=_factor_hint(evidence, factor), details=(("factor", factor),))
     sketches = {distance.key: factor * evidence.expected_sketch(distance.key) for distance in wrong}
@@ -111,7 +111,7 @@ def separate_factors(evidence: TwoRecordings, broken: Broken) -> Proposals:
     clear = [distance for distance in wrong if distance.distance > CLEAR * distance.bound]
     if not wrong or len(clear) < len(wrong) or not all(math.isfinite(distance.fit) for distance in wrong):
         return
-    factors = {distance.key: plain_number(distance.fit, distance.bound) for distance in wrong}
+    factors = {distance.key: nearest_plain_number(distance.fit, distance.bound) for distance in wrong}
     parameters: dict[str, list[str]] = {}
     for (_, _, fqn), factor in factors.items():
         parameters.setdefault(number_text(factor, 4), []).append(fqn)
@@ -129,7 +129,7 @@ def separate_factors(evidence: TwoRecordings, broken: Broken) -> Proposals:
     )
 
 
-def of_the_step_before(evidence: TwoRecordings, broken: Broken) -> Proposals:
+def gradients_of_step_before(evidence: TwoRecordings, broken: Broken) -> Proposals:
     """Yield one hypothesis: wrong gradients are a sum of this step's and the step before's, with two factors of best
     fit for all.
 
@@ -169,7 +169,7 @@ def of_the_step_before(evidence: TwoRecordings, broken: Broken) -> Proposals:
     yield evidence.hypothesis(cause, lambda assumed: assumed.if_first_had(sketches), names=_names(wrong), fitted=fitted)
 
 
-def of_passes(evidence: TwoRecordings, broken: Broken) -> Proposals:
+def unequally_counted_passes(evidence: TwoRecordings, broken: Broken) -> Proposals:
     """Yield one hypothesis: passes of the first recording count unequally in the gradients, each with a fitted weight.
 
     Nothing if passes were not recorded, cannot be distinguished, or count alike.
@@ -186,7 +186,7 @@ def of_passes(evidence: TwoRecordings, broken: Broken) -> Proposals:
     yield evidence.hypothesis(cause, lambda assumed: assumed.if_first_had(sketches), names=_names(wrong), fitted=passes)
 
 
-def of_other_parameters(evidence: TwoRecordings, broken: Broken) -> Proposals:
+def gradients_of_other_parameters(evidence: TwoRecordings, broken: Broken) -> Proposals:
     """Yield one hypothesis: each wrong gradient is that of one other parameter of its shape, in this step or the one
     before.
 
@@ -415,7 +415,7 @@ def located_gradients(evidence: TwoRecordings) -> Cause:
 # ---- in words
 
 
-def plain_number(factor: float, close: float) -> float:
+def nearest_plain_number(factor: float, close: float) -> float:
     """Return the integer, or the inverse of an integer, that a factor is within the bound; the factor itself if
     there is none."""
     if factor == 0 or not math.isfinite(1 / factor):  # of the smallest numbers, the inverse is infinite

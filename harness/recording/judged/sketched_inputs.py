@@ -55,7 +55,7 @@ def parameters_lost(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     yield Fact(cause, CHECKS)
 
 
-def never_stepped(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+def parameters_never_stepped(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     """Yield one fact on parameters that no optimizer of the second recording steps on, though the first one's does.
 
     Nothing where it has some under other names, or a rank left no numbers.
@@ -74,7 +74,7 @@ def never_stepped(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
         yield Fact(Cause("incomplete", f"no optimizer steps on {shorten_names(still, FEW)}", details=details), CHECKS)
 
 
-def trained_besides(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+def parameters_trained_besides(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     """Yield one fact, a symptom, on parameters that only the second recording steps on.
 
     Nothing where it lacks one of the first recording's parameters, or a rank of the first left no numbers.
@@ -128,7 +128,7 @@ def peers_differ(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
         yield _samples_fact(evidence, "peers differ", text, hint, axis="tp", ranks=peers[0])
 
 
-def fed_again(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+def microbatches_repeated(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     """Yield one fact on ranks whose passes of the first wrong step, of which there are several, were all fed the same
     rows.
     """
@@ -161,7 +161,7 @@ def same_samples(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
         yield _samples_fact(evidence, "same samples", text, hint)
 
 
-def of_another_step(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+def samples_of_another_step(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     """Yield one fact if all ranks with rows that are not of this step have rows of one other step alone.
 
     Nothing unless `samples` is broken, or if several steps fit.

@@ -40,7 +40,7 @@ def weights_of_passes(
     if not parts or BUCKETS * len(fqns) < TIMES * len(rows):
         return None
     lengths = np.repeat([baseline.whole[step, GRADIENT, fqn].length or 1.0 for fqn in fqns], BUCKETS)
-    columns = np.stack([_in_a_row(part, fqns) for part in parts], axis=1) / lengths[:, None]
+    columns = np.stack([_concatenated_sketches(part, fqns) for part in parts], axis=1) / lengths[:, None]
     target = np.concatenate([candidate.whole[step, GRADIENT, fqn].sums for fqn in fqns]) / lengths
     counts = np.linalg.norm(columns, axis=0) > bound  # a pass without a label adds nothing
     if not np.isfinite(target).all() or np.linalg.matrix_rank(columns[:, counts]) < sum(counts):
@@ -55,7 +55,10 @@ def weights_of_passes(
     sums = {}
     for fqn in fqns:
         sums[fqn] = weights @ np.stack([part[fqn] for part in parts])
-    readings = [*_readings(candidate, step, rows, weights, counts, close), _reading_by_pass(rows, weights)]
+    readings = [
+        *_groupings_with_equal_weights(candidate, step, rows, weights, counts, close),
+        _reading_by_pass(rows, weights),
+    ]
     return _cause(readings, close), sums
 
 
@@ -65,7 +68,7 @@ def _parameters_with_gradient(baseline: Numbers, candidate: Numbers, step: int) 
     return [key[2] for key in keys if key in candidate.whole]
 
 
-def _in_a_row(sketches: Mapping[str, np.ndarray], fqns: Sequence[str]) -> np.ndarray:
+def _concatenated_sketches(sketches: Mapping[str, np.ndarray], fqns: Sequence[str]) -> np.ndarray:
     return np.concatenate([sketches[fqn] for fqn in fqns])
 
 
@@ -92,7 +95,7 @@ def _parts_of_passes(baseline: Numbers, step: int, passes: int, fqns: Sequence[s
 # ---- whose passes they are
 
 
-def _readings(
+def _groupings_with_equal_weights(
     candidate: Numbers,
     step: int,
     rows: Sequence[tuple[int, ...]],
@@ -155,7 +158,7 @@ def _cause(readings: Sequence[Reading], close: float) -> Cause:
     has each pass of the first recording alone, and is no such evidence. Precondition: there is a reading.
     """
     for name, weights in readings[:-1]:
-        numbers = _finite(weights)
+        numbers = _finite_weights(weights)
         share = sum(1 / number for number in numbers if number) / len(weights)
         lost = sorted(group for group, weight in weights.items() if abs(weight) <= close)
         details = (("units", name), ("weights", tuple(numbers.tolist())))
@@ -166,7 +169,7 @@ def _cause(readings: Sequence[Reading], close: float) -> Cause:
             text = f"the loss is averaged per {name}, and then over these: {len(weights)} of unequal size count alike"
             return Cause("averaged locally", text, hint=_weights_text(numbers), details=details)
     name, weights = readings[0]
-    numbers = _finite(weights)
+    numbers = _finite_weights(weights)
     details = (("units", name), ("weights", tuple(numbers.tolist())))
     text = f"gradients count unequally by {name}"
     return Cause("unequal contributions", text, hint=_weights_text(numbers), details=details)
@@ -180,7 +183,7 @@ def _lost_text(name: str, lost: Sequence[Group], groups: int) -> str:
     return f"of {groups} ({name}), {len(lost)} do not contribute to the gradient: {which}"
 
 
-def _finite(weights: Mapping[Group, float]) -> np.ndarray:
+def _finite_weights(weights: Mapping[Group, float]) -> np.ndarray:
     return np.array([weight for weight in weights.values() if math.isfinite(weight)])
 
 

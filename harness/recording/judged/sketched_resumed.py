@@ -33,7 +33,9 @@ def state_lost(evidence: TwoRecordings, broken: Broken) -> Iterator[Hypothesis[T
     if STATE not in broken or not evidence.baseline.after or evidence.step != step or not averages:
         return
     for average in averages:
-        if not _is_new(evidence.candidate, average) or _is_new(evidence.baseline, average):
+        if not _is_multiple_of_gradient(evidence.candidate, average) or _is_multiple_of_gradient(
+            evidence.baseline, average
+        ):
             return
     kinds = sorted({distance.key[1] for distance in averages})
     names = tuple(dict.fromkeys(distance.key[2] for distance in averages))
@@ -79,7 +81,7 @@ def _part_that_remains(numbers: Numbers, kind: str) -> float | None:
     return float(betas[number]) if betas and number else None
 
 
-def _is_new(numbers: Numbers, average: TensorDistance) -> bool:
+def _is_multiple_of_gradient(numbers: Numbers, average: TensorDistance) -> bool:
     """Return whether an average is a multiple of its step's gradient, within its bound.
 
     False where that is not known.
@@ -127,7 +129,7 @@ def _are_of_step(evidence: TwoRecordings, step: int, fqn: str) -> bool:
     return expected is not None and observed is not None and distance_and_fit(expected.sums, observed.sums)[0] <= EQUAL
 
 
-def schedule_again(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
+def restarted_schedule(evidence: TwoRecordings, broken: Broken) -> Iterator[Fact]:
     """Yield one fact: from the first wrong learning rate on, rates are those of a schedule that restarts after
     resuming.
 

@@ -36,7 +36,7 @@ BETA1 = re.compile(r"betas \(([0-9.]+),")
 # ---- what a step may have done
 
 
-def clipped_otherwise(evidence: TwoRecordings, broken: Broken) -> Iterator[Hypothesis[TwoRecordings]]:
+def other_clipping(evidence: TwoRecordings, broken: Broken) -> Iterator[Hypothesis[TwoRecordings]]:
     """Yield one hypothesis: gradients were clipped by another factor, for in step 1 their averages are other multiples
     of them.
 
@@ -123,7 +123,7 @@ def _clipping(factors: Mapping[str, tuple[float, float]], bound: float) -> Cause
     """
     observed = [multiple for _, multiple in factors.values()]
     right, seen = next(iter(factors.values()))
-    digits = next(number for number in (4, 8, 17) if number > 8 or _differ(right, seen, number))
+    digits = next(number for number in (4, 8, 17) if number > 8 or _differ_in_digits(right, seen, number))
     details = (("expected", right), ("factors", tuple(observed)))
     kind = "clipped by another norm"
     how = f"multiplied by {number_text(seen, digits)}"
@@ -138,11 +138,11 @@ def _clipping(factors: Mapping[str, tuple[float, float]], bound: float) -> Cause
     return Cause(kind, text, details=details)
 
 
-def _differ(first: float, second: float, digits: int) -> bool:
+def _differ_in_digits(first: float, second: float, digits: int) -> bool:
     return number_text(first, digits) != number_text(second, digits)
 
 
-def decayed_otherwise(evidence: TwoRecordings, broken: Broken) -> Iterator[Hypothesis[TwoRecordings]]:
+def other_weight_decay(evidence: TwoRecordings, broken: Broken) -> Iterator[Hypothesis[TwoRecordings]]:
     """Yield one hypothesis: an update or an average of gradients is off by a multiple of the weights before the step.
 
     Nothing if these weights are not known, or if the multiple is above MOST_DECAY. Squares of gradients are left out

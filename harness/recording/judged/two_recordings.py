@@ -65,7 +65,7 @@ class TwoRecordings:
     @functools.cached_property
     def judged(self) -> Comparison:
         """The comparison of the recordings up to the first wrong check, as they are or as they are assumed."""
-        return compare_numbers(*self._until_first(), bounds=self.comparison.bounds)
+        return compare_numbers(*self._numbers_until_first(), bounds=self.comparison.bounds)
 
     def result_of(self, check: str) -> Result:
         """Return the result of a check up to the first wrong one."""
@@ -180,7 +180,7 @@ class TwoRecordings:
         lost = {*self.baseline.shapes} - {*self.candidate.shapes} if missing_ranks(self.candidate) else set()
         return {*self.baseline.shapes} - lost
 
-    def _until_first(self) -> tuple[Numbers, Numbers]:
+    def _numbers_until_first(self) -> tuple[Numbers, Numbers]:
         """Return both recordings' numbers up to the first wrong check, as if each rank had left some.
 
         What missing ranks had is as open with an assumption as without it.

@@ -9,7 +9,7 @@ from harness.core.case.dims import ParallelDims
 from harness.core.judge.result import Diagnosis, Result, verdict_of_all
 from harness.core.report.as_data import as_data
 from harness.core.report.cause_text import diagnosis_line
-from harness.recording.judged.anomalies import anomalies
+from harness.recording.judged.anomalies import find_anomalies
 from harness.recording.judged.stored_recording import Recording
 from harness.recording.judged.structure import costs, structure
 from harness.recording.pages.recording_layout import JudgedJob, results_of
@@ -55,7 +55,7 @@ def recording_document(
         "left_evidence": list(recording.summaries),
         "exits": recording.exits,
         "unreadable": recording.unreadable,
-        "odd": anomalies(recording),
+        "odd": find_anomalies(recording),
         "facts": [{"label": label, "text": text} for label, text in rows],
         "structure": structure(recording) if summaries else {},
         "costs": costs(recording),

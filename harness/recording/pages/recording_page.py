@@ -22,7 +22,7 @@ from harness.core.judge.observed import (
     observed_axes,
 )
 from harness.core.report.text import WIDTH, Rows, wrap_text
-from harness.recording.judged.anomalies import NO_CHECK_OF_A_LAYOUT, anomalies
+from harness.recording.judged.anomalies import NO_CHECK_OF_A_LAYOUT, find_anomalies
 from harness.recording.judged.outside_passes import PHASES as WORDS_OF_PHASES
 from harness.recording.judged.outside_passes import Line, outside_lines, whole_steps
 from harness.recording.judged.stored_recording import Recording
@@ -160,7 +160,7 @@ def anomalies_text(recording: Recording) -> str:
 
 def anomaly_rows(recording: Recording) -> Rows:
     """Return a row for each anomaly: its kind, and text. Empty if nothing is anomalous."""
-    return [(anomaly.label, anomaly.text) for anomaly in anomalies(recording)]
+    return [(anomaly.label, anomaly.text) for anomaly in find_anomalies(recording)]
 
 
 def _title_text(recording: Recording) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from harness.core.evidence.text import count_text
-from harness.recording.judged.figures import EXPOSED, Figure, Figures, figures, figures_by_name
+from harness.recording.judged.figures import EXPOSED, Figure, Figures, figures_by_name, figures_of_recording
 from harness.recording.judged.outside_passes import SECTION
 from harness.recording.judged.structure import structure
 from harness.recording.traces.job import TracedJob
@@ -78,4 +78,4 @@ def traced_figures(job: TracedJob) -> Figures:
         Figure(EXPOSED, f"{op} in {phase}, over {size} ranks", steps)
         for (size, op, phase), steps in exposed_by_step(job).items()
     ]
-    return {**figures(job.recording, warm=True), **figures_by_name(exposed)}
+    return {**figures_of_recording(job.recording, warm=True), **figures_by_name(exposed)}

@@ -47,6 +47,6 @@ def files_of_kind(path: Path, kind: str) -> list[Path]:
     return [file for file in sorted(path.iterdir()) if file.is_file() and kind_of_file(file) == kind]
 
 
-def all_files(paths: Sequence[Path], kind: str) -> list[Path]:
+def files_of_paths(paths: Sequence[Path], kind: str) -> list[Path]:
     """Return the files of all these places, each once."""
     return list(dict.fromkeys(itertools.chain.from_iterable(files_of_kind(path, kind) for path in paths)))

@@ -154,16 +154,18 @@ def _provided_evidence(ranks: Mapping[int, TracedRank], world: int) -> Provided:
     provided = TRACED
     if not any(traced_rank.steps for traced_rank in ranks.values()):
         why = "no step is in the traces of all ranks: call step() of the profiler in each step, on all ranks alike"
-        provided = provided.without(("structure", "uses", "members"), why, unknown=True)
+        provided = provided.lacking_words(("structure", "uses", "members"), why, unknown=True)
     for rank, traced_rank in ranks.items():
         if traced_rank.nameless:
             gloo = ", as gloo's do" if "gloo" in traced_rank.trace.backend else ""
             why = f"{operators_text(traced_rank.nameless)} of rank {rank} name no group{gloo}"
-            provided = provided.without(("members",), why, unknown=True)
+            provided = provided.lacking_words(("members",), why, unknown=True)
         if traced_rank.trace.groups is None:
-            provided = provided.without(("groups",), f"the trace of rank {rank} lists no process groups", unknown=True)
+            provided = provided.lacking_words(
+                ("groups",), f"the trace of rank {rank} lists no process groups", unknown=True
+            )
     if missing := sorted({*range(world)} - ranks.keys()):
-        provided = provided.only_partly(
+        provided = provided.with_doubt_about(
             ("uses", "members", "groups"), f"no trace of {count_text(len(missing), 'rank')}"
         )
     return provided

@@ -151,15 +151,15 @@ class _Reader:
         if kind == "cpu_op":
             args = event.get("args", {})
             if name.startswith((BACKWARD_OP, "record_param_comms", "c10d::")):
-                self._operator(_span_of(event), name, args)
+                self._keep_operator(_span_of(event), name, args)
             elif args.get("Fwd thread id") == 0 and "Sequence number" in args:
                 self.forward_ops.append(float(event["ts"]))
         elif kind == "user_annotation":
-            self._annotation(event, name)
+            self._keep_annotation(event, name)
         elif kind == "kernel":
-            self._kernel(event, name)
+            self._keep_kernel(event, name)
 
-    def _operator(self, span: Span, name: str, args: dict[str, Any]) -> None:
+    def _keep_operator(self, span: Span, name: str, args: dict[str, Any]) -> None:
         """Keep an operator: backward passes, and the calls of collectives. Others, such as a wait, are dropped."""
         if name.startswith(BACKWARD_OP):
             self.trace.passes["backward"].append(span)
@@ -169,7 +169,7 @@ class _Reader:
         elif "Collective name" in args and operator_of(args["Collective name"]):
             self.raw_calls.append((span, args))
 
-    def _annotation(self, event: dict[str, Any], name: str) -> None:
+    def _keep_annotation(self, event: dict[str, Any], name: str) -> None:
         """Keep a range: a step, an optimizer's step, a backend's collective, or a pass of a wrapper.
 
         Others are dropped.
@@ -188,7 +188,7 @@ class _Reader:
                     self.trace.passes[kind].append(_span_of(event))
                     break
 
-    def _kernel(self, event: dict[str, Any], name: str) -> None:
+    def _keep_kernel(self, event: dict[str, Any], name: str) -> None:
         """Keep a kernel: of a collective (NCCL) its times and arguments, of others only the times."""
         span = _span_of(event)
         args = event.get("args", {})

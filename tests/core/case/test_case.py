@@ -137,10 +137,10 @@ def test_a_case_comes_back_from_json_as_it_was() -> None:
 
 def test_what_follows_from_a_case() -> None:
     case = Case("x", "-", ParallelDims(dp_replicate=2, dp_shard=2, tp=2), features=Features(accumulation=2))
-    assert (case.dims.world_size, case.dims.dp, case.local_batch, case.exact) == (8, 4, 2, True)
+    assert (case.dims.world_size, case.dims.dp, case.local_batch, case.has_derived_bounds) == (8, 4, 2, True)
     assert str(case.dims) == "pp 1 x dp_replicate 2 x dp_shard 2 x cp 1 x tp 2"
-    assert not dataclasses.replace(case, features=Features(reduce_dtype="bfloat16")).exact
-    assert not dataclasses.replace(case, training=TrainingConfig(dtype="float32")).exact
+    assert not dataclasses.replace(case, features=Features(reduce_dtype="bfloat16")).has_derived_bounds
+    assert not dataclasses.replace(case, training=TrainingConfig(dtype="float32")).has_derived_bounds
 
 
 # ---- what a person gets wrong: a value

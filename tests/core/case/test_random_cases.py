@@ -9,20 +9,26 @@ import pytest
 from harness.core import cli
 from harness.core.case.case import CaseError
 from harness.core.case.options import all_options
-from harness.core.case.random_cases import LARGEST_WORLD, LEFT_OUT_KINDS, case_of_name, draw, draw_first
+from harness.core.case.random_cases import (
+    LARGEST_WORLD,
+    LEFT_OUT_KINDS,
+    case_of_name,
+    draw_random_case,
+    draw_runnable_cases,
+)
 
-DRAWN = [draw(3, number) for number in range(1, 201)]
+DRAWN = [draw_random_case(3, number) for number in range(1, 201)]
 
 
 def test_a_name_says_which_case_it_is() -> None:
-    case = draw(3, 17)
+    case = draw_random_case(3, 17)
     assert case_of_name("random_3_17") == case and case.name == "random_3_17"
     assert [case_of_name(name) for name in ("hsdp_2x2", "random_3", "my_random_3_17")] == [None, None, None]
 
 
 def test_other_seeds_and_numbers_draw_other_cases() -> None:
     assert len({case.why for case in DRAWN}) > 190
-    assert [case.why for case in DRAWN] != [draw(4, number).why for number in range(1, 201)]
+    assert [case.why for case in DRAWN] != [draw_random_case(4, number).why for number in range(1, 201)]
 
 
 def test_a_case_has_all_that_its_why_says() -> None:
@@ -38,25 +44,25 @@ def test_a_case_has_all_that_its_why_says() -> None:
 
 
 def test_every_option_is_drawn_but_those_left_out() -> None:
-    every = [draw(5, number) for number in range(1, 601)]
+    every = [draw_random_case(5, number) for number in range(1, 601)]
     never = {option.name for option in all_options() if not any(map(option.is_requested_by, every))}
     assert never == {option.name for option in all_options() if option.kind in LEFT_OUT_KINDS}
 
 
 def test_what_cannot_run_is_passed_over_and_keeps_its_number() -> None:
-    chosen = draw_first(2, 3, lambda case: "no pipelines" if case.dims.pp > 1 else None)
+    chosen = draw_runnable_cases(2, 3, lambda case: "no pipelines" if case.dims.pp > 1 else None)
     assert [case.name for case in chosen] == [case.name for case in DRAWN if case.dims.pp == 1][:2]
 
 
 def test_a_trainer_that_runs_none_is_told_with_the_reasons() -> None:
     told = "--random 1: of 2000 drawn this trainer runs 0, of the last 2000 none; most often because of: "
     with pytest.raises(CaseError) as refused:
-        draw_first(1, 3, lambda case: "no pipelines" if case.dims.pp > 1 else "nothing runs")
+        draw_runnable_cases(1, 3, lambda case: "no pipelines" if case.dims.pp > 1 else "nothing runs")
     assert str(refused.value).startswith(told) and " x nothing runs; " in str(refused.value)
 
 
 def test_cases_are_drawn_in_the_dtype_that_a_trainer_computes_in() -> None:
-    chosen = draw_first(
+    chosen = draw_runnable_cases(
         5, 3, lambda case: None if case.training.dtype == "float32" else "float32 only", dtype="float32"
     )
     assert [case.name for case in chosen] == [case.name for case in DRAWN][:5]

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from harness.core.case.features import LOOPED
-from harness.core.case.schedule import ZERO_BUBBLE, Action, count_gathers, refusal, schedule_actions, stages_of
+from harness.core.case.schedule import (
+    ZERO_BUBBLE,
+    Action,
+    count_gathers,
+    schedule_actions,
+    stages_at_pp_index,
+    why_schedule_refused,
+)
 
 SINGLE = ("GPipe", "1F1B")
 GRID = [
@@ -18,7 +25,7 @@ GRID = [
     for schedule in (*SINGLE, *LOOPED)
     for pp, chunks, microbatches in itertools.product((2, 3, 4), (1, 2, 3), (*range(1, 11), 12, 13, 16))
 ]
-TAKEN = [numbers for numbers in GRID if refusal(*numbers) is None]
+TAKEN = [numbers for numbers in GRID if why_schedule_refused(*numbers) is None]
 
 
 class FakeStage(SimpleNamespace):
@@ -54,7 +61,7 @@ def order_of_torch(schedule: str, pp: int, chunks: int, microbatches: int) -> di
     kind = get_schedule_class(schedule)
     if schedule in SINGLE:
         return {index: done_by_torch(kind, pp, microbatches, index) for index in range(pp)}
-    stages = [stage_of_torch(stage, pp * chunks, pp, 0) for stage in stages_of(schedule, pp, chunks, 0)]
+    stages = [stage_of_torch(stage, pp * chunks, pp, 0) for stage in stages_at_pp_index(schedule, pp, chunks, 0)]
     made = kind(stages, microbatches, loss_fn=lambda *_: None)
     return {index: list(plain_actions(steps)) for index, steps in made.pipeline_order.items()}
 
@@ -85,7 +92,7 @@ def test_every_schedule_is_what_torch_generates(schedule: str) -> None:
 
 def test_what_is_refused_torch_refuses_too() -> None:
     for numbers in GRID:
-        if refusal(*numbers) is not None and (numbers[0] not in SINGLE or numbers[2] == 1):
+        if why_schedule_refused(*numbers) is not None and (numbers[0] not in SINGLE or numbers[2] == 1):
             with pytest.raises(ValueError):
                 order_of_torch(*numbers)
 
@@ -132,8 +139,8 @@ def test_1f1b_in_full() -> None:
 
 
 def test_a_v_goes_down_and_back() -> None:
-    assert [stages_of("ZBVZeroBubble", 3, 2, index) for index in range(3)] == [(0, 5), (1, 4), (2, 3)]
-    assert [stages_of("Interleaved1F1B", 3, 2, index) for index in range(3)] == [(0, 3), (1, 4), (2, 5)]
+    assert [stages_at_pp_index("ZBVZeroBubble", 3, 2, index) for index in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert [stages_at_pp_index("Interleaved1F1B", 3, 2, index) for index in range(3)] == [(0, 3), (1, 4), (2, 5)]
 
 
 @pytest.mark.parametrize(
@@ -149,17 +156,19 @@ def test_a_v_goes_down_and_back() -> None:
     ],
 )
 def test_what_a_schedule_just_takes_and_just_does_not(least: tuple, too_little: tuple) -> None:
-    assert refusal(*least) is None
-    assert refusal(*too_little)
-    assert refusal("LoopedBFS", *too_little[1:]) is None
+    assert why_schedule_refused(*least) is None
+    assert why_schedule_refused(*too_little)
+    assert why_schedule_refused("LoopedBFS", *too_little[1:]) is None
 
 
 def test_refusals_say_the_arithmetic() -> None:
-    assert refusal("Interleaved1F1B", 2, 2, 5) == (
+    assert why_schedule_refused("Interleaved1F1B", 2, 2, 5) == (
         "schedule Interleaved1F1B goes through microbatches in 2 equal rounds (microbatches // pp = 5 // 2),"
         " which do not divide 5"
     )
-    assert refusal("1F1B", 4, 1, 3) == "schedule 1F1B needs at least as many microbatches as stages: 3 < pp 4"
+    assert (
+        why_schedule_refused("1F1B", 4, 1, 3) == "schedule 1F1B needs at least as many microbatches as stages: 3 < pp 4"
+    )
 
 
 def test_fsdp_gathers_a_stage_once_a_pass_or_as_often_as_forward_freed_it() -> None:

@@ -30,7 +30,7 @@ def test_a_turned_case_keeps_its_name_layout_and_recipe_and_has_no_golden() -> N
     case = find_case("hsdp_2x2", CASES)
     turned = with_dtype(case, "float32")
     assert turned == replace(case, training=replace(case.training, dtype="float32"), file="")
-    assert not turned.exact
+    assert not turned.has_derived_bounds
 
 
 def test_a_case_that_is_in_that_dtype_stays_what_it_is() -> None:

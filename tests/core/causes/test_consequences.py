@@ -39,7 +39,7 @@ def test_updates_do_not_follow_where_replicas_agree_for_they_are_judged_by_the_g
 
 
 def with_losses(trial: Trial, number: int, factor: float) -> Trial:
-    for rank, step, _ in list(trial.steps()):
+    for rank, step, _ in list(trial.steps_with_reference()):
         parts = tuple(replace(part, loss_sum=factor * (part.loss_sum or 0.0)) for part in step.microbatches)
         trial = with_step(trial, rank, step.step, microbatches=parts) if step.step == number else trial
     return trial

@@ -102,7 +102,7 @@ def test_a_check_that_has_nothing_to_judge_holds_only_where_that_is_what_is_assu
 
 
 def test_a_check_is_judged_by_its_own_name_as_far_as_its_evidence_is_on_record() -> None:
-    provided = Provided().without(("claims",), "-").without(("flows",), "-", unknown=True)
+    provided = Provided().lacking_words(("claims",), "-").lacking_words(("flows",), "-", unknown=True)
     recorded = replace(RIGHT, run=replace(RIGHT.run, provided=provided))
     found = [hypothesis.verdict_of(recorded, name) for name in ("placements", "traffic", "process_groups", "golden")]
     assert found == [Verdict.NOT_APPLICABLE, Verdict.UNKNOWN, Verdict.PASS, Verdict.PASS]

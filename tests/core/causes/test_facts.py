@@ -31,11 +31,11 @@ from harness.core.case.dims import ParallelDims
 from harness.core.causes import diagnose
 from harness.core.causes.facts import (
     FINDING_ROWS,
+    facts_of_other_stages,
     facts_of_table,
     layers_lost,
     not_finite,
     not_trained,
-    of_other_stages,
     process_failed,
 )
 from harness.core.causes.words import elsewhere_text, first_finding
@@ -428,7 +428,9 @@ def test_a_layer_on_two_stages_and_one_on_none_are_told_by_ranks_and_layers() ->
         (rest, {"hold": {1, *names}, "lack": {0, *names}}, moved),
     ):
         odd = with_rank(with_rank(trial, 0, parameters=(*first,)), 1, parameters=(*layer, *right[1]))
-        (fact,) = of_other_stages(odd, {"completed": judged("completed", odd)})
+        (fact,) = facts_of_other_stages(odd, {"completed": judged("completed", odd)})
         assert {key: {*held} for key, held in fact.cause.details} == details
         assert fact.cause.observed == text
-    assert not [*of_other_stages(fsdp_4(), {"completed": judged("completed", not_holding(fsdp_4(), 1, [EMBEDDING]))})]
+    assert not [
+        *facts_of_other_stages(fsdp_4(), {"completed": judged("completed", not_holding(fsdp_4(), 1, [EMBEDDING]))})
+    ]

@@ -15,7 +15,7 @@ from harness.core.case.case import Saved
 from harness.core.case.dims import ParallelDims
 from harness.core.causes.pieces import TOLERATED_RESIDUAL, FittedWeights, Pieces, fit_weights
 from harness.core.judge.trial import Trial
-from harness.core.plan.stages import positions
+from harness.core.plan.stages import token_positions_of_rank
 
 SIXTEEN = replace(EIGHT, seq_len=16, variable_length=True)
 
@@ -40,7 +40,7 @@ def test_a_piece_is_a_sample_of_a_share_or_what_a_cp_rank_receives_of_it() -> No
     assert pieces.all[8] == (4, 0, 0, 0) and pieces.all_received_once
     for step in (1, 2):
         wanted = [
-            ([row], positions(trial.case, 2 * place, trial.case.seq_len(step)).tolist())
+            ([row], token_positions_of_rank(trial.case, 2 * place, trial.case.seq_len(step)).tolist())
             for row in range(8)
             for place in (0, 1)
         ]
@@ -89,7 +89,7 @@ def test_valid_tokens_are_those_with_a_label_of_the_step_s_length_token_0_among_
     pieces, length = Pieces(trial), trial.case.seq_len(2)
     assert length == 8
     wanted = [
-        float((labels[8 + row, positions(trial.case, place, length)] >= 0).sum())
+        float((labels[8 + row, token_positions_of_rank(trial.case, place, length)] >= 0).sum())
         for row in range(8)
         for place in (0, 1)
     ]

@@ -14,10 +14,10 @@ from literal_reference import clip
 from harness.core.case.dims import ParallelDims
 from harness.core.causes import diagnose
 from harness.core.causes.engine import explain, failing_checks
-from harness.core.causes.reported import norm_sources, odd_reports, reports_of, wrong_reports
+from harness.core.causes.reported import facts_of_wrong_reports, norm_sources, reports_of, wrong_reports
 from harness.core.checks import judge
 from harness.core.judge.contents import to_bfloat16
-from harness.core.judge.norms import norm_of
+from harness.core.judge.norms import norm_of_slices
 from harness.core.judge.result import Cause
 from harness.core.judge.trial import Trial
 
@@ -181,7 +181,7 @@ def test_a_norm_that_is_not_reduced_over_axes(
     layout: str, axes: tuple[str, ...], peers: Callable[[int], tuple[int, ...]]
 ) -> None:
     trial = trial_of(tiny_case(layout))
-    wrong = shows(trial, NORM, lambda rank, step: norm_of(trial, step, peers(rank)))
+    wrong = shows(trial, NORM, lambda rank, step: norm_of_slices(trial, step, peers(rank)))
     assert whose(wrong, NORM) == {"not reduced over": axes}
 
 
@@ -232,7 +232,7 @@ def test_a_norm_is_compared_with_that_of_the_ranks_own_replica() -> None:
 def test_a_report_that_repeats_what_is_wrong_is_not_blamed() -> None:
     trial = scaled("fsdp_2", 2.0)
     result = {NORM: judged(NORM, trial)}
-    assert not [*wrong_reports(trial, result)] and not [*odd_reports(trial, result)]
+    assert not [*wrong_reports(trial, result)] and not [*facts_of_wrong_reports(trial, result)]
     odd = shows(FSDP_4, NORM, lambda rank, step: 17.0 + step)
     worse = with_step(odd, 0, 1, gradients={f: 1.5 * g for f, g in odd.ranks[0].steps[0].gradients.items()})
     found = diagnose(worse, judge(worse))
@@ -290,7 +290,7 @@ def length(*gradients: np.ndarray) -> float:
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_norms_are_of_the_gradients_that_their_details_say(dtype: type) -> None:
     trial = trial_of(tiny_case(dims(shard=2, tp=2)))
-    for rank, step, _ in [*trial.steps()]:
+    for rank, step, _ in [*trial.steps_with_reference()]:
         narrow = {fqn: g.astype(np.float32).astype(dtype) for fqn, g in step.gradients.items()}
         trial = with_step(trial, rank, step.step, gradients=narrow)
     of = {fqn: reference_gradient(trial, fqn).astype(np.float32).astype(np.float64) for fqn in trial.plan.shapes}

@@ -17,10 +17,10 @@ from literal import TINY, judged, tiny_case, trial_of, with_rank, with_value
 from harness.core.evidence.exported import ExportedTensor, as_exported
 from harness.core.judge.exports import (
     expected_export,
-    export_weights_after,
-    export_with_rows,
     merge_adapters,
     rows_in_half_order,
+    tensors_with_row_order,
+    weights_to_export,
 )
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
@@ -39,7 +39,7 @@ def exporting(kind: str, change: Callable[[Tensors, Trial], Tensors] = lambda he
     """change: of the right export."""
     model = replace(MODEL, tied_embeddings=bool(more.get("tied")), lora=LORA if more.get("lora") else None)
     trial = trial_of(tiny_case("fsdp_2", export=kind, model=model))
-    held = change(expected_export(trial.case, export_weights_after(trial, 3)), trial)
+    held = change(expected_export(trial.case, weights_to_export(trial, 3)), trial)
     return with_rank(trial, 0, exported={name: ExportedTensor(str(one.dtype), one) for name, one in held.items()})
 
 
@@ -85,9 +85,7 @@ def test_a_tensor_of_which_replicas_hold_different_values_is_not_judged(held: in
     trial = trial_of(tiny_case("ddp_2", export="hf", model=MODEL))
     trial = with_value(trial, 1, 3, "parameters", W1, lambda value: value + 1)
     of_rank = with_rank(trial, 0, steps=trial.ranks[held].steps)
-    export = expected_export(
-        trial.case, {**export_weights_after(trial, 3), W1: of_rank.ranks[0].steps[-1].parameters[W1]}
-    )
+    export = expected_export(trial.case, {**weights_to_export(trial, 3), W1: of_rank.ranks[0].steps[-1].parameters[W1]})
     exported = {name: ExportedTensor(str(one.dtype), one) for name, one in export.items()}
     result = judged("export", with_rank(trial, 0, exported=exported))
     assert (result.verdict, result.examined) == (Verdict.UNKNOWN, 11)
@@ -111,19 +109,19 @@ def test_a_tied_output_may_be_left_out() -> None:
         (
             "hf",
             lambda held, trial: (
-                held | {Q: export_with_rows(trial.case, export_weights_after(trial, 3), permuted=False)[Q]}
+                held | {Q: tensors_with_row_order(trial.case, weights_to_export(trial, 3), permuted=False)[Q]}
             ),
             {"tensors": (Q,), "with rows of q and k": "not in the order for halves"},
         ),
         ("hf", lambda held, _: held | {GATE: held[UP]}, {"tensors": (GATE,), "as": UP}),
         (
             "hf",
-            lambda held, trial: held | {UP: expected_export(trial.case, export_weights_after(trial, 1))[UP]},
+            lambda held, trial: held | {UP: expected_export(trial.case, weights_to_export(trial, 1))[UP]},
             {"tensors": (UP,), "as after step": 1},
         ),
         (
             "hf",
-            lambda held, trial: held | {UP: expected_export(trial.case, export_weights_after(trial, 0))[UP]},
+            lambda held, trial: held | {UP: expected_export(trial.case, weights_to_export(trial, 0))[UP]},
             {"tensors": (UP,), "as": "before training"},
         ),
         ("hf", lambda held, _: held | {UP: held[UP][::-1]}, {"tensors": (UP,), "with rows": "in another order"}),
@@ -133,7 +131,7 @@ def test_a_tied_output_may_be_left_out() -> None:
                 held
                 | {
                     Q: rows_in_half_order(
-                        export_with_rows(trial.case, export_weights_after(trial, 3), permuted=False)[Q], 8
+                        tensors_with_row_order(trial.case, weights_to_export(trial, 3), permuted=False)[Q], 8
                     )
                 }
             ),
@@ -143,7 +141,7 @@ def test_a_tied_output_may_be_left_out() -> None:
             "hf_fused",
             lambda held, trial: (
                 held
-                | expected_export(trial.case, export_weights_after(trial, 3), orders={"self_attn.qkv_proj": (2, 0, 1)})
+                | expected_export(trial.case, weights_to_export(trial, 3), orders={"self_attn.qkv_proj": (2, 0, 1)})
             ),
             {
                 "tensors": (f"{LAYER}self_attn.qkv_proj.weight",),
@@ -186,7 +184,7 @@ def test_merged_weights_are_compared_within_rounding_and_all_others_bit_for_bit(
 )
 def test_adapters_that_are_merged_otherwise_are_named(alpha: float | None, how: dict[str, str]) -> None:
     def change(held: Tensors, trial: Trial) -> Tensors:
-        return held | {GATE: merge_adapters(alpha and Lora(2, alpha, LORA.targets), export_weights_after(trial, 3))[W1]}
+        return held | {GATE: merge_adapters(alpha and Lora(2, alpha, LORA.targets), weights_to_export(trial, 3))[W1]}
 
     assert proven(exporting("hf", change, lora=True)) == ("wrong export", {"tensors": (GATE,)} | how)
 

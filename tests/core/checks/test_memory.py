@@ -219,7 +219,7 @@ def test_growth_is_looked_at_after_three_steps_and_the_last() -> None:
         clock.enter_forward()
         clock.leave_forward()
         clock.leave_optimizer()
-    recorder.note_last(10, look())
+    recorder.note_after_last_step(10, look())
     assert looked == [5, 6, 7, 10]
     assert [recorder.retained_bytes(step) for step in (7, 8, 10)] == [
         {"float32 [2, 3]": 48},

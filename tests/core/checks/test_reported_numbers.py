@@ -15,7 +15,7 @@ from harness.core.case.case import Saved
 from harness.core.case.dims import ParallelDims
 from harness.core.evidence.numbers import Number
 from harness.core.judge.held_values import whole_weights_after
-from harness.core.judge.norms import PARAMETERS, norm_of
+from harness.core.judge.norms import PARAMETERS, norm_of_slices
 from harness.core.judge.numbers import ExpectedNumbers, NotOnRecord, mean_parts_of_rank
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
@@ -209,7 +209,7 @@ def test_a_mean_of_a_pipelines_stage_is_that_of_what_its_ranks_hand_over() -> No
 
 
 def norm(trial: Trial, step: int, fqns: Any = None, ranks: Any = None) -> float:
-    return norm_of(trial, step, ranks, fqns, quantity=PARAMETERS)
+    return norm_of_slices(trial, step, ranks, fqns, quantity=PARAMETERS)
 
 
 def test_the_norm_of_parameters_is_that_of_all_that_ranks_hold() -> None:

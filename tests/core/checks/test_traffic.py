@@ -19,9 +19,9 @@ from literal import (
 
 from harness.core.case.dims import ParallelDims
 from harness.core.evidence.records import BACKGROUND, Collective
-from harness.core.evidence.summary import issued
+from harness.core.evidence.summary import issued_sequences
 from harness.core.judge.result import Verdict
-from harness.core.judge.traffic import observed, observed_bytes_outside
+from harness.core.judge.traffic import observed_bytes_by_collective, observed_bytes_outside
 from harness.core.judge.trial import Trial
 from harness.core.plan.make_plan import make_plan
 
@@ -228,7 +228,7 @@ def test_buffers_that_a_rank_broadcasts_in_an_evaluation_of_its_own_are_in_order
         buffers = Collective("broadcast", (0, 1), "0", "float32", 64, *place, 0, root=0)
         trial = with_rank(trial, rank, collectives=(buffers, *trial.ranks[rank].collectives))
     assert judged("collective_order", trial).verdict is Verdict.PASS
-    first, second = (issued(trial.ranks[rank]) for rank in (0, 1))
+    first, second = (issued_sequences(trial.ranks[rank]) for rank in (0, 1))
     assert [one.digest for one in first] == [one.digest for one in second]
     assert judged("collective_order", with_collectives(trial, 1, lambda call: [replace(call, bytes=8)])).findings
 
@@ -274,9 +274,11 @@ def test_a_send_that_nobody_receives_is_named() -> None:
 def test_a_send_belongs_to_the_pipeline_of_its_two_ends_whatever_group_carries_it() -> None:
     trial = replace(trial_of(tiny_case("fsdp_2")), plan=make_plan(tiny_case(ParallelDims(pp=2, tp=2))))
     send = Collective("send", (0, 1, 2, 3), "world", "float64", 64, "pipeline", 1, 0, peer=2)
-    assert observed(trial, with_rank(trial, 0, collectives=(send,)).ranks[0], 1) == {((0, 2), "send", "pipeline"): 64}
+    assert observed_bytes_by_collective(trial, with_rank(trial, 0, collectives=(send,)).ranks[0], 1) == {
+        ((0, 2), "send", "pipeline"): 64
+    }
     beside = replace(send, peer=1)  # of its tp group, and of no pipeline of its own
-    assert observed(trial, with_rank(trial, 0, collectives=(beside,)).ranks[0], 1) == {
+    assert observed_bytes_by_collective(trial, with_rank(trial, 0, collectives=(beside,)).ranks[0], 1) == {
         ((0, 1, 2, 3), "send", "pipeline"): 64
     }
 

@@ -215,7 +215,7 @@ def test_help_fits_a_terminal_of_80_columns(command: str, capsys: Any, monkeypat
 def test_cuda_without_gpus_is_skipped_with_the_reason_and_not_green(
     monkeypatch: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    monkeypatch.setattr("harness.core.run.supported.visible_gpus", lambda: 0)
+    monkeypatch.setattr("harness.core.run.supported.count_visible_gpus", lambda: 0)
     reason = "needs 2 GPUs, and 0 are visible; check CUDA_VISIBLE_DEVICES, or leave out --device cuda to run on CPU"
     assert main(["run", "ddp_2", "--device", "cuda", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"harness: skipped, nothing was judged: {reason}\n"

@@ -303,7 +303,7 @@ def test_a_preflight_of_a_case_and_of_a_command(
     assert (code, said["verdict"], [one["rank"] for one in said["ran"]]) == (1, "FAIL", [0, 3])
     assert said["ran"][1]["unable"] == "it cannot" and said["figures"]["neediest"]["most"] > 0
     ran = CommandRun(tmp_path, {0: 0, 3: 1}, {}, {}, 1.0)
-    monkeypatch.setattr("harness.clusters.commands.run_alone", lambda *_: ran)
+    monkeypatch.setattr("harness.clusters.commands.run_command_alone", lambda *_: ran)
     monkeypatch.setattr("harness.clusters.commands.judge_command", lambda *_: found)
     monkeypatch.setattr("harness.clusters.cli.work.preflight.choose_ranks", lambda *_: ChosenRanks({"x": (0, 3)}, 0))
     layout = ["--layout", "dp_replicate=2,dp_shard=2", "--world", "4"]
@@ -317,7 +317,7 @@ def test_bisecting(cases: Any, monkeypatch: pytest.MonkeyPatch, answer: Answer) 
     )
     good = JudgedRevision("a" * 40, "", "", "good", folders={"one": Path("none")})
     found = SearchResult(bad, good, (good, bad), (), 3.0)
-    monkeypatch.setattr("harness.nights.bisect.commits.bisect", lambda *_: found)
+    monkeypatch.setattr("harness.nights.bisect.commits.bisect_commits", lambda *_: found)
     words = ["--repo", ".", "--good", "a", "--bad", "b", *cases(ONE), "--trainer", "llama3"]
     code, said = answer("bisect", "bisect", *words)
     assert (code, said["first"]["broken"], said["before"]["verdict"]) == (0, [["one", "loss"]], "good")
@@ -326,7 +326,7 @@ def test_bisecting(cases: Any, monkeypatch: pytest.MonkeyPatch, answer: Answer) 
     (seen,) = answer("bisect", "bisect", *words)[1]["side_by_side"]
     assert seen["before"] == seen["first"] and seen["first"]["it shards over"] == "[0,1]"
     monkeypatch.setattr(
-        "harness.nights.bisect.commits.bisect", lambda *_: SearchResult(None, None, (good,), ("x",), 1.0)
+        "harness.nights.bisect.commits.bisect_commits", lambda *_: SearchResult(None, None, (good,), ("x",), 1.0)
     )
     assert answer("bisect", "bisect", *words)[0] == 2
 

@@ -24,7 +24,7 @@ def test_a_node_joins_the_launch_of_a_folder(
         joined.append((folder, seconds))
         return status
 
-    monkeypatch.setattr("harness.core.cli.work.run.join", join)
+    monkeypatch.setattr("harness.core.cli.work.run.run_as_node", join)
     assert main(["run", "--join", "out/pair", *told]) == code
     assert joined == [(Path("out/pair/run"), seconds)]
 
@@ -39,7 +39,7 @@ def test_rank_servers_are_shown_or_ended(
         stopped.append(every)
         return [SERVER, SERVER | {"pid": 8, "stays": not every}]
 
-    monkeypatch.setattr("harness.core.launch.resident_client.stop", stop)
+    monkeypatch.setattr("harness.core.launch.resident_client.stop_servers", stop)
     monkeypatch.setattr("harness.core.launch.resident_client.status_of_all", lambda: [SERVER])
     assert main(["run", "--server", what]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -11,11 +11,11 @@ from literal import ADAMW, judged, tiny_case, trial_of, with_step, with_value
 from noisy import with_noise
 
 from harness.core.case.dims import ParallelDims
-from harness.core.judge.assembly import misfits
+from harness.core.judge.assembly import gradient_misfits
 from harness.core.judge.finding import Bound
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
-from harness.reference.distance import best_fit, relative_distance
+from harness.reference.distance import best_fitting_factor, relative_distance
 
 NORM, WQ = "norm.weight", "layers.0.attention.wq.weight"
 LOUD = {"loss": 1e-4, "grad_norm": 1e-2, "gradient": 0.1, "distance": 1e-3, "fit": 1e-3}
@@ -35,20 +35,22 @@ def scaled(trial: Trial, fqn: str, factor: float, *, step: int = 1) -> Trial:
 def test_a_distance_is_that_of_lengths_and_a_fit_is_the_nearest_multiple() -> None:
     expected = np.array([3.0, 4.0], dtype=np.float32)
     assert relative_distance(np.array([3.0, 5.0]), expected) == 0.2
-    assert best_fit(2 * expected, expected) == 2.0
-    assert best_fit(expected + np.array([4.0, -3.0]), expected) == 1.0  # what is at right angles is no factor
+    assert best_fitting_factor(2 * expected, expected) == 2.0
+    assert (
+        best_fitting_factor(expected + np.array([4.0, -3.0]), expected) == 1.0
+    )  # what is at right angles is no factor
 
 
 def test_where_nothing_is_expected_only_nothing_is_near() -> None:
     nothing = np.zeros(2)
-    assert (relative_distance(nothing, nothing), best_fit(nothing, nothing)) == (0.0, 1.0)
+    assert (relative_distance(nothing, nothing), best_fitting_factor(nothing, nothing)) == (0.0, 1.0)
     assert relative_distance(np.array([0.0, 1e-300]), nothing) == np.inf
 
 
 @pytest.mark.parametrize("layout", ["single", "ddp_2", "fsdp_2", "hsdp_2x2", "tp_2", "fsdp_2_tp_2"])
 def test_every_rank_is_in_a_copy_of_each_parameter_and_a_correct_run_is_none_off(layout: str) -> None:
     trial = loud(layout)
-    found, lacking = misfits(trial, 1)
+    found, lacking = gradient_misfits(trial, 1)
     assert lacking == []
     for fqn in trial.plan.shapes:
         ranks = [rank for one in found if one.fqn == fqn for rank in one.ranks]
@@ -59,7 +61,7 @@ def test_every_rank_is_in_a_copy_of_each_parameter_and_a_correct_run_is_none_off
 
 @pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
 def test_flat_slices_make_up_a_whole_as_well(wrapper: str) -> None:
-    found, lacking = misfits(loud(wrapper=wrapper), 2)
+    found, lacking = gradient_misfits(loud(wrapper=wrapper), 2)
     assert lacking == [] and len(found) == len(loud().plan.shapes)
 
 
@@ -111,6 +113,6 @@ def test_slices_that_do_not_make_up_the_whole_are_unknown() -> None:
 
 def test_a_gradient_that_is_no_number_is_no_small_misfit() -> None:
     trial = scaled(loud(), WQ, np.nan)
-    (wrong,) = (one for one in misfits(trial, 1)[0] if not one.is_within_bound)
+    (wrong,) = (one for one in gradient_misfits(trial, 1)[0] if not one.is_within_bound)
     assert (wrong.fqn, wrong.is_only_scaled) == (WQ, False)
     assert judged("gradients", trial).verdict is Verdict.FAIL

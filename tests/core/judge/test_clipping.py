@@ -10,7 +10,7 @@ import pytest
 from literal import SGD, judged, tiny_case, trial_of, with_step
 
 from harness.core.evidence.step import StepEvidence
-from harness.core.judge.clipping import steps_clipped_late, with_gradients_after
+from harness.core.judge.clipping import steps_right_after_scaling, with_gradients_after
 from harness.core.judge.result import Verdict
 from harness.core.judge.tolerance import clip_coefficient
 from harness.core.judge.trial import Trial
@@ -42,7 +42,7 @@ def coefficient(trial: Trial, number: int) -> float:
 def seen(scale: float, *, clipped: bool = False, by: float = 1.0) -> Trial:
     """As it is stored once all ranks have ended."""
     trial = as_left(scale, clipped=clipped, by=by)
-    return replace(trial, run=with_gradients_after(trial.run, steps_clipped_late(trial)))
+    return replace(trial, run=with_gradients_after(trial.run, steps_right_after_scaling(trial)))
 
 
 def as_left(scale: float, *, clipped: bool = False, by: float = 1.0) -> Trial:
@@ -60,7 +60,7 @@ def as_left(scale: float, *, clipped: bool = False, by: float = 1.0) -> Trial:
 
 def gradients_of(trial: Trial, number: int = 1) -> float:
     """What the gradients judged are of the reference's."""
-    _, step, reference = next(each for each in trial.steps() if each[1].step == number)
+    _, step, reference = next(each for each in trial.steps_with_reference() if each[1].step == number)
     fqn = next(iter(step.gradients))
     return float(step.gradients[fqn].flat[0] / reference.gradients[fqn].flat[0])
 
@@ -93,11 +93,11 @@ def test_gradients_of_what_is_no_parameter_of_the_references_are_not_compared() 
     for rank in trial.ranks:
         for step in trial.ranks[rank].steps:
             trial = with_step(trial, rank, step.step, gradients={"wqkv": np.ones(4)} | step.gradients, scaled=0.5)
-    assert steps_clipped_late(trial) == set()
+    assert steps_right_after_scaling(trial) == set()
 
 
 def test_evidence_that_was_written_when_no_bound_was_known_is_unknown_and_not_wrong() -> None:
     trial = as_left(64.0)
-    assert steps_clipped_late(trial) == {1, 2, 3}
+    assert steps_right_after_scaling(trial) == {1, 2, 3}
     assert judged("gradients", trial).verdict is Verdict.UNKNOWN
-    assert steps_clipped_late(seen(64.0)) == set()
+    assert steps_right_after_scaling(seen(64.0)) == set()

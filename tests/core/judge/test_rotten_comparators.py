@@ -163,13 +163,15 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rank_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Trial.steps
-    monkeypatch.setattr(Trial, "steps", lambda trial: (told for told in steps(trial) if told[0] == 0))
+    steps = Trial.steps_with_reference
+    monkeypatch.setattr(Trial, "steps_with_reference", lambda trial: (told for told in steps(trial) if told[0] == 0))
 
 
 def first_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Trial.steps
-    monkeypatch.setattr(Trial, "steps", lambda trial: (told for told in steps(trial) if told[1].step == 1))
+    steps = Trial.steps_with_reference
+    monkeypatch.setattr(
+        Trial, "steps_with_reference", lambda trial: (told for told in steps(trial) if told[1].step == 1)
+    )
 
 
 def a_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +180,7 @@ def a_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
         for rank, evidence in trial.ranks.items():
             yield from ((rank, step, later[step.step]) for step in evidence.steps if step.step in later)
 
-    monkeypatch.setattr(Trial, "steps", steps)
+    monkeypatch.setattr(Trial, "steps_with_reference", steps)
 
 
 def next_step_of(trial: Trial) -> Trial:

@@ -13,7 +13,7 @@ from harness.core.case.dims import ParallelDims
 from harness.core.judge.result import Verdict
 from harness.core.judge.stored_trial import recut_by_sample
 from harness.core.judge.trial import Trial
-from harness.core.plan.stages import positions
+from harness.core.plan.stages import token_positions_of_rank
 
 
 def cut_as_rows(trial: Trial) -> Trial:
@@ -24,8 +24,8 @@ def cut_as_rows(trial: Trial) -> Trial:
     def recut(rank: int, held: dict[int, np.ndarray]) -> np.ndarray:
         whole = np.empty((len(held[rank]), length), dtype=np.int64)
         for peer in line:
-            whole[:, positions(case, peer, length)] = held[peer]
-        return whole.reshape(-1)[positions(case, rank, whole.size)].reshape(held[rank].shape)
+            whole[:, token_positions_of_rank(case, peer, length)] = held[peer]
+        return whole.reshape(-1)[token_positions_of_rank(case, rank, whole.size)].reshape(held[rank].shape)
 
     def step_of(rank: int, index: int) -> Any:
         steps = {peer: trial.ranks[peer].steps[index] for peer in line}
@@ -36,7 +36,7 @@ def cut_as_rows(trial: Trial) -> Trial:
             labels: Any = {peer: each.labels for peer, each in others.items()}
             parts.append(replace(part, tokens=recut(rank, tokens), labels=recut(rank, labels)))
         rows = len(parts[0].tokens)
-        at = {peer: np.tile(positions(case, peer, length), (rows, 1)) for peer in line}
+        at = {peer: np.tile(token_positions_of_rank(case, peer, length), (rows, 1)) for peer in line}
         whole = tuple(parts)  # and again in passes that train nothing
         return replace(steps[rank], microbatches=whole, evaluated=whole, positions=(recut(rank, at),))
 

@@ -20,7 +20,7 @@ import pytest
 from harness import ROOT
 from harness.core.launch import Job, RankServer, identity, launch, resident_client
 from harness.core.launch.leftovers import find_leftovers
-from harness.core.launch.resident_client import ResidentServer, connect_resident, status_of_all, stop
+from harness.core.launch.resident_client import ResidentServer, connect_resident, status_of_all, stop_servers
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="a kernel that tells when a command has died")
 LIGHT = ("json",)  # beside a torch that is empty
@@ -34,7 +34,7 @@ def sockets() -> Iterator[Path]:
         patch.setenv("XDG_RUNTIME_DIR", str(folder))
         yield folder / "harness"
         wait_for(lambda: not any(status.get("commands") for status in status_of_all()))
-        stop()
+        stop_servers()
     shutil.rmtree(folder)
 
 
@@ -123,7 +123,7 @@ def test_two_commands_at_once_have_servers_of_their_own(sockets, tmp_path):
 def test_the_end_of_the_resident_server_ends_no_command(sockets, tmp_path):
     with RankServer((), connect_resident) as server:
         server.wait_until_ready()
-        assert {status["pid"] for status in stop()} >= {resident_of(server.link)}
+        assert {status["pid"] for status in stop_servers()} >= {resident_of(server.link)}
         assert [exit.how for exit in launch(job(tmp_path / "a", "reduces"), server=server)] == ["ok"] * 2
     wait_for(lambda: not Path(f"/proc/{server.pid}").exists())
 
@@ -225,7 +225,7 @@ def test_a_server_that_hangs_is_killed_when_it_is_told_to_stop(light, monkeypatc
     monkeypatch.setattr(resident_client, "ANSWER_PATIENCE", 0.5)
     first = met()
     os.kill(first, signal.SIGSTOP)
-    assert {"pid": first} in stop()
+    assert {"pid": first} in stop_servers()
     wait_for(lambda: not Path(f"/proc/{first}").exists())
 
 
@@ -234,7 +234,7 @@ def test_stop_leaves_a_server_of_a_version_that_does_not_say_whose_it_is(monkeyp
     asked = []
     older = (Path("x.sock"), {"pid": 1, "commands": 0, "root": "/elsewhere", "idle": 0.0, "ends": 300.0, "torch": ""})
     monkeypatch.setattr(resident_client, "ask_all_servers", lambda request: asked.append(request) or [older])
-    assert [status["stays"] for status in stop()] == [True]
+    assert [status["stays"] for status in stop_servers()] == [True]
     assert "stop" not in asked[0]
 
 
@@ -247,9 +247,9 @@ def test_stop_leaves_the_servers_of_other_environments(light, monkeypatch, hangs
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(sys, "prefix", "/elsewhere")
         elsewhere.setattr(sys, "executable", "/elsewhere/bin/python")
-        assert [status["stays"] for status in stop() if status["pid"] == other] == [True]
+        assert [status["stays"] for status in stop_servers() if status["pid"] == other] == [True]
         assert Path(f"/proc/{other}").exists()
-        assert [status.get("stays", False) for status in stop(every=True) if status["pid"] == other] == [False]
+        assert [status.get("stays", False) for status in stop_servers(every=True) if status["pid"] == other] == [False]
     wait_for(lambda: not Path(f"/proc/{other}").exists())
 
 

@@ -16,8 +16,8 @@ from harness.core.case.features import Features
 from harness.core.case.traits import TrainerTraits
 from harness.core.plan.grid import coordinate_of_rank, groups_along, rank_grid
 from harness.core.plan.make_plan import make_plan
-from harness.core.plan.slices import chunk, numel, slice_text, slices_of_rank, tp_dim
-from harness.core.plan.stages import layers_of_stage, positions
+from harness.core.plan.slices import chunk_interval, numel, slice_text, slices_of_rank, tp_dim
+from harness.core.plan.stages import layers_of_stage, token_positions_of_rank
 from harness.reference.config import PRESETS
 
 EMBEDDING, WQ, WO = "tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.attention.wo.weight"
@@ -122,9 +122,9 @@ def test_fsdp_cuts_what_tensor_parallel_left() -> None:
 
 
 def test_uneven_rows_leave_the_last_ranks_less_or_nothing() -> None:
-    assert [chunk((0, 7), 4, index) for index in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 7)]
-    assert [chunk((0, 5), 4, index) for index in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
-    assert [chunk((0, 1), 3, index) for index in range(3)] == [(0, 1), (1, 1), (1, 1)]
+    assert [chunk_interval((0, 7), 4, index) for index in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 7)]
+    assert [chunk_interval((0, 5), 4, index) for index in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
+    assert [chunk_interval((0, 1), 3, index) for index in range(3)] == [(0, 1), (1, 1), (1, 1)]
 
 
 def test_a_vocabulary_of_259_on_two_tp_ranks_of_two_shards() -> None:
@@ -236,8 +236,8 @@ def test_layers_that_stages_do_not_divide_go_to_the_first_ones() -> None:
 def test_a_cp_rank_is_fed_a_chunk_from_the_front_and_one_from_the_back() -> None:
     case = tiny_case(ParallelDims(cp=2), replace(ADAMW, seq_len=8))
     plain = replace(case, features=replace(case.features, cp_load_balance=False))
-    assert [positions(case, rank, 8).tolist() for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert [positions(plain, rank, 8).tolist() for rank in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [token_positions_of_rank(case, rank, 8).tolist() for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [token_positions_of_rank(plain, rank, 8).tolist() for rank in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_fsdp_shards_over_dp_shard_and_cp_folded_into_one() -> None:

@@ -21,7 +21,7 @@ from harness.core.evidence.text import ranks_text
 from harness.core.plan.make_plan import make_plan
 from harness.core.plan.plan import Plan
 from harness.core.plan.slices import slice_text
-from harness.core.plan.stages import actions_of_rank, positions, recomputed_layers
+from harness.core.plan.stages import actions_of_rank, recomputed_layers, token_positions_of_rank
 from harness.reference.config import ModelConfig
 
 STORED = Path(__file__).with_name("plans.txt")
@@ -175,7 +175,7 @@ def plan_of(name: str) -> Iterator[str]:
 def _of_rank(case: Case, plan: Plan, rank: int) -> Iterator[str]:
     yield f"stages {plan.stages[rank]}, parameter bytes {plan.parameter_bytes[rank]}"
     if case.dims.cp > 1:
-        yield f"positions {' '.join(map(str, positions(case, rank, case.seq_len(1))))}"
+        yield f"positions {' '.join(map(str, token_positions_of_rank(case, rank, case.seq_len(1))))}"
     if recomputed := recomputed_layers(case, rank):
         yield f"recomputed {recomputed}"
     if actions := actions_of_rank(case, rank):

@@ -33,8 +33,8 @@ STANDS_BEFORE = (
     "call_in_context",
     "note_and_push",
     "copy_gradients_and_call",
-    "_copy",
-    "_product",
+    "_copy_kernel",
+    "_matmul_kernel",
 )
 """Functions of the probe through which what the trainer does passes."""
 

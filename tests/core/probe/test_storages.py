@@ -13,7 +13,7 @@ KB = 256  # float32
 def test_the_most_that_is_there_at_once_is_counted_each_storage_once_until_it_is_freed() -> None:
     step = 0
     recorder = StorageRecorder(lambda: (step, "forward"))
-    with FakeTensorMode(), recorder.recording():
+    with FakeTensorMode(), recorder.noting_resizes():
         recorder.note_results(kept := torch.empty(3 * KB))
         recorder.note_results(kept.view(3, KB))  # no storage of its own
         step = 1
@@ -28,7 +28,7 @@ def test_the_most_that_is_there_at_once_is_counted_each_storage_once_until_it_is
 
 def test_a_storage_that_is_emptied_and_filled_again_counts_what_it_has() -> None:
     recorder = StorageRecorder(lambda: (1, "backward"))
-    with FakeTensorMode(), recorder.recording():
+    with FakeTensorMode(), recorder.noting_resizes():
         recorder.note_results(unit := torch.empty(4 * KB))
         unit.untyped_storage().resize_(0)
         recorder.note_results(other := torch.empty(3 * KB))
@@ -40,6 +40,6 @@ def test_a_storage_that_is_emptied_and_filled_again_counts_what_it_has() -> None
 
 def test_a_tensor_that_says_only_its_shape_takes_no_bytes() -> None:
     recorder = StorageRecorder(lambda: (1, "forward"))
-    with FakeTensorMode(), recorder.recording():
+    with FakeTensorMode(), recorder.noting_resizes():
         recorder.note_results(torch.empty(KB, device="meta"))
     assert recorder.peak.bytes == 0

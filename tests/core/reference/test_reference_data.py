@@ -17,7 +17,7 @@ from harness.reference.data import (
     FileDataset,
     TokenDataset,
     build_dataset,
-    documents,
+    document_indices,
     sample_order,
     step_length,
     step_samples,
@@ -166,7 +166,7 @@ def test_a_token_beyond_the_vocabulary_is_named_when_its_sample_is_read(tmp_path
 
 
 def test_a_separator_ends_its_document() -> None:
-    assert documents(torch.tensor([[5, 0, 6, 7, 0, 0, 8], [0, 1, 1, 1, 1, 1, 0]])).tolist() == [
+    assert document_indices(torch.tensor([[5, 0, 6, 7, 0, 0, 8], [0, 1, 1, 1, 1, 1, 0]])).tolist() == [
         [0, 0, 1, 1, 1, 2, 3],
         [0, 1, 1, 1, 1, 1, 1],
     ]

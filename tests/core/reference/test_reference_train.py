@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.reference.config import ModelConfig, TrainingConfig
-from harness.reference.data import build_dataset, documents
+from harness.reference.data import build_dataset, document_indices
 from harness.reference.model import initial_weights, llama_from
 from harness.reference.train import (
     ReferenceRun,
@@ -227,7 +227,7 @@ def test_with_a_document_mask_each_document_is_read_as_if_alone(run: ReferenceRu
     """One row holds three documents, the first two each with the separator that ends it; positions count on."""
     row, ends = torch.tensor([[7, 9, 0, 5, 6, 7, 8, 0, 3, 4]]), (0, 3, 8, 10)
     model = llama_from(run.weights, config=DEBUG, dtype=torch.float64)
-    together = model(row, documents=documents(row))
+    together = model(row, documents=document_indices(row))
     for start, stop in zip(ends, ends[1:], strict=False):
         alone = model(row[:, start:stop], torch.arange(start, stop))
         torch.testing.assert_close(together[:, start:stop], alone, rtol=1e-12, atol=1e-12)

@@ -30,7 +30,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch, *version: int) -> None:
 
 
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supported, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(supported, "count_visible_gpus", lambda: 1)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_case_that_needs_more_gpus_is_told_what_helps(monkeypatch: pytest.Monk
 
 
 def test_where_no_gpu_is_visible_the_message_says_how_to_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supported, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(supported, "count_visible_gpus", lambda: 0)
     reason = supported.reason_unsupported(FSDP, CUDA)
     assert reason is not None and reason.endswith("or leave out --device cuda to run on CPU")
 

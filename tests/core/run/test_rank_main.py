@@ -25,7 +25,7 @@ adapter = Mine()
 """
 
 
-@pytest.mark.parametrize("begin", [rank_main.rank, rank_main.unwatched])
+@pytest.mark.parametrize("begin", [rank_main.rank, rank_main.run_unwatched])
 def test_a_fault_is_put_into_the_source_that_was_named_not_into_what_is_installed(
     begin: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,7 +44,7 @@ def test_a_fault_is_put_into_the_source_that_was_named_not_into_what_is_installe
     assert order == ["importable", "fault"]
 
 
-@pytest.mark.parametrize("begin", [rank_main.rank, rank_main.unwatched])
+@pytest.mark.parametrize("begin", [rank_main.rank, rank_main.run_unwatched])
 @pytest.mark.parametrize(
     ("source", "reason"),
     [

@@ -14,7 +14,7 @@ from harness.core.case.dims import ParallelDims
 from harness.core.case.traits import TrainerTraits
 from harness.core.checks import placements
 from harness.core.evidence.checkpoint_index import Checkpoint, SavedTensor
-from harness.core.evidence.fused import blocks, split_fused, split_fused_checkpoint
+from harness.core.evidence.fused import blocks_in_order, split_fused, split_fused_checkpoint
 from harness.core.evidence.records import RankEvidence, Resumed, TensorEvidence
 from harness.core.evidence.step import StepEvidence
 from harness.core.judge.result import Verdict
@@ -56,7 +56,7 @@ def test_a_slice_of_a_fused_weight_stays_what_it_is() -> None:
 
 
 def test_groups_of_heads_are_taken_apart_block_by_block_on_a_rank_that_holds_whole_ones() -> None:
-    fused = {"qkv": blocks(("q", "k", "v") * 2, {"q": 4, "k": 2, "v": 2})}
+    fused = {"qkv": blocks_in_order(("q", "k", "v") * 2, {"q": 4, "k": 2, "v": 2})}
     held = np.arange(4.0).reshape(4, 1)
     whole = split_fused(evidence_of(np.concatenate([held, held + 4])), fused)
     assert {t.fqn: t.value[:, 0].tolist() for t in whole.parameters} == {"q": [0, 1, 4, 5], "k": [2, 6], "v": [3, 7]}
@@ -66,7 +66,7 @@ def test_groups_of_heads_are_taken_apart_block_by_block_on_a_rank_that_holds_who
 
 
 def test_what_is_claimed_of_a_cut_fused_weight_is_claimed_of_each_part() -> None:
-    fused = {"w13": blocks(("w1", "w3") * 2, {"w1": 4, "w3": 4})}
+    fused = {"w13": blocks_in_order(("w1", "w3") * 2, {"w1": 4, "w3": 4})}
     held = TensorEvidence("w13", (8, 1), "float64", [0, 1], ("Shard(0)",), np.arange(4.0).reshape(4, 1))
     found = split_fused(replace(evidence_of(WHOLE), parameters=(held,)), fused).parameters
     assert [(t.fqn, t.global_shape, t.placements, t.value[:, 0].tolist()) for t in found] == [

@@ -205,7 +205,7 @@ def test_the_end_of_the_data_is_dealt_without_repeating_or_dropping_samples(last
     ranks = [data.Microbatches(case, dp_rank) for dp_rank in range(4)]
     steps = [[rank.step() for rank in ranks] for _ in range(2)]
     assert [[len(tokens) for tokens, _ in batches] for batches in steps[1]] == [[size] for size in sizes]
-    assert [case.sizes_at(2, share) for share in range(4)] == [(size,) for size in sizes]
+    assert [case.microbatch_sizes(2, share) for share in range(4)] == [(size,) for size in sizes]
     rows = [row for step in steps for batches in step for tokens, _ in batches for row in tokens.tolist()]
     assert sorted(rows) == sorted(data.build_dataset(recipe, case.model)[at][0].tolist() for at in range(16 + last))
 

@@ -20,7 +20,7 @@ from harness.core.judge.result import Result, Verdict, diagnosis_of_one_cause
 from harness.core.run.options import Options, Unsupported
 from harness.core.run.rank_main import started_file
 from harness.nights.bisect import BisectError, checkouts, side_by_side
-from harness.nights.bisect.commits import bisect
+from harness.nights.bisect.commits import bisect_commits
 from harness.nights.bisect.search import JudgedRevision, SearchResult
 
 CASE = Case("one", "a test", ParallelDims(dp_shard=2))
@@ -103,7 +103,7 @@ def search(
     told: list[str] = []
     options = Options(out=tmp_path / "out", trainer="toy", **how)
     good = good or f"HEAD~{len(states) - 1}"
-    return bisect(repo, good, bad, cases, options, told.append, until=until), told
+    return bisect_commits(repo, good, bad, cases, options, told.append, until=until), told
 
 
 def test_the_first_commit_that_breaks_the_check_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,12 +228,12 @@ def test_two_commits_that_are_judged_alike_are_refused(tmp_path: Path, monkeypat
 def test_a_commit_that_is_not_there_is_refused(tmp_path: Path) -> None:
     repo = repository(tmp_path, ["", ""])
     with pytest.raises(BisectError, match="no commit 'nonsense' there"):
-        bisect(repo, "nonsense", "HEAD", [CASE], Options(trainer="torchtitan"), print)
+        bisect_commits(repo, "nonsense", "HEAD", [CASE], Options(trainer="torchtitan"), print)
 
 
 def test_a_trainer_without_other_sources_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BisectError, match="trainer transformers has no other sources"):
-        bisect(tmp_path, "A", "B", [CASE], Options(trainer="transformers"), print)
+        bisect_commits(tmp_path, "A", "B", [CASE], Options(trainer="transformers"), print)
 
 
 def test_what_fixed_it_is_found_where_the_good_commit_is_the_later_one(
@@ -264,7 +264,7 @@ def test_commits_of_two_branches_are_searched_from_where_they_parted(
     git(repo, "checkout", "--quiet", "main")
     (repo / "state").write_text("9 ")
     git(repo, "commit", "--quiet", "-am", "commit 9")
-    found = bisect(repo, "main", "other", [CASE], Options(tmp_path / "out", "toy"), lambda line: None)
+    found = bisect_commits(repo, "main", "other", [CASE], Options(tmp_path / "out", "toy"), lambda line: None)
     assert found.first is not None and not found.fixed
     assert (found.first.subject, found.first.causes) == ("commit 1", {"one": "traffic broke one"})
 
@@ -303,7 +303,7 @@ def test_a_commit_of_this_project_is_judged_by_itself(tmp_path: Path) -> None:
         (repo / "harness" / "__main__.py").write_text(OWN.format(state=state) + f"# {number}")
         git(repo, "add", ".")
         git(repo, "commit", "--quiet", "-m", f"commit {number}")
-    found = bisect(repo, "HEAD~5", "HEAD", [CASE], Options(tmp_path / "out"), lambda line: None)
+    found = bisect_commits(repo, "HEAD~5", "HEAD", [CASE], Options(tmp_path / "out"), lambda line: None)
     assert found.first is not None and found.first.causes == {"one": "no mean"}
     assert found.first.subject == "commit 4"
     problems = {one.subject: one.problem for one in found.judged if one.problem}

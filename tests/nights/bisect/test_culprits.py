@@ -59,7 +59,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         fixed = int(good[1:] or 0) > int(bad[1:] or 0)
         return found_at("w", "x", fixed=fixed) if cases[0].name != "tp" else found_at("y", "z")
 
-    monkeypatch.setattr(commits, "bisect", bisect)
+    monkeypatch.setattr(commits, "bisect_commits", bisect)
     monkeypatch.setattr(culprits, "bisect_report", lambda found: "a report")
     return calls
 
@@ -136,7 +136,7 @@ def test_a_search_that_fails_is_told_with_what_else_changed_and_the_next_is_made
             raise BisectError("the bad commit fails no check that the good one keeps")
         raise OSError("no space left")
 
-    monkeypatch.setattr(commits, "bisect", bisect)
+    monkeypatch.setattr(commits, "bisect_commits", bisect)
     good = run(1, case("a", "PASS"), case("b", "PASS"))
     one = of(good, run(2, case("a"), case("b", cause=OTHER), torch="2.14"))
     problems = [found.problem for found in find_culprits(one, where("a", "b"))]
@@ -149,7 +149,7 @@ def test_a_search_that_fails_is_told_with_what_else_changed_and_the_next_is_made
 def test_a_night_of_an_earlier_commit_blames_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """It went back behind what fixed it."""
     monkeypatch.setattr(culprits, "bisect_report", lambda found: "a report")
-    monkeypatch.setattr(commits, "bisect", lambda *_, **__: found_at("w", "x", fixed=True))
+    monkeypatch.setattr(commits, "bisect_commits", lambda *_, **__: found_at("w", "x", fixed=True))
     (found,) = find_culprits(of(run(1, case("hsdp", "PASS")), run(2, case("hsdp"))), where("hsdp"))
     assert (found.name, found.problem, found.report) == (
         "",
@@ -165,7 +165,7 @@ def test_commits_that_hide_it_and_time_that_was_up_are_told(monkeypatch: pytest.
     late = SearchResult(None, good, (good,), (), 1.0, unfinished="4 commits left after it, about 2 steps")
     said = []
     for found in (hidden, late):
-        monkeypatch.setattr(commits, "bisect", lambda *_, found=found, **__: found)
+        monkeypatch.setattr(commits, "bisect_commits", lambda *_, found=found, **__: found)
         one = of(run(1, case("hsdp", "PASS")), run(2, case("hsdp")))
         said += [str(each) for each in find_culprits(one, where("hsdp", until=time.monotonic() + 60))]
     assert said == [
@@ -191,7 +191,7 @@ def test_a_night_is_kept_compared_searched_and_reported(
     def bisect(*_: Any, **__: Any) -> SearchResult:
         return dataclasses.replace(found_at("e1fbcedbc", "d7cabfb6c"), seconds=2.0)
 
-    monkeypatch.setattr(commits, "bisect", bisect)
+    monkeypatch.setattr(commits, "bisect_commits", bisect)
     monkeypatch.setattr(
         JudgedRevision, "name", property(lambda one: GUILTY if one.commit == "d7cabfb6c" else one.commit)
     )

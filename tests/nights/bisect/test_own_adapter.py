@@ -15,7 +15,7 @@ from harness.core.judge.result import Result, Verdict, diagnosis_of_one_cause
 from harness.core.run.options import Options
 from harness.core.run.rank_main import started_file
 from harness.nights.bisect import BisectError, checkouts
-from harness.nights.bisect.commits import bisect
+from harness.nights.bisect.commits import bisect_commits
 
 CASE = Case("one", "a test", ParallelDims(dp_shard=2))
 
@@ -57,7 +57,9 @@ def test_an_adapter_that_lies_in_the_trainers_repository_is_of_each_commit_too(
         (repo / "mine.py").write_text(f"{text}\n# {number}")
         git(repo, "add", ".")
         git(repo, "commit", "--quiet", "-m", f"commit {number}")
-    found = bisect(repo, "HEAD~2", "HEAD", [CASE], Options(tmp_path / "out", str(repo / "mine.py")), lambda line: None)
+    found = bisect_commits(
+        repo, "HEAD~2", "HEAD", [CASE], Options(tmp_path / "out", str(repo / "mine.py")), lambda line: None
+    )
     assert [(one.subject, one.verdict) for one in found.judged] == [
         ("commit 0", "good"),
         ("commit 2", "bad"),
@@ -66,7 +68,7 @@ def test_an_adapter_that_lies_in_the_trainers_repository_is_of_each_commit_too(
     assert "cannot be loaded" in found.judged[2].problem
     (tmp_path / "mine.py").write_text(ADAPTER.format(name="right"))
     with pytest.raises(BisectError, match="has no `of`, and is no file in"):
-        bisect(repo, "HEAD~2", "HEAD", [CASE], Options(trainer=str(tmp_path / "mine.py")), print)
+        bisect_commits(repo, "HEAD~2", "HEAD", [CASE], Options(trainer=str(tmp_path / "mine.py")), print)
 
 
 def test_a_commit_older_than_the_adapters_adoption_is_judged_by_todays(
@@ -102,7 +104,7 @@ def test_a_commit_older_than_the_adapters_adoption_is_judged_by_todays(
         git(repo, "add", ".")
         git(repo, "commit", "--quiet", "-m", f"commit {number}")
     adapter.write_text(ADAPTER.format(name="today"))
-    found = bisect(repo, "HEAD~7", "HEAD", [CASE], Options(tmp_path / "out", str(adapter)), lambda line: None)
+    found = bisect_commits(repo, "HEAD~7", "HEAD", [CASE], Options(tmp_path / "out", str(adapter)), lambda line: None)
     assert found.first is not None and found.before is not None
     assert (found.first.subject, found.before.subject) == ("commit 3", "commit 2")
     assert seen == {f"commit {n}": "today" if n < 5 else f"at_{n}" for n in (int(s[-1]) for s in seen)}

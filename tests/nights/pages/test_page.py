@@ -28,9 +28,9 @@ from harness.core.cli import main
 from harness.core.judge.measures import OUTSIDE_THE_PLAN
 from harness.core.judge.trial import Trial
 from harness.core.report.causes import shared_causes
-from harness.core.report.drawings import Drawn, draw_case
+from harness.core.report.drawings import CaseDrawings, draw_case
 from harness.core.report.outcome import Outcome
-from harness.core.report.page import Page, Past, Shown, measure_tables, page_html
+from harness.core.report.page import Page, PastVerdict, ShownEvidence, measure_tables, page_html
 from harness.core.report.shown import AS_REQUESTED, UsedGroup, used_groups
 from harness.core.report.svg import LETTER_WIDTH, Strip, strips_svg
 from harness.core.run import verdicts
@@ -64,13 +64,15 @@ LOST = Outcome("tp_2", "ERROR", 2, reason="no space left")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-def hsdp_as_fsdp() -> Shown:
-    return Shown("hsdp_2x2", draw_case(trial_of(tiny_case("hsdp_2x2", SGD), tiny_case(ParallelDims(dp_shard=4), SGD))))
+def hsdp_as_fsdp() -> ShownEvidence:
+    return ShownEvidence(
+        "hsdp_2x2", draw_case(trial_of(tiny_case("hsdp_2x2", SGD), tiny_case(ParallelDims(dp_shard=4), SGD)))
+    )
 
 
 def a_page() -> Page:
     also = replace(BAD, case="hsdp_2x4")
-    past = {"fsdp_2": [Past("2026-01-01", "abc", "FAIL"), Past("2026-01-02", "def", "PASS")]}
+    past = {"fsdp_2": [PastVerdict("2026-01-01", "abc", "FAIL"), PastVerdict("2026-01-02", "def", "PASS")]}
     return Page([GOOD, LOST, BAD, also], ["4 cases of a test"], past=past, shown={"hsdp_2x2": hsdp_as_fsdp()})
 
 
@@ -156,7 +158,7 @@ def test_every_verdict_is_a_word_and_history_is_letters_with_a_legend() -> None:
     ]
 
 
-def tables(found: Drawn) -> dict[str, list[tuple[str, ...]]]:
+def tables(found: CaseDrawings) -> dict[str, list[tuple[str, ...]]]:
     return {table.head[0]: list(table.rows) for section in found.sections for table in section.tables}
 
 

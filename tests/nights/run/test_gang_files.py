@@ -62,7 +62,7 @@ def test_how_a_rank_ended_is_read_first_and_written_last(
     assert next(iter(found)) == "exits/rank_04.json"
     written: list[str] = []
     monkeypatch.setattr(gang_files, "write_atomically", lambda path, data: written.append(path.name))
-    first.take(found)
+    first.receive_files(found)
     assert written[-1] == "rank_04.json"
 
 
@@ -94,7 +94,7 @@ def test_the_end_of_the_launch_reaches_the_other_nodes_also_where_nothing_is_lef
 
 def test_a_first_node_that_dies_ends_the_others_and_is_told(first: FirstNode, tmp_path: Path) -> None:
     class Dead(FirstNode):
-        def take(self, files: gang_files.CompressedFiles) -> str | None:
+        def receive_files(self, files: gang_files.CompressedFiles) -> str | None:
             raise ConnectionError("the first node died")
 
     dead = Dead(first.out, first.folder, first.launch)
@@ -112,7 +112,7 @@ def test_an_earlier_launch_in_the_same_folder_is_not_joined(first: FirstNode, tm
         join_launch(later, tmp_path, 0.05),
     ):
         pass
-    assert later.take({"logs/rank_04.log": b""}) == gang_files.NOTHING
+    assert later.receive_files({"logs/rank_04.log": b""}) == gang_files.NOTHING
 
 
 def eventually(path: Path) -> None:

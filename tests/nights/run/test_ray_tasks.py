@@ -102,7 +102,7 @@ def test_a_node_with_other_sources_is_refused(made: Any) -> None:
 
 def test_only_living_nodes_count(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", fake_ray([]))
-    assert RayCluster("ray", "cpu").carries() == [8]
+    assert RayCluster("ray", "cpu").node_capacities() == [8]
 
 
 def test_a_task_for_which_no_node_is_left_does_not_wait_for_ever(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from harness.core.checks import all_checks
 from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
 from harness.core.judge.result import Verdict
 from harness.recording.cli.work.recording_report import exit_code
-from harness.recording.judged.anomalies import CHECK_AND_VERDICT, Kind, anomalies, results_of_anomalies
+from harness.recording.judged.anomalies import CHECK_AND_VERDICT, Kind, find_anomalies, results_of_anomalies
 from harness.recording.judged.stored_recording import Recording
 
 
@@ -56,7 +56,7 @@ def test_checks_say_what_anomalies_are_and_the_exit_code_follows(
 
 def test_a_finding_has_the_ranks_the_step_and_the_text_of_its_anomaly() -> None:
     job = recording(hsdp(0, not_finite={2: ("wq",)}))
-    (anomaly,) = anomalies(job)
+    (anomaly,) = find_anomalies(job)
     assert (anomaly.ranks, anomaly.step, anomaly.text) == ((0,), 2, "1 parameter (wq) after step 2, on rank 0")
     (finding,) = results_of_anomalies(job)[1].findings
     assert (finding.ranks, finding.step, finding.note) == (anomaly.ranks, anomaly.step, anomaly.text)

@@ -28,7 +28,7 @@ from harness.core.plan.traffic.flow import Flow
 from harness.core.probe.clock import Clock
 from harness.recording.cli.work.recording_report import exit_code
 from harness.recording.judged import recorded
-from harness.recording.judged.anomalies import anomalies
+from harness.recording.judged.anomalies import find_anomalies
 from harness.recording.judged.stored_recording import Recording
 from harness.recording.pages.recording_page import cost_rows
 
@@ -47,12 +47,12 @@ def agreement(recording: Recording) -> Verdict:
 def test_replicas_that_are_averaged_from_time_to_time_are_local_training_and_no_finding() -> None:
     found = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, **LOCAL)
     assert averaging_steps([*found.summaries.values()]) == (3,)
-    assert (anomalies(found), exit_code(found), agreement(found)) == ([], PASSED, Verdict.PASS)
+    assert (find_anomalies(found), exit_code(found), agreement(found)) == ([], PASSED, Verdict.PASS)
 
 
 def test_replicas_of_local_training_that_no_step_leaves_alike_are_undecided_and_reported_first() -> None:
     found = replicas({0: 1, 1: 2, 2: 3, 3: 8}, {0: 1, 1: 2, 2: 4, 3: 9}, **LOCAL)
-    assert [(one.label, one.ranks) for one in anomalies(found)] == [("NOT AVERAGED", (0, 1))]
+    assert [(one.label, one.ranks) for one in find_anomalies(found)] == [("NOT AVERAGED", (0, 1))]
     assert (exit_code(found), agreement(found)) == (NOT_JUDGED, Verdict.UNKNOWN)
 
 
@@ -61,7 +61,7 @@ BACKWARD = (Use("0,1", "all_reduce", "backward", "float32", 1, 400),)
 
 def test_without_a_hook_replicas_that_reduce_gradients_and_differ_are_a_finding_though_they_agree_again() -> None:
     found = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=7, shown=2, uses=BACKWARD)
-    assert [(one.label, one.step) for one in anomalies(found)] == [("REPLICAS DIFFER", 2)]
+    assert [(one.label, one.step) for one in find_anomalies(found)] == [("REPLICAS DIFFER", 2)]
     assert (exit_code(found), agreement(found)) == (BROKEN, Verdict.FAIL)
 
 
@@ -70,13 +70,13 @@ def test_replicas_that_reduce_nothing_and_agree_again_are_averaged_which_is_loca
     """As under no_sync with averages by hand."""
     found = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=slices, shown=2)
     assert local_training_means([*found.summaries.values()])
-    assert (anomalies(found), exit_code(found), agreement(found)) == ([], PASSED, Verdict.PASS)
+    assert (find_anomalies(found), exit_code(found), agreement(found)) == ([], PASSED, Verdict.PASS)
 
 
 def test_of_replicas_that_differ_it_is_reported_whether_a_later_step_left_them_the_same() -> None:
     apart = replicas({0: 1, 1: 2, 2: 3, 3: 8}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=7, shown=2, uses=BACKWARD)
     again = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=7, shown=2, uses=BACKWARD)
-    assert ["again" in anomalies(one)[0].text for one in (apart, again)] == [False, True]
+    assert ["again" in find_anomalies(one)[0].text for one in (apart, again)] == [False, True]
 
 
 def unclaimed(*last: dict[str, int]) -> Recording:
@@ -89,15 +89,15 @@ def test_parameters_of_which_some_agree_and_some_do_not_are_named() -> None:
     found = unclaimed({"matrix": 5, "head": 6, "frozen": 1}, {"matrix": 5, "head": 7, "frozen": 1})
     (one,) = find_partly_equal(found.summaries.values())
     assert (one.ranks, one.equal, one.differ) == ((0, 1), ("matrix",), ("head",))
-    assert [(one.label, one.ranks) for one in anomalies(found)] == [("PARTLY EQUAL", (0, 1))]
+    assert [(one.label, one.ranks) for one in find_anomalies(found)] == [("PARTLY EQUAL", (0, 1))]
     assert exit_code(found) == NOT_JUDGED
 
 
 @pytest.mark.parametrize("head", [6, 1])
 def test_parameters_that_all_agree_or_that_only_frozen_ones_agree_on_are_no_anomaly(head: int) -> None:
     alike = unclaimed({"matrix": 5, "head": head}, {"matrix": 5, "head": head})
-    assert anomalies(alike) == []
-    assert anomalies(unclaimed({"matrix": 5, "head": 1}, {"matrix": 6, "head": 1})) == []
+    assert find_anomalies(alike) == []
+    assert find_anomalies(unclaimed({"matrix": 5, "head": 1}, {"matrix": 6, "head": 1})) == []
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_ranks_that_began_alike_and_add_up_gradients_and_of_which_all_parameters
     apart = unclaimed({"matrix": 5, "head": 1}, {"matrix": 6, "head": 1})
     told = {"uses": (Use("0,1", op, phase, "float32", 1, size),), "memory": {"parameters": 400}}
     found = replace(apart, summaries={rank: with_changes(one, **told) for rank, one in apart.summaries.items()})
-    assert [(one.label, one.ranks) for one in anomalies(found)] == [("NOT KEPT EQUAL", (0, 1))] * rows
+    assert [(one.label, one.ranks) for one in find_anomalies(found)] == [("NOT KEPT EQUAL", (0, 1))] * rows
     assert exit_code(found) == (NOT_JUDGED if rows else PASSED)
 
 

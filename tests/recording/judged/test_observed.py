@@ -10,7 +10,7 @@ from harness.core.evidence.summary_parts import Issued, Use
 from harness.core.judge.observed import (
     differing_by_step,
     families_of_replicas,
-    find_odd_ranks,
+    find_differing_ranks,
     groups_out_of_order,
     observed_axes,
 )
@@ -76,8 +76,8 @@ def test_a_rank_that_had_no_more_inputs_under_join_is_compared_until_then() -> N
 
 def test_uneven_inputs_are_no_odd_number_of_steps_under_join() -> None:
     uneven = [summary(0, 2, steps_seen=5), summary(1, 2, steps_seen=2)]
-    assert [one.what for one in find_odd_ranks(uneven)] == ["steps"]
-    assert find_odd_ranks([uneven[0], with_changes(uneven[1], joined=2)]) == []
+    assert [one.what for one in find_differing_ranks(uneven)] == ["steps"]
+    assert find_differing_ranks([uneven[0], with_changes(uneven[1], joined=2)]) == []
 
 
 def test_a_member_without_evidence_is_not_called_out_of_order() -> None:
@@ -86,7 +86,7 @@ def test_a_member_without_evidence_is_not_called_out_of_order() -> None:
 
 def test_the_rank_with_another_switch_is_the_odd_one() -> None:
     ranks = [summary(rank, settings={"cudnn.benchmark": "on" if rank == 2 else "off"}) for rank in range(4)]
-    (odd,) = find_odd_ranks(ranks)
+    (odd,) = find_differing_ranks(ranks)
     assert (odd.what, odd.ranks, odd.theirs, odd.most) == ("cudnn.benchmark", (2,), "on", "off")
 
 

@@ -294,9 +294,11 @@ def test_stages_of_a_pipeline_have_units_of_their_own() -> None:
         for rank, evidence in trial.ranks.items()
     }
     plan = replace(trial.plan, slices={0: {}, 1: {}}, traits=trial.traits.with_units(stages))
-    assert placements.unit_disagreements(replace(trial, plan=plan, run=replace(trial.run, ranks=ranks))) == []
+    assert placements.unit_disagreement_findings(replace(trial, plan=plan, run=replace(trial.run, ranks=ranks))) == []
     alike = {rank: trial.ranks[0] for rank in ranks}
-    assert len(placements.unit_disagreements(replace(trial, plan=plan, run=replace(trial.run, ranks=alike)))) == 1
+    assert (
+        len(placements.unit_disagreement_findings(replace(trial, plan=plan, run=replace(trial.run, ranks=alike)))) == 1
+    )
 
 
 def changed_steps(ran: Trial, rank: int, **changes: Any) -> Trial:

@@ -13,7 +13,7 @@ from harness.core.blame.culprits import blame_of
 from harness.core.evidence.recording import Last
 from harness.core.evidence.records import Exit
 from harness.core.evidence.text import ranks_text
-from harness.recording.judged.anomalies import anomalies
+from harness.recording.judged.anomalies import find_anomalies
 from harness.recording.judged.recorded_calls import rank_exits_of
 from harness.recording.judged.recorded_ends import exits_of, why_exits_unknown
 from harness.recording.judged.stored_recording import Recording
@@ -134,7 +134,7 @@ def test_the_rank_that_waits_in_a_barrier_while_all_others_wait_in_one_other_col
     else:
         assert f"rank {odd} in {own} named '0'" in found[odd].reason
         assert f"ranks {others} in {usual_call} named '1'" in found[odd].reason
-    (row,) = [one for one in anomalies(job) if one.label == "CALLS DIFFER"]
+    (row,) = [one for one in find_anomalies(job) if one.label == "CALLS DIFFER"]
     assert odd in row.ranks
 
 

@@ -12,7 +12,7 @@ from harness.core.evidence.summary import Summary
 from harness.core.evidence.summary_parts import Outside, Use
 from harness.core.judge.result import Verdict
 from harness.core.judge.separate_models import connected_rank_sets, find_separate_models
-from harness.recording.judged.anomalies import anomalies
+from harness.recording.judged.anomalies import find_anomalies
 from harness.recording.judged.stored_recording import Recording
 from harness.recording.pages.recording_page import anomaly_rows, recording_text
 
@@ -82,8 +82,8 @@ def test_ranks_that_only_a_group_of_the_trainers_own_may_join_and_that_become_un
 ):
     own = OwnGroup(kind="ProcessGroupGloo", made="train.py:1", step=0, place=0, size=2, issued=0)
     ranks = [summary(rank, 2, shown=2, memory=HELD, contents={0: 5, 3: rank}, own_groups=(own,)) for rank in range(2)]
-    (row,) = anomalies(Recording(Path("run"), {one.rank: one for one in ranks}))
+    (row,) = find_anomalies(Recording(Path("run"), {one.rank: one for one in ranks}))
     assert (row.verdict, row.ranks, row.step) == (Verdict.UNKNOWN, (0, 1), 3)
     alike = [summary(rank, 2, shown=2, memory=HELD, contents={0: 5, 3: 6}, own_groups=(own,)) for rank in range(2)]
-    assert anomalies(Recording(Path("run"), {one.rank: one for one in alike})) == []
+    assert find_anomalies(Recording(Path("run"), {one.rank: one for one in alike})) == []
     assert connected_rank_sets(ranks) == connected_rank_sets(alike) == ()

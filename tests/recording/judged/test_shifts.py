@@ -18,11 +18,11 @@ from harness.recording.judged.figures import (
     WAITS,
     Figure,
     Figures,
-    figures,
     figures_by_name,
-    shifts,
+    figures_of_recording,
+    find_shifts,
 )
-from harness.recording.judged.run_as_recording import as_recording
+from harness.recording.judged.run_as_recording import recording_of_run
 
 HSDP = trial_of(tiny_case(ParallelDims(dp_replicate=2, dp_shard=2)))
 SUM = (TRAFFIC, "all_reduce in backward, over 2 ranks")
@@ -51,7 +51,7 @@ def of_figures(*found: Figure) -> Figures:
 
 
 def test_figures_are_the_slowest_rank_s_steps_bytes_by_axis_and_the_mean_time_in_calls() -> None:
-    found = figures(as_recording(took(blocked_for(HSDP, 9.0, 2.0, 4.0), 7.0, 1.0, 2.0).run))
+    found = figures_of_recording(recording_of_run(took(blocked_for(HSDP, 9.0, 2.0, 4.0), 7.0, 1.0, 2.0).run))
     assert found[STEP, "slowest rank"].values == pytest.approx((1.003, 2.003))  # the first step sets groups up
     name = next(of for kind, of in found if kind == WAITS and of.startswith("all_reduce in backward"))
     sums = [
@@ -63,7 +63,7 @@ def test_figures_are_the_slowest_rank_s_steps_bytes_by_axis_and_the_mean_time_in
 
 
 def test_a_call_that_was_not_timed_leaves_no_time_of_its_kind() -> None:
-    assert not [of for kind, of in figures(as_recording(HSDP.run)) if kind == WAITS]
+    assert not [of for kind, of in figures_of_recording(recording_of_run(HSDP.run)) if kind == WAITS]
     assert not [name for name in measures_of(HSDP) if name.startswith("seconds blocked")]
 
 
@@ -90,27 +90,27 @@ def test_what_differs_comes_by_its_size_and_what_is_within_the_spread_of_steps_l
         Figure(TRAFFIC, "all_gather", (200.0,)),
         Figure(MEMORY, "peak", (7.0,)),
     )
-    assert [(one.kind, one.of, one.within) for one in shifts(one, other)] == [
+    assert [(one.kind, one.of, one.within) for one in find_shifts(one, other)] == [
         (TRAFFIC, "all_reduce", False),
         (TRAFFIC, "all_gather", False),
         (STEP, "slowest rank", False),
         (EXPOSED, "all_gather", True),
     ]
-    assert shifts(one, one) == []
+    assert find_shifts(one, one) == []
 
 
 @pytest.mark.parametrize(("steps", "within"), [(1, None), (2, None), (3, None), (4, False)])
 def test_few_steps_show_no_noise(steps: int, within: bool | None) -> None:
     """With four steps each, chance alone separates one of 35 pairs."""
     one, other = (of_figures(Figure(STEP, "slowest rank", (value,) * steps)) for value in (1.0, 1.5))
-    assert [shift.within for shift in shifts(one, other)] == [within]
+    assert [shift.within for shift in find_shifts(one, other)] == [within]
 
 
 def test_what_a_job_does_not_show_is_not_compared() -> None:
     one = of_figures(Figure(STEP, "slowest rank", (1.0,)))
-    assert shifts(one, of_figures(Figure(MEMORY, "peak", (7.0,)), Figure(EXPOSED, "all_gather", (0.5,)))) == []
+    assert find_shifts(one, of_figures(Figure(MEMORY, "peak", (7.0,)), Figure(EXPOSED, "all_gather", (0.5,)))) == []
 
 
 def test_calls_of_few_steps_alone_whose_middle_one_is_none_are_within_the_spread() -> None:
     one, other = (of_figures(Figure(WAITS, "broadcast", (0.0, 0.0, 0.0, seconds))) for seconds in (0.1, 0.2))
-    assert [(each.one, each.other, each.within) for each in shifts(one, other)] == [(0.0, 0.0, True)]
+    assert [(each.one, each.other, each.within) for each in find_shifts(one, other)] == [(0.0, 0.0, True)]

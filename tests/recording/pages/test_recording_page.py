@@ -15,7 +15,7 @@ from harness.core.evidence.recording import MAX_OTHER_GROUPS, Last
 from harness.core.evidence.summary import Summary
 from harness.core.evidence.summary_parts import Use
 from harness.core.evidence.text import some_ranks_text
-from harness.recording.judged.anomalies import anomalies
+from harness.recording.judged.anomalies import find_anomalies
 from harness.recording.judged.stored_recording import Recording
 from harness.recording.pages.recording_layout import layout_report
 from harness.recording.pages.recording_page import anomaly_rows, fact_rows, groups_text, recording_text
@@ -146,7 +146,7 @@ def test_ranks_that_wait_in_two_groups_are_each_waited_for_in_the_one_of_which_t
         texts = {"ddp": "all_reduce in step 1, backward", "own": "all_gather in step 1, optimizer"}
         over = [Last(texts[group], (0, 1), group, number) for group, number in (("ddp", 5), ("own", 1))]
         lasts = {rank: replace(one, elsewhere=elsewhere[rank]) for rank, one in enumerate(over)}
-        rows = anomalies(recording(*[hsdp(rank, ended="") for rank in range(2)], last=lasts, code=-2))
+        rows = find_anomalies(recording(*[hsdp(rank, ended="") for rank in range(2)], last=lasts, code=-2))
         return [one.ranks for one in rows if one.label == "WAITED FOR"]
 
     assert waited_for({}, {"ddp": 4}) == [(1,), (0,)]
@@ -288,7 +288,7 @@ REDUCED, LOGGED = "all_reduce in step 1, backward", "all_reduce in step 1, other
 
 
 def test_members_that_issued_different_collectives_under_one_number_come_before_what_they_raised() -> None:
-    found = anomalies(ended_apart(REDUCED, LOGGED))
+    found = find_anomalies(ended_apart(REDUCED, LOGGED))
     assert [(one.label, one.ranks) for one in found[:2]] == [("CALLS DIFFER", (0, 1)), ("RAISED", (0,))]
     beside = recording_text(
         ended_apart(REDUCED, LOGGED), ["FAIL layout dp_replicate 2", "  completed: .."]
@@ -305,11 +305,13 @@ def test_members_that_came_to_unlike_numbers_are_compared_at_the_lowest_that_all
         (replace(ahead, before=(REDUCED, REDUCED)), 8),
         (replace(ahead, before=()), None),
     ):
-        rows = [one for one in anomalies(replace(found, last={0: first, 1: behind})) if one.label == "CALLS DIFFER"]
+        rows = [
+            one for one in find_anomalies(replace(found, last={0: first, 1: behind})) if one.label == "CALLS DIFFER"
+        ]
         assert [one.ranks for one in rows] == ([(0, 1)] if number else [])
         assert all(f"number {number} " in one.text for one in rows)
     sent = replace(ahead, before=(REDUCED, LOGGED, "send in step 1, pipeline"))
-    assert "CALLS DIFFER" not in [one.label for one in anomalies(replace(found, last={0: sent, 1: behind}))]
+    assert "CALLS DIFFER" not in [one.label for one in find_anomalies(replace(found, last={0: sent, 1: behind}))]
 
 
 @pytest.mark.parametrize(
@@ -319,13 +321,15 @@ def test_members_that_came_to_unlike_numbers_are_compared_at_the_lowest_that_all
 def test_members_that_issued_the_same_are_ahead_or_are_two_ends_of_a_send_are_not_apart(
     left: str, right: str, seq: int
 ) -> None:
-    assert "CALLS DIFFER" not in [one.label for one in anomalies(ended_apart(left, right, seq=seq))]
+    assert "CALLS DIFFER" not in [one.label for one in find_anomalies(ended_apart(left, right, seq=seq))]
 
 
 def test_a_rank_is_not_reported_as_killed_after_another_that_raised_only_because_a_peer_was_gone() -> None:
     def how(error: str) -> str:
         return next(
-            one.text for one in anomalies(ended_apart(REDUCED, LOGGED, error=error)) if one.label == "ENDED UNHEARD"
+            one.text
+            for one in find_anomalies(ended_apart(REDUCED, LOGGED, error=error))
+            if one.label == "ENDED UNHEARD"
         )
 
     assert how("RuntimeError: gloo: Connection reset by peer").split(",")[1] != how("ValueError: x").split(",")[1]
@@ -348,12 +352,12 @@ def test_a_peer_that_went_on_without_a_collective_is_named_before_who_waited_in_
         1, 2, shown=2, steps_seen=4, contents={0: 5, 1: 6}, last=Last(text="broadcast in step 0", seq=8, **at)
     )
     found = Recording(Path("run"), {0: waits, 1: gone}, code=1)
-    assert [(one.label, one.ranks) for one in anomalies(found)][:2] == [("WAITED FOR", (1,)), ("RAISED", (0,))]
+    assert [(one.label, one.ranks) for one in find_anomalies(found)][:2] == [("WAITED FOR", (1,)), ("RAISED", (0,))]
     text = recording_text(found, ["FAIL layout dp_replicate 2", "  completed"])
     assert text.splitlines()[1].startswith("  WAITED FOR")
     assert "trains alone" not in text and "no collective ran" not in text
     silent = Recording(Path("run"), {0: waits, 1: with_changes(gone, last=None)}, code=1)
-    assert [(one.label, one.ranks) for one in anomalies(silent)][:2] == [("WAITED FOR", (1,)), ("RAISED", (0,))]
+    assert [(one.label, one.ranks) for one in find_anomalies(silent)][:2] == [("WAITED FOR", (1,)), ("RAISED", (0,))]
 
 
 def test_steps_are_those_of_the_rank_that_came_furthest_and_it_is_named() -> None:

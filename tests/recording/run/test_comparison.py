@@ -17,7 +17,7 @@ from harness.core.judge.trial import Trial
 from harness.core.report.outcome import Outcome
 from harness.core.run import verdicts
 from harness.core.run.options import Options
-from harness.recording.judged.run_as_recording import as_recording
+from harness.recording.judged.run_as_recording import recording_of_run
 from harness.recording.judged.structure import differences, structure
 
 FSDP = trial_of(tiny_case(ParallelDims(dp_shard=2)))
@@ -62,7 +62,7 @@ def compare(one: Path, other: Path, capsys: pytest.CaptureFixture[str]) -> tuple
 
 
 def test_a_run_has_the_structure_that_a_recording_of_it_would_have() -> None:
-    found = structure(as_recording(FSDP.run))
+    found = structure(recording_of_run(FSDP.run))
     assert found["ranks"] == 2 and found["ended"] == {"ok": 2}
     (axis,) = found["axes"].values()
     assert (axis["degree"], axis["groups"]) == (2, ["0,1"])
@@ -73,7 +73,9 @@ def test_a_run_has_the_structure_that_a_recording_of_it_would_have() -> None:
 def test_hsdp_that_runs_as_fsdp_differs_in_degree_and_groups() -> None:
     hsdp = tiny_case(ParallelDims(dp_replicate=2, dp_shard=2))
     right, wrong = trial_of(hsdp), trial_of(hsdp, ran=tiny_case(ParallelDims(dp_shard=4)))
-    told = {" ".join(each.where[2:]) for each in differences(*(structure(as_recording(t.run)) for t in (right, wrong)))}
+    told = {
+        " ".join(each.where[2:]) for each in differences(*(structure(recording_of_run(t.run)) for t in (right, wrong)))
+    }
     assert {"degree", "groups"} <= told
 
 

@@ -9,11 +9,11 @@ from harness.adapters.onboarding.examination import Examination, examine
 from harness.core.case.case import Case
 from harness.core.case.usual_trainer import DefaultTrainer
 from harness.core.case.variants import with_dtype
-from harness.core.cli.answer import answer
+from harness.core.cli.answer import print_or_keep_document
 from harness.core.cli.exit_codes import BROKEN, INTERRUPTED, NOT_JUDGED, PASSED
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.work.cases import cases_of
-from harness.core.cli.work.options import run_options_of, usual_or_bad_input
+from harness.core.cli.work.options import default_trainer_or_refuse, run_options_of
 from harness.core.judge import golden
 from harness.core.judge.result import Verdict
 from harness.core.report.documents import case_document_here
@@ -57,7 +57,9 @@ def command(args: argparse.Namespace) -> int:
         return INTERRUPTED
     closing_lines = _closing_text(examination, cases, args)
     data = {"trainer": options.trainer, "judged": examination.judged, "lines": lines, "then": closing_lines[1:]}
-    answer(args, "doctor", data | {"cases": list(map(case_document_here, examination.judgements))}, *closing_lines)
+    print_or_keep_document(
+        args, "doctor", data | {"cases": list(map(case_document_here, examination.judgements))}, *closing_lines
+    )
     return max((CODES[verdict] for verdict in examination.judged.values()), default=NOT_JUDGED)
 
 
@@ -66,7 +68,7 @@ def _usual_trainer() -> DefaultTrainer:
 
     The harness' own trainer needs no doctor.
     """
-    trainer = usual_or_bad_input()
+    trainer = default_trainer_or_refuse()
     if not trainer.reason:
         raise BadInput(
             "--trainer: no *_adapter.py or adapter.py in this folder;"

@@ -9,7 +9,7 @@ from harness.clusters.cli.work.layout_case import layout_of_arguments
 from harness.clusters.fitting import FittingRequest, find_fitting_layouts
 from harness.clusters.pages import layout_documents
 from harness.clusters.pages.fitting_text import fitting_text
-from harness.core.cli.answer import answer
+from harness.core.cli.answer import print_or_keep_document
 from harness.core.cli.exit_codes import NOT_JUDGED, PASSED
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.work.options import refuse_others
@@ -32,7 +32,9 @@ def command(args: argparse.Namespace) -> int:
     case = requested.case
     plan = make_plan(case, requested.traits)
     text = plan_text(case, plan, args.gpu, set_aside=requested.set_aside)
-    answer(args, "plan", lambda: layout_documents.plan_document(case, plan, args.gpu, requested.set_aside), text)
+    print_or_keep_document(
+        args, "plan", lambda: layout_documents.plan_document(case, plan, args.gpu, requested.set_aside), text
+    )
     return PASSED
 
 
@@ -50,7 +52,9 @@ def list_fitting(args: argparse.Namespace) -> int:
         "memory": memory,
         "nodes_of": args.nodes_of or 8,
     }
-    answer(args, "layouts", lambda: layout_documents.layouts_document(request, fits), fitting_text(fits))
+    print_or_keep_document(
+        args, "layouts", lambda: layout_documents.layouts_document(request, fits), fitting_text(fits)
+    )
     return PASSED if fits.layouts else NOT_JUDGED
 
 

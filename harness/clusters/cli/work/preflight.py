@@ -21,7 +21,7 @@ from harness.core import rings, trainers
 from harness.core.case import layout, traits
 from harness.core.case.case import Case, CaseError, to_json
 from harness.core.case.trainer_spec import TrainerSpec
-from harness.core.cli.answer import answer
+from harness.core.cli.answer import print_or_keep_document
 from harness.core.cli.exit_codes import NOT_JUDGED
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.typed import typed_options
@@ -75,14 +75,14 @@ def _preflight_command(args: argparse.Namespace, words: list[str]) -> int:
         else _parse_ranks(args.ranks, args.world)
     )
     try:
-        run = commands.run_alone(
+        run = commands.run_command_alone(
             words, selected.ranks, args.world, args.out / "preflight_command", args.jobs, args.timeout
         )
     except injection.CommandError as error:
         raise BadInput(str(error)) from error
     verdicts = commands.judge_command(run, dims)
     facts = (words, dims, selected, run, verdicts)
-    answer(args, "preflight", lambda: data.command_document(*facts), command_text(*facts))
+    print_or_keep_document(args, "preflight", lambda: data.command_document(*facts), command_text(*facts))
     return exit_code_of_verdict(verdict_of_all(verdicts.results))
 
 
@@ -110,7 +110,9 @@ def _preflight_case(args: argparse.Namespace) -> int:
     verdicts = judge_lone_ranks(case, flown)
     facts = (case, selected, flown, verdicts, time.monotonic() - began)
     options = {"set_aside": set_aside, "gpu": args.gpu}
-    answer(args, "preflight", lambda: data.case_document(*facts, **options), preflight_text(*facts, **options))
+    print_or_keep_document(
+        args, "preflight", lambda: data.case_document(*facts, **options), preflight_text(*facts, **options)
+    )
     unfired = fault is not None and not any(evidence.fault for evidence in flown.run.ranks.values())
     return NOT_JUDGED if unfired else exit_code_of_verdict(verdict_of_all(verdicts.results))
 
@@ -138,13 +140,13 @@ def _requested_case(args: argparse.Namespace) -> tuple[Case, tuple[str, ...]]:
 def _case_of_config(args: argparse.Namespace) -> config_file.CaseFromFile:
     """Return the case of --config: a function of a module or of a FILE.py, else a file. Raises BadInput and CaseError."""
     if ":" not in args.config:
-        return config_file.read(Path(args.config), args.world)
+        return config_file.read_titan_file(Path(args.config), args.world)
     trainer = TrainerSpec.parse(_trainer_spec(args))
     if trainer.name != "torchtitan":
         raise BadInput("--config MODULE:FUNCTION needs --trainer torchtitan")
     from harness.clusters import config_function  # imports torch
 
-    return config_function.read(args.config, args.world, trainer.source or None)
+    return config_function.case_from_function(args.config, args.world, trainer.source or None)
 
 
 def _trainer_spec(args: argparse.Namespace) -> str:

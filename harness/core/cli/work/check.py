@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from harness.core.cli.answer import answer
+from harness.core.cli.answer import print_or_keep_document
 from harness.core.cli.exit_codes import NOT_JUDGED, worst_code
 from harness.core.cli.work.options import other_trainer_lines
 from harness.core.cli.work.verdict_codes import exit_code
@@ -41,7 +41,7 @@ def command(args: argparse.Namespace) -> int:
             provenance_text(judgements),
             *trainer_notes,
         )
-        answer(args, "cases", data, *text_blocks)
+        print_or_keep_document(args, "cases", data, *text_blocks)
     args.failed = "\n".join(unread)
     for judgement in judgements:
         try:

@@ -10,7 +10,7 @@ from harness.core import rings
 from harness.core.case.case import Case
 from harness.core.checks import golden as golden_check
 from harness.core.checks import run_check
-from harness.core.cli.answer import answer
+from harness.core.cli.answer import print_or_keep_document
 from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst_code
 from harness.core.cli.work.cases import cases_of
 from harness.core.cli.work.options import refuse_json
@@ -65,7 +65,7 @@ def command(args: argparse.Namespace) -> int:
     lines = []
     for file, result in results.items():
         lines += _result_lines(file, result)
-    answer(args, "golden", data, *lines, *_unused_golden_lines(all_cases))
+    print_or_keep_document(args, "golden", data, *lines, *_unused_golden_lines(all_cases))
     codes = {Verdict.PASS: PASSED, Verdict.FAIL: BROKEN}
     return worst_code(codes.get(result.verdict, NOT_JUDGED) for result in results.values())
 

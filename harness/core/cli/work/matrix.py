@@ -12,7 +12,7 @@ from harness.core import rings, trainers
 from harness.core.case import case_files, coverage, random_cases
 from harness.core.case.case import Case
 from harness.core.case.variants import with_dtype, with_seed
-from harness.core.cli.answer import answer
+from harness.core.cli.answer import print_or_keep_document
 from harness.core.cli.exit_codes import NOT_JUDGED, PASSED, worst_code
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.typed import typed_options
@@ -88,7 +88,7 @@ def command(args: argparse.Namespace) -> int:
         cases = list(selection.cases)
         notes = [*notes, selection.sentence()]
         if not cases:
-            answer(args, "matrix", {"outcomes": [], "seconds": 0.0, "notes": notes}, *notes)
+            print_or_keep_document(args, "matrix", {"outcomes": [], "seconds": 0.0, "notes": notes}, *notes)
             return PASSED
     if not args.resume:
         cases = cases_of_part(cases, args)
@@ -113,7 +113,7 @@ def command(args: argparse.Namespace) -> int:
     if omitted:
         notes += [f"{omitted} more of other tiers were not run: --tier all"]
     data = {"outcomes": list(map(outcome_document, outcomes)), "seconds": seconds, "notes": notes}
-    answer(args, "matrix", data, matrix_report(outcomes, seconds), *notes)
+    print_or_keep_document(args, "matrix", data, matrix_report(outcomes, seconds), *notes)
     return exit_code_of_matrix(outcomes)
 
 
@@ -251,7 +251,7 @@ def select_cases(args: argparse.Namespace) -> tuple[list[Case], int]:
             raise BadInput(f"{min(unused)} cannot be combined with --random, which draws its own cases")
         options = run_options_of(args)
         seed = 1 if args.seed is None else args.seed
-        return random_cases.draw_first(
+        return random_cases.draw_runnable_cases(
             args.random, seed, lambda case: reason_unsupported(case, options), dtype=args.dtype
         ), 0
     return select_cases_of_files(args)

@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.core import rings, trainers
 from harness.core.case import releases
-from harness.core.case.usual_trainer import DefaultTrainer, configured, default_trainer
+from harness.core.case.usual_trainer import DefaultTrainer, default_trainer, find_configured_trainer
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.typed import typed_options
 from harness.core.launch import resident_client
@@ -22,10 +22,10 @@ from harness.core.run.options import Options
 
 def trainer_under_test(args: argparse.Namespace) -> str:
     """Return the trainer under test, as it is typed or as the repository has it. Raises BadInput if neither decides."""
-    return args.trainer or usual_or_bad_input().name
+    return args.trainer or default_trainer_or_refuse().name
 
 
-def usual_or_bad_input() -> DefaultTrainer:
+def default_trainer_or_refuse() -> DefaultTrainer:
     """Return the default trainer. Raises BadInput if the configuration is wrong, or this folder has several adapters."""
     try:
         return default_trainer()
@@ -39,7 +39,7 @@ def trainer_lines(args: argparse.Namespace) -> list[str]:
 
     Empty if the trainer was typed or is built in, and torch is a tested one.
     """
-    trainer = DefaultTrainer(args.trainer) if args.trainer else usual_or_bad_input()
+    trainer = DefaultTrainer(args.trainer) if args.trainer else default_trainer_or_refuse()
     chosen_text = f"judged was {trainer_text(trainer.name)}, {trainer.reason}" if trainer.reason else ""
     return [line for line in (chosen_text, releases.untested_text(importlib.metadata.version("torch"))) if line]
 
@@ -51,7 +51,7 @@ def other_trainer_lines(judged_trainers: Iterable[str]) -> list[str]:
     verdict is wanted.
     """
     try:
-        configured_trainer = configured(Path.cwd())
+        configured_trainer = find_configured_trainer(Path.cwd())
     except ValueError as error:
         raise BadInput(str(error)) from error
     if configured_trainer is None:

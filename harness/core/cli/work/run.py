@@ -12,7 +12,7 @@ from typing import Any
 from harness.core.case.case import Case
 from harness.core.case.launching import requested_ranks
 from harness.core.case.variants import with_dtype, with_seed
-from harness.core.cli.answer import answer
+from harness.core.cli.answer import print_or_keep_document
 from harness.core.cli.exit_codes import NOT_JUDGED, PASSED
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.run import END_ALL, FIRST_NODE_PATIENCE, SERVER_ACTIONS, SHOW
@@ -21,7 +21,7 @@ from harness.core.cli.work.options import refuse_json, refuse_others, run_option
 from harness.core.cli.work.verdict_codes import exit_code
 from harness.core.judge.judgement import Judgement
 from harness.core.launch import resident_client
-from harness.core.launch.torchrun import join
+from harness.core.launch.torchrun import run_as_node
 from harness.core.report.documents import case_document_here
 from harness.core.report.outcome import Outcome, judged_outcome
 from harness.core.report.output import print_error, print_lines
@@ -43,7 +43,7 @@ def show_or_end_servers(action: str) -> None:
     """
     ends_all = action == END_ALL
     is_ending = action != SHOW
-    servers = resident_client.stop(every=ends_all) if is_ending else resident_client.status_of_all()
+    servers = resident_client.stop_servers(every=ends_all) if is_ending else resident_client.status_of_all()
     lines = [server_line(server, stop=is_ending and (ends_all or not server.get("stays"))) for server in servers]
     if is_ending and not ends_all and any(server.get("stays") for server in servers):
         lines.append("what is left is of other environments; `harness run --server end-all` ends it too")
@@ -102,7 +102,7 @@ def _join(args: argparse.Namespace) -> int:
 
     Return PASSED if torchrun ended well, else NOT_JUDGED: the first node judges.
     """
-    status = join(args.join / "run", seconds=args.timeout or FIRST_NODE_PATIENCE)
+    status = run_as_node(args.join / "run", seconds=args.timeout or FIRST_NODE_PATIENCE)
     if status:
         print_error(f"torchrun ended with code {status} here; the first node judges")
     return NOT_JUDGED if status else PASSED
@@ -135,7 +135,7 @@ def _run(args: argparse.Namespace) -> int:
     text = outcome.report or case_report(judgement)
     if outcome.repeats:
         data |= {"repeats": outcome.repeats, "cause": outcome.cause, "diagnosis": outcome.diagnosis or None}
-    answer(args, "case", data, text, *trainer_lines(args))
+    print_or_keep_document(args, "case", data, text, *trainer_lines(args))
     return exit_code(judgement)
 
 

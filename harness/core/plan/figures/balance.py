@@ -9,7 +9,7 @@ from harness.core.plan.figures.pipeline_time import matmul_operations
 from harness.core.plan.grid import shard_degree_and_index
 from harness.core.plan.plan import Plan
 from harness.core.plan.slices import numel, slice_of
-from harness.core.plan.stages import layers_of_stage, positions, stages_of_rank
+from harness.core.plan.stages import layers_of_stage, stages_of_rank, token_positions_of_rank
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,9 @@ def matmuls_over_pp(case: Case) -> Balance:
 def attention_over_cp(case: Case) -> Balance:
     """Return the number of pairs of a query and a key that is not masked, by cp rank, for one sample."""
     ranks = [index * case.dims.tp for index in range(case.dims.cp)]
-    return Balance(tuple(float((positions(case, rank, case.training.seq_len) + 1).sum()) for rank in ranks))
+    return Balance(
+        tuple(float((token_positions_of_rank(case, rank, case.training.seq_len) + 1).sum()) for rank in ranks)
+    )
 
 
 def unbalanced_attention_over_cp(case: Case) -> Balance:

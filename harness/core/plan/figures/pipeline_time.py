@@ -122,5 +122,5 @@ def times_of_schedules(case: Case) -> Iterator[tuple[str, PipelineTime]]:
     for name in FEATURE_CHOICES["schedule"]:
         features = replace(case.features, schedule=str(name), stages_per_rank=None)
         other = replace(case, features=features)
-        if not schedule.refusal(str(name), case.dims.pp, other.stages_per_rank, case.microbatches):
+        if not schedule.why_schedule_refused(str(name), case.dims.pp, other.stages_per_rank, case.microbatches):
             yield str(name), pipeline_time(other)

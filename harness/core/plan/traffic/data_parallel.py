@@ -21,7 +21,7 @@ from harness.core.plan.zero import (
     kept_parameter_dtype,
     numel_of_rank,
     padded_elements,
-    vectors_with_any,
+    vectors_of_parameters,
     zero_degree,
     zero_units,
 )
@@ -41,7 +41,7 @@ def zero_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
     passes = case.features.accumulation
     size = BYTES[kept_parameter_dtype(case)]
     fqns = parameters_of_rank(case, rank)
-    padded = padded_elements(vectors_with_any(zero_units(case, traits), fqns), zero_degree(case))
+    padded = padded_elements(vectors_of_parameters(zero_units(case, traits), fqns), zero_degree(case))
     unpadded = sum(numel_of_rank(case, fqn) for fqn in fqns)  # an all_reduce takes them as they are
     gathered_bytes = padded * size
     reduced = padded if traits.zero_reduces_by == "reduce_scatter" else unpadded

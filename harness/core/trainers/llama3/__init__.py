@@ -33,7 +33,7 @@ from harness.core.case.measured import Unit
 from harness.core.case.schedule import MOST_ACTIVE_STAGES, V_SHAPED, ZERO_BUBBLE
 from harness.core.case.traits import TrainerTraits
 from harness.core.plan.frozen import count_differentiated_layers, has_frozen, units_gathered_in_backward
-from harness.core.plan.units import fsdp2_units
+from harness.core.plan.units import fqns_of_separate_units
 from harness.core.trainers import Adapter
 from harness.core.trainers.support.alone import needs_memory
 
@@ -161,7 +161,7 @@ def _limits_of_freezing(case: Case) -> Iterator[str]:
         for name, is_requested in by_name.items()
     }
     yield from (f"{frozen_by} with {other}: not implemented yet" for other, requested in limits.items() if requested)
-    units = [Unit(unit, 1) for unit in fsdp2_units(case)]
+    units = [Unit(unit, 1) for unit in fqns_of_separate_units(case)]
     if isinstance(features.reshard_after_forward, int) and len(units_gathered_in_backward(case, units)) < len(units):
         number = features.reshard_after_forward
         reason = (

@@ -19,7 +19,7 @@ from harness.core.trainers.llama3.trainer import Trainer
 def main(arguments: list[str] | None = None) -> int:
     """Return exit code 0, or 2 for what a person got wrong, after printing one line on it."""
     try:
-        options = parse(arguments)
+        options = parse_options(arguments)
         trainer = prepare(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -54,7 +54,7 @@ def read_case(file_and_name: str) -> Case:
     return find_case(name, load_cases(Path(path)))
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
+def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options of a command line, which is that of the process if `arguments` is None.
 
     Raises ValueError for --resume or --checkpoint-every without --checkpoint-dir.

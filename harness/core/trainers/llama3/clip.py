@@ -32,7 +32,7 @@ def clip_gradients(
     """
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     copy_ids = {*map(id, copies)}
-    families = by_layout([parameter for parameter in with_gradient if id(parameter) not in copy_ids])
+    families = group_by_layout([parameter for parameter in with_gradient if id(parameter) not in copy_ids])
     zero = at_least_float32(torch.zeros((), dtype=parameters[0].dtype, device=parameters[0].device))
     squares = torch.stack([sum_of_squares(family, *layout) for layout, family in families.items()] or [zero]).sum()
     for group in groups:
@@ -65,7 +65,7 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     ]
 
 
-def by_layout(parameters: list[nn.Parameter]) -> dict[Layout, list[nn.Parameter]]:
+def group_by_layout(parameters: list[nn.Parameter]) -> dict[Layout, list[nn.Parameter]]:
     """Return the parameters by the mesh and placements of their gradients; (None, ()) for plain tensors.
 
     Trap: one torch operator cannot take DTensors of different meshes.

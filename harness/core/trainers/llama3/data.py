@@ -29,9 +29,9 @@ class ResumableSampler(DistributedSampler):
     start = 0
 
     def __iter__(self) -> Iterator[int]:
-        return itertools.islice(self.mine(), self.start, None)
+        return itertools.islice(self.own_sample_ids(), self.start, None)
 
-    def mine(self) -> Iterator[int]:
+    def own_sample_ids(self) -> Iterator[int]:
         """Return an iterator over the ids of all of this rank's samples of the epoch, from the first."""
         size = len(self.dataset)
         if size % self.num_replicas == 0:
@@ -89,10 +89,10 @@ class Microbatches:
         if self.samples % len(self.dataset) == 0:
             self.seek(self.samples)
         self.samples += min(self.case.training.global_batch, len(self.dataset) - self.samples % len(self.dataset))
-        microbatches = list(itertools.islice(self.iterator, self.case.features.accumulation)) or [self.nothing()]
+        microbatches = list(itertools.islice(self.iterator, self.case.features.accumulation)) or [self.empty_batch()]
         return [(tokens[:, :length], labels[:, :length]) for tokens, labels in microbatches]
 
-    def nothing(self) -> tuple[Tensor, Tensor]:
+    def empty_batch(self) -> tuple[Tensor, Tensor]:
         """Return a batch of no samples, tokens and labels int64 [0, seq_len], for a rank that has none in a step.
 
         The rank then still takes part in all communication of the step.
@@ -143,7 +143,7 @@ class Shapes:
         ]
 
 
-def documents(tokens: Tensor) -> Tensor:
+def document_indices(tokens: Tensor) -> Tensor:
     """Return the number, from 0, of the document that each token is in within its row. int64 [b, s]
 
     A separator belongs to the document that it ends.

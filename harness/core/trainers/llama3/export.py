@@ -26,7 +26,7 @@ LAYER_NAMES = {
 
 def export(model: nn.Module, case: Case, folder: Path) -> None:
     """Write folder/pytorch_model.bin, from rank 0. Call it on every rank: all of them gather the weights."""
-    state = converted(whole_state(model), case)
+    state = with_huggingface_names(whole_state(model), case)
     if not dist.is_initialized() or dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(state, folder / "pytorch_model.bin")
@@ -37,14 +37,14 @@ def whole_state(model: nn.Module) -> State:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
-def converted(state: State, case: Case) -> State:
+def with_huggingface_names(state: State, case: Case) -> State:
     """Return the weights by Hugging Face's names, with adapters merged, and q, k, v and gate, up fused if the case
     requests it.
 
     Rows of q and k are put in the order that Hugging Face's rotary embedding needs, unless the case requests
     "hf_interleaved". A tied embedding is also listed as lm_head.weight.
     """
-    state = lora.merged(state, case.model.lora) if case.model.lora and state else state
+    state = lora.with_merged_adapters(state, case.model.lora) if case.model.lora and state else state
     exported = {huggingface_name(fqn): value for fqn, value in state.items()}
     if case.features.export != "hf_interleaved":
         rotated_names = [name for name in exported if name.endswith(("q_proj.weight", "k_proj.weight"))]
@@ -75,12 +75,12 @@ def fuse_matrices(state: State) -> State:
     """Replace q, k and v by one matrix, and gate and up by another one, in place. Return the state."""
     for name in [name for name in state if name.endswith("self_attn.q_proj.weight")]:
         layer = name.removesuffix("self_attn.q_proj.weight")
-        state[f"{layer}self_attn.qkv_proj.weight"] = torch.cat(qkv(state, f"{layer}self_attn."))
+        state[f"{layer}self_attn.qkv_proj.weight"] = torch.cat(pop_qkv(state, f"{layer}self_attn."))
         gate_and_up = [state.pop(f"{layer}mlp.{part}_proj.weight") for part in ("gate", "up")]
         state[f"{layer}mlp.gate_up_proj.weight"] = torch.cat(gate_and_up)
     return state
 
 
-def qkv(state: State, attention: str) -> list[Tensor]:
+def pop_qkv(state: State, attention: str) -> list[Tensor]:
     """Remove the matrices q, k and v of an attention from the state, and return them in this order."""
     return [state.pop(f"{attention}{part}_proj.weight") for part in "qkv"]

@@ -53,7 +53,7 @@ def placement(weight: Tensor, part: str) -> Placement:
     return cut if cut == Shard(1 if part == "lora_a" else 0) else Replicate()
 
 
-def merged(state: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
+def with_merged_adapters(state: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
     """Return the whole weights, by fqn, without adapters: B A, alpha / rank times, is added to each adapted matrix."""
     merged_weights = {fqn: value for fqn, value in state.items() if ".lora_" not in fqn}
     for fqn in merged_weights:

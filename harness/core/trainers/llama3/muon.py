@@ -74,7 +74,7 @@ class MuonWithAdamW(Optimizer):
         assert gradient is not None
         average.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
-        update = own_slice(orthogonalise(gathered(update)), parameter)
+        update = own_slice(orthogonalise(gather_matrix(update)), parameter)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"] * scale_of(parameter, group["adjust_lr"]))
 
@@ -85,7 +85,7 @@ def average_of(p: Tensor, state: dict[str, Any]) -> Tensor:
     return average
 
 
-def gathered(update: Tensor) -> Tensor:
+def gather_matrix(update: Tensor) -> Tensor:
     """Return the whole matrix of an update, as a plain tensor, on every rank; a plain tensor is returned as it is.
 
     One mesh axis after the other is gathered, from the outermost: FSDP has cut the slices that tp made, so it is undone

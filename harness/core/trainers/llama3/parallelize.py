@@ -273,15 +273,15 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
         last.insert(0, model.tok_embeddings)
     elif not case.model.tied_embeddings or model.output is None:
         units.insert(0, model.tok_embeddings)
-    for unit in present(units):
+    for unit in without_missing(units):
         fully_shard(unit, reshard_after_forward=after_most, **everywhere)
-    if last_unit := present(last):
+    if last_unit := without_missing(last):
         fully_shard(last_unit, reshard_after_forward=after_last, **everywhere)
     keeps_tied = case.model.tied_embeddings and case.dims.pp > 1
     fully_shard(model, reshard_after_forward=after_most if keeps_tied else None, **everywhere)
 
 
-def present(modules: list[nn.Module | None]) -> list[nn.Module]:
+def without_missing(modules: list[nn.Module | None]) -> list[nn.Module]:
     """Return the modules that are not None: a pipeline stage lacks some."""
     return [module for module in modules if module is not None]
 

@@ -39,7 +39,7 @@ def stages_here(case: Case, mesh: DeviceMesh | None) -> list[int]:
     return list(range(rank, case.n_stages, pp))
 
 
-def cut(model: Llama, stage: int, case: Case) -> None:
+def cut_to_stage(model: Llama, stage: int, case: Case) -> None:
     """Delete from a whole model, in place, the layers and modules that the stage does not hold. One stage keeps all.
 
     The first stages take the layers that are left over. Of the layers that are dealt out, the first and last few may

@@ -17,7 +17,7 @@ from harness.core.trainers.llama3 import clip, pipeline
 from harness.reference.model import Llama
 
 
-def share(parts: list[nn.Module], indices: list[int], case: Case) -> None:
+def share_embedding(parts: list[nn.Module], indices: list[int], case: Case) -> None:
     """Let the last stage use the first stage's embedding module, if this rank has both and embeddings are tied; else do
     nothing."""
     if case.model.tied_embeddings and {0, case.n_stages - 1} == {*indices} and len(indices) > 1:
@@ -26,7 +26,7 @@ def share(parts: list[nn.Module], indices: list[int], case: Case) -> None:
         last.tok_embeddings = first.tok_embeddings
 
 
-def step_once(optimizers: list[Optimizer]) -> None:
+def drop_repeated_parameters(optimizers: list[Optimizer]) -> None:
     """Remove from each optimizer the parameters that an earlier one steps: a rank's parts may share a weight."""
     stepped_ids: set[int] = set()
     for optimizer in optimizers:
@@ -82,6 +82,6 @@ def sum_gradients(parts: list[nn.Module], group: dist.ProcessGroup | None) -> No
         dist.all_reduce(gradient, group=group)
 
 
-def copies(parts: list[nn.Module], group: dist.ProcessGroup | None) -> list[nn.Parameter]:
+def tied_weight_copies(parts: list[nn.Module], group: dist.ProcessGroup | None) -> list[nn.Parameter]:
     """Return this rank's weights that are copies of the first stage's: the last stage's. Empty on all other ranks."""
     return weights(parts) if group is not None and dist.get_rank(group) > 0 else []

@@ -92,7 +92,7 @@ def build_parts(case: Case, mesh: DeviceMesh | None, weights: Path | None, devic
     """
     stages = pipeline.stages_here(case, mesh)
     parts = [build_model(case, mesh, weights, device, stage) for stage in stages]
-    tied.share(parts, stages, case)
+    tied.share_embedding(parts, stages, case)
     return parts
 
 
@@ -106,7 +106,7 @@ def build_model(
     with torch.device("meta"):
         model = Llama(case.model).to(parallelize.DTYPES[case.training.dtype])
     quantize.convert(model, case, device)
-    pipeline.cut(model, stage, case)
+    pipeline.cut_to_stage(model, stage, case)
     parallelize.shard(model, mesh, case)
     model.to_empty(device=device)
     load_weights([model], case, weights, recompute.plain)
@@ -118,7 +118,7 @@ def build_model(
 
 def sequence_part(tokens: Tensor, labels: Tensor, mesh: DeviceMesh | None, case: Case) -> Microbatch:
     """Return the part of a microbatch that this rank computes: the whole one, or under cp this rank's positions."""
-    documents = data.documents(tokens) if case.training.document_mask else None
+    documents = data.document_indices(tokens) if case.training.document_mask else None
     if mesh is None or "cp" not in parallelize.axes_of(mesh):
         return Microbatch(tokens, labels, documents=documents)
     balance = case.features.cp_load_balance
@@ -163,7 +163,7 @@ def forward_backward(
         last = index == len(microbatches) - 1 or not case.features.defers_replica_reduction
         with parallelize.gradient_sync(model, case.features, last=last), parallelize.loss_context(mesh, case.features):
             loss = loss_of(model, part)
-            scaled(loss, ranks=case.dims.dp * case.dims.cp, valid_tokens=valid_tokens).backward()
+            scale_loss(loss, ranks=case.dims.dp * case.dims.cp, valid_tokens=valid_tokens).backward()
         total += plain_loss(loss.detach())
     parallelize.settle_gradients(list(model.parameters()))
     return total
@@ -188,7 +188,7 @@ class PipelineLoss:
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         loss = token_loss(logits, labels)
         self.total += plain_loss(loss.detach())
-        return scaled(loss, ranks=self.ranks, valid_tokens=self.valid_tokens)
+        return scale_loss(loss, ranks=self.ranks, valid_tokens=self.valid_tokens)
 
 
 def run_pipeline(
@@ -211,7 +211,7 @@ def run_pipeline(
     return loss.total
 
 
-def scaled(loss: Tensor, *, ranks: int, valid_tokens: int) -> Tensor:
+def scale_loss(loss: Tensor, *, ranks: int, valid_tokens: int) -> Tensor:
     """Return the loss times ranks over valid_tokens, which this rank differentiates.
 
     DDP and FSDP2 average gradients over dp and cp; the factor `ranks` makes that a sum.
@@ -241,7 +241,7 @@ def count_tokens(microbatches: list[Microbatch], case: Case) -> int:
     return sum(part.tokens.numel() for part in microbatches) * case.dims.dp * case.dims.cp
 
 
-def evaluated(model: nn.Module, parts: list[Microbatch], mesh: DeviceMesh | None, case: Case) -> float:
+def evaluate_loss(model: nn.Module, parts: list[Microbatch], mesh: DeviceMesh | None, case: Case) -> float:
     """Return the global mean loss of these microbatches, computed without gradients and in eval mode.
 
     Train mode is set afterwards.
@@ -282,7 +282,7 @@ class Trainer:
         self.schedule = pipeline.build_schedule(self.model_parts, self.loss, case, self.mesh, device)
         self.ends = tied.group_of_ends(case, self.mesh)
         self.optimizers = [recipe.build_optimizer(part, case.training) for part in self.model_parts]
-        tied.step_once(self.optimizers)
+        tied.drop_repeated_parameters(self.optimizers)
         self.schedulers = [recipe.build_scheduler(optimizer, case.training) for optimizer in self.optimizers]
         rank = parallelize.data_parallel_rank(self.mesh)
         self.microbatches = (batches or data.Microbatches)(case, rank)
@@ -329,7 +329,7 @@ class Trainer:
 
         Raises ValueError if there is none. Where the case requests only weights (`model_of`), all else stays new.
         """
-        if self.case.model_of is not None:
+        if self.case.weights_saved_after is not None:
             checkpoint.load_model(self.parts(), checkpoint.latest(folder))
             return
         self.step, samples = checkpoint.resume(self.parts(), checkpoint.latest(folder))
@@ -344,14 +344,14 @@ class Trainer:
         ]
         self.own_samples = sum(len(part.tokens) for part in microbatches) / self.case.dims.cp
         valid_tokens = count_valid(microbatches, self.mesh, self.device)
-        self.tokens = count_tokens(microbatches, self.case.at(self.step + 1))
+        self.tokens = count_tokens(microbatches, self.case.with_batch_of_step(self.step + 1))
         self.own_valid_tokens = own_valid_tokens(microbatches)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         for part in self.model_parts:
             seed_masks(part, self.case.training.seed, self.step + 1)
         loss_sum = self.forward_backward(microbatches, valid_tokens)
-        copies = tied.copies(self.model_parts, self.ends)
+        copies = tied.tied_weight_copies(self.model_parts, self.ends)
         grad_norm = clip.clip_gradients(self.parameters(), self.case.training.max_norm, self.groups(), copies)
         lr = self.optimizer_step()
         self.step += 1
@@ -392,7 +392,7 @@ class Trainer:
         """Return the mean loss of the held-out batch: the sum over all ranks' valid tokens over their number."""
         batches = [(tokens.to(self.device), labels.to(self.device)) for tokens, labels in self.microbatches.held_out()]
         parts = [sequence_part(*batch, self.mesh, self.case) for batch in batches]
-        return evaluated(self.model_parts[0], parts, self.mesh, self.case)
+        return evaluate_loss(self.model_parts[0], parts, self.mesh, self.case)
 
     def display(self, metrics: Metrics, seconds: float) -> dict[str, float]:
         """Print a step on rank 0, and return the numbers shown beside loss, norm and rate, by the names of
@@ -437,7 +437,7 @@ class Trainer:
                 stepped += group["params"]
         frozen = [parameter for parameter in self.parameters() if not parameter.requires_grad]
         every = dict.fromkeys([*stepped, *frozen])
-        copies = {*map(id, tied.copies(self.model_parts, self.ends))}
+        copies = {*map(id, tied.tied_weight_copies(self.model_parts, self.ends))}
         counted = [parameter for parameter in every if id(parameter) not in copies]
         return shown_numbers.parameter_norm(counted, self.groups())
 

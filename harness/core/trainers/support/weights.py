@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from harness.core.case.case import Case
-from harness.core.evidence.fused import Block, blocks, local_blocks_of
+from harness.core.evidence.fused import Block, blocks_in_order, local_blocks_of
 from harness.core.plan.slices import TP_DIM
 from harness.core.probe.structure import local_tensor_of
 from harness.core.probe.without_memory import is_without_memory
@@ -93,7 +93,7 @@ def load_weights(
             continue
         local_parts = {key: cut(key, torch.as_tensor(full[key][rows.get(key, slice(None))])) for key in fqns}
         rows_of_parts = {key: full[key].shape[0] for key in local_parts}
-        full_tensor = _fuse_parts(local_parts, blocks(fqns, rows_of_parts))
+        full_tensor = _fuse_parts(local_parts, blocks_in_order(fqns, rows_of_parts))
         if full_tensor.shape != parameter.shape:
             problems.append(
                 f"weights of {name} have shape {tuple(full_tensor.shape)}, the model {tuple(parameter.shape)}"

@@ -14,7 +14,7 @@ from harness.core.case.case import Case
 from harness.core.case.loading import load_all
 from harness.core.case.usual_trainer import BUILTIN_TRAINER
 from harness.core.case.variants import with_dtype
-from harness.core.cli.answer import answer
+from harness.core.cli.answer import print_or_keep_document
 from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst_code
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.work.abandoning import abandon
@@ -45,7 +45,7 @@ def command(args: argparse.Namespace) -> int:
     own_file = Path(faults.__file__).parent / f"{args.trainer}.py"
     file = args.file or (own_file if own_file.is_file() else None)
     control, every_fault = catalogue.split_control(faults_of_file(file) if file else all_faults())
-    chosen = catalogue.matching(every_fault, args.expression)
+    chosen = catalogue.select_faults(every_fault, args.expression)
     if args.list:
         refuse_json(args, "--list")
         refuse_others(args, "a list of faults", {"--list", "-k", "--file", "--trainer"})
@@ -59,8 +59,8 @@ def command(args: argparse.Namespace) -> int:
     done, control_done, seconds = try_faults(chosen, control, args)
     write_text(args.out / "faults.json", to_json(done))
     data = {"seconds": seconds, "control": control_done, "attempts": done}
-    answer(args, "faults", data, shown.report_text(done, control_done, seconds))
-    return exit_code_of(done, control_done)
+    print_or_keep_document(args, "faults", data, shown.report_text(done, control_done, seconds))
+    return exit_code_of_attempts(done, control_done)
 
 
 def _trainer_with_cases(file: Path) -> str:
@@ -123,7 +123,7 @@ def count_jobs(requested: int | None, device: str) -> int:
     return max(2, len(machine.usable_cores()))
 
 
-def exit_code_of(done: Sequence[Attempt], control: Attempt) -> int:
+def exit_code_of_attempts(done: Sequence[Attempt], control: Attempt) -> int:
     """Return the exit code of these attempts: 2 if the control is not MISSED, 0 if every fault is CAUGHT.
 
     Else 2 if the only other outcomes are UNFIRED and NOT TRIED, and 1 otherwise.

@@ -55,7 +55,7 @@ def plotted(args: argparse.Namespace) -> int | None:
     margins_drawn = []
     for users in margins.group_by_recipe(chosen):
         margin = margins.make_margin(users, options)
-        print_lines(margins.margin_table(margin), margins.draw(margin, options.out))
+        print_lines(margins.margin_table(margin), margins.draw_margin(margin, options.out))
         margins_drawn.append(margin)
     if len(margins_drawn) > 1:
         print_lines(margins.draw_all(margins_drawn, options.out))

@@ -7,7 +7,7 @@ import functools
 import sys
 
 from harness.core.case.loading import load_all
-from harness.core.cli.answer import answer
+from harness.core.cli.answer import print_or_keep_document
 from harness.core.cli.exit_codes import NOT_JUDGED, PASSED
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.work.cases import folder_of
@@ -38,6 +38,6 @@ def command(args: argparse.Namespace) -> int:
     if args.over is not None:
         search_result = versions.search_versions(versions.parse_versions(args.over), cases, folder, options, tell)
     else:
-        search_result = commits.bisect(args.repo, args.good, args.bad, cases, options, tell)
-    answer(args, "bisect", lambda: bisect_data(search_result), bisect_report(search_result))
+        search_result = commits.bisect_commits(args.repo, args.good, args.bad, cases, options, tell)
+    print_or_keep_document(args, "bisect", lambda: bisect_data(search_result), bisect_report(search_result))
     return PASSED if search_result.first else NOT_JUDGED

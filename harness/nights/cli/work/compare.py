@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from harness.core.case.yaml_documents import document_of
-from harness.core.cli.answer import answer
+from harness.core.cli.answer import print_or_keep_document
 from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, SKIP_COMMIT, worst_code
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.work.options import refuse_json, refuse_others
@@ -28,9 +28,9 @@ from harness.nights.pages.compared_runs import Costs, lines_on_two_runs
 from harness.recording.cli.work import same_training
 from harness.recording.cli.work.record import run_recorded
 from harness.recording.cli.work.recording_report import RecordingAnswer
-from harness.recording.judged.figures import Figures, figures, shifts
+from harness.recording.judged.figures import Figures, figures_of_recording, find_shifts
 from harness.recording.judged.outside_passes import SECTION
-from harness.recording.judged.run_as_recording import as_recording
+from harness.recording.judged.run_as_recording import recording_of_run
 from harness.recording.judged.same_training import sketch_files
 from harness.recording.judged.stored_recording import Recording, holds_recording, load_recording
 from harness.recording.judged.structure import costs, differences, outside_steps_text, structure
@@ -138,7 +138,7 @@ def _compare_recordings(args: argparse.Namespace, first: Path, second: Path) -> 
     same_training.check_after(args)
     if args.numbers:
         numbers = _compare_numbers(args, first, second)
-        answer(args, numbers.kind, numbers.document, numbers.text)
+        print_or_keep_document(args, numbers.kind, numbers.document, numbers.text)
         return numbers.code
     path_without_numbers = next((path for path in (first, second) if not _has_numbers(path)), None)
     if args.structure or path_without_numbers is not None:
@@ -147,12 +147,14 @@ def _compare_recordings(args: argparse.Namespace, first: Path, second: Path) -> 
         )
         refuse_others(args, subject, {"--structure", "--with", *COMMAND_OPTIONS})
         by_structure = _compare_structures(first, second)
-        answer(args, by_structure.kind, by_structure.document, by_structure.text)
+        print_or_keep_document(args, by_structure.kind, by_structure.document, by_structure.text)
         return by_structure.code
     by_structure = _compare_structures(first, second)
     numbers = _compare_numbers(args, first, second)
     text = f"{by_structure.text}\n\n{numbers.text}"
-    answer(args, by_structure.kind, lambda: by_structure.document() | {"numbers": numbers.document()}, text)
+    print_or_keep_document(
+        args, by_structure.kind, lambda: by_structure.document() | {"numbers": numbers.document()}, text
+    )
     return worst_code([by_structure.code, numbers.code])
 
 
@@ -182,7 +184,7 @@ def _compare_runs(args: argparse.Namespace, first: Path, second: Path) -> int:
         "runs": [dict(zip(DIFFERENCE_KEYS, difference, strict=True)) for difference in run_differences],
     }
     text = "\n".join(lines_on_two_runs(str(first), str(second), run_differences, cases, on_gpus=on_gpus))
-    answer(args, "comparison", data | {"cases": cases}, text)
+    print_or_keep_document(args, "comparison", data | {"cases": cases}, text)
     if any(case.found for case in cases):
         return BROKEN
     return NOT_JUDGED if not cases or any(case.problem for case in cases) else PASSED
@@ -197,7 +199,7 @@ def _compare_structures(first: Path, second: Path) -> RecordingAnswer:
     second_structure, second_costs, second_figures = _read_structure(second)
     structure_differences = differences(first_structure, second_structure)
     outside_differences = outside_steps_text(first_structure, second_structure)
-    figure_shifts = shifts(first_figures, second_figures)
+    figure_shifts = find_shifts(first_figures, second_figures)
     data = {
         "one": first,
         "other": second,
@@ -231,7 +233,7 @@ def _compare_traces(args: argparse.Namespace, first: Path, second: Path) -> int:
     first_job, second_job = with_common_ranks(_load_job(first), _load_job(second))
     structure_differences = differences(traced_structure(first_job), traced_structure(second_job))
     notes = not_compared_texts(first_job, second_job)
-    figure_shifts = shifts(traced_figures(first_job), traced_figures(second_job))
+    figure_shifts = find_shifts(traced_figures(first_job), traced_figures(second_job))
     data = {
         "one": first,
         "other": second,
@@ -241,7 +243,7 @@ def _compare_traces(args: argparse.Namespace, first: Path, second: Path) -> int:
         "not_compared": notes,
     }
     lines = comparison_lines(str(first), str(second), structure_differences, figure_shifts, notes=notes)
-    answer(args, "comparison", data, "\n".join(lines))
+    print_or_keep_document(args, "comparison", data, "\n".join(lines))
     if structure_differences:
         return BROKEN
     has_numbers = first_job.step_numbers and second_job.step_numbers
@@ -264,8 +266,12 @@ def _read_structure(path: Path) -> tuple[Mapping[str, Any], Costs, Figures]:
     if path.suffix in SNAPSHOT_SUFFIXES:
         return _load_snapshot(path), {}, {}
     is_case = (path / CASE_FILE).exists()
-    recording: Recording = as_recording(load_run(path / "run")) if is_case else load_recording(path)
-    return (structure(recording), costs(recording), figures(recording)) if recording.summaries else ({}, {}, {})
+    recording: Recording = recording_of_run(load_run(path / "run")) if is_case else load_recording(path)
+    return (
+        (structure(recording), costs(recording), figures_of_recording(recording))
+        if recording.summaries
+        else ({}, {}, {})
+    )
 
 
 def _is_snapshot(text: str) -> bool:

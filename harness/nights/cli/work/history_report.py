@@ -7,7 +7,7 @@ import datetime
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.core.cli.answer import answer
+from harness.core.cli.answer import print_or_keep_document
 from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst_code
 from harness.core.report.output import print_error
 from harness.nights import quarantine
@@ -39,11 +39,13 @@ def show_history(args: argparse.Namespace, folders: Sequence[Path], set_aside: P
     stale = lapsed_entries(entries, all_series, today)
     text = "\n\n\n".join("\n".join(series_lines(series_changes)) for series_changes in all_series)
     quarantined = ["", "QUARANTINE", *(f"  {line}" for line in stale)] if stale else []
-    answer(args, "history", {"series": list(map(series_document, all_series)), "quarantine": stale}, text, *quarantined)
-    return worst_code([*map(exit_code_of, all_series), NOT_JUDGED if stale else PASSED])
+    print_or_keep_document(
+        args, "history", {"series": list(map(series_document, all_series)), "quarantine": stale}, text, *quarantined
+    )
+    return worst_code([*map(exit_code_of_series, all_series), NOT_JUDGED if stale else PASSED])
 
 
-def exit_code_of(series_changes: SeriesChanges) -> int:
+def exit_code_of_series(series_changes: SeriesChanges) -> int:
     """Return the exit code of a series' last night: 1 if a case is broken and not set aside.
 
     Return 2 if a case or shard lacks a verdict or was not judged, else 0. Flaky cases and larger costs never change it.

@@ -15,7 +15,7 @@ from harness import BUILTIN, ROOT
 from harness.core import trainers
 from harness.core.case.case import Case
 from harness.core.case.trainer_spec import CHECKOUT_FOLDER, TrainerSpec
-from harness.core.cli.answer import answer
+from harness.core.cli.answer import print_or_keep_document
 from harness.core.cli.exit_codes import NOT_JUDGED, PASSED, worst_code
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.typed import typed_options
@@ -32,7 +32,7 @@ from harness.nights import nights, quarantine
 from harness.nights.bisect import commits, own_commits
 from harness.nights.bisect.checkouts import files_of_trainer, trainer_by_checkout
 from harness.nights.bisect.culprits import SearchSettings, find_culprits
-from harness.nights.cli.work.history_report import exit_code_of
+from harness.nights.cli.work.history_report import exit_code_of_series
 from harness.nights.cli.work.run_report import markdown_of_runs, read_last_runs
 from harness.nights.history import group_nights, read_runs
 from harness.nights.history_text import (
@@ -76,7 +76,7 @@ def command(args: argparse.Namespace) -> int:
     stale = lapsed_entries(set_aside, [series_changes], today)
     write_report(series_changes, runs, stale, args)
     judged_outcomes = [outcome for outcome in series_changes.nights[-1].outcomes.values() if not outcome.skipped]
-    return worst_code([exit_code_of(series_changes), NOT_JUDGED if stale or not judged_outcomes else PASSED])
+    return worst_code([exit_code_of_series(series_changes), NOT_JUDGED if stale or not judged_outcomes else PASSED])
 
 
 def refuse_foreign_files(args: argparse.Namespace, day: str) -> None:
@@ -190,4 +190,4 @@ def write_report(
     write_text(args.out / "history.txt", text + "\n")
     write_text(args.out / "summary.md", f"```\n{text}\n```\n\n{markdown_of_runs(runs, series_changes.culprit_texts)}")
     data = {"series": [series_document(series_changes)], "quarantine": stale, "page": args.out / "page.html"}
-    answer(args, "nightly", data, text, f"\n{args.out / 'page.html'}")
+    print_or_keep_document(args, "nightly", data, text, f"\n{args.out / 'page.html'}")

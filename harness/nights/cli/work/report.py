@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from harness.core.cli.answer import answer
+from harness.core.cli.answer import print_or_keep_document
 from harness.core.cli.exit_codes import PASSED
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.work.options import require_matplotlib
@@ -121,4 +121,4 @@ def draw_cases(args: argparse.Namespace, folders: Sequence[Path]) -> None:
         judgement = judge_folder(folder)
         cases.append(case_document_here(judgement) | {"picture": draw_judged(judgement)})
         print_lines(cases[-1]["picture"])
-    answer(args, "cases", {"cases": cases})
+    print_or_keep_document(args, "cases", {"cases": cases})

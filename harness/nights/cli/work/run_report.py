@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from harness.core.cli.answer import answer
+from harness.core.cli.answer import print_or_keep_document
 from harness.core.cli.exit_codes import NOT_JUDGED, worst_code
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.work.options import other_trainer_lines
@@ -65,7 +65,7 @@ def show_runs(args: argparse.Namespace, folders: Sequence[Path]) -> int:
         "lacking": lacking,
         "notes": [*provenance_lines(runs), *notes],
     }
-    answer(args, "matrix", data, grid, "", *provenance_lines(runs), *lacking, *notes)
+    print_or_keep_document(args, "matrix", data, grid, "", *provenance_lines(runs), *lacking, *notes)
     return worst_exit_code(outcomes, lacking=bool(lacking))
 
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from harness.core.case import layout
 from harness.core.case.launching import requested_ranks
-from harness.core.cli.answer import answer
+from harness.core.cli.answer import print_or_keep_document
 from harness.core.cli.exit_codes import BROKEN, INTERRUPTED
 from harness.core.cli.parsing import BadInput
 from harness.core.evidence.store import write_text
@@ -64,7 +64,7 @@ def answer_by_both(args: argparse.Namespace) -> int:
     itself = about_anomalies(recording) if args.layout is None else about_recording(recording, args.layout)
     numbers = same_training.about_numbers(args.same_as, args.out, noise_of=args.noise_of, after=args.after)
     about = same_training.both_answers(numbers, itself)
-    answer(args, about.kind, about.document, about.text)
+    print_or_keep_document(args, about.kind, about.document, about.text)
     return about.code
 
 
@@ -99,7 +99,7 @@ def run_recorded(
         ends_too = partial(
             die_with_parent, os.getpid(), signal_number=signal.SIGTERM
         )  # and its launcher ends the ranks
-        code = injection.run(
+        code = injection.run_recorded_command(
             words,
             directory,
             steps,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.core.case import layout as spec
-from harness.core.cli.answer import answer
+from harness.core.cli.answer import print_or_keep_document
 from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst_code
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.work.options import refuse_json
@@ -93,7 +93,7 @@ def about_anomalies(recording: Recording) -> RecordingAnswer:
 def _print_answer(args: argparse.Namespace, html: Path | None, recording: Recording, about: RecordingAnswer) -> None:
     """Print the answer, or write it as a page with one step drawn."""
     if html is None:
-        answer(args, about.kind, about.document, about.text)
+        print_or_keep_document(args, about.kind, about.document, about.text)
         return
     refuse_json(args, "--html")
     records = {rank: load_record(record_file(recording.directory, rank)) for rank in recording.summaries}

@@ -11,7 +11,7 @@ from harness.core.case import case_files
 from harness.core.case import layout as spec
 from harness.core.case.case import Case, CaseError
 from harness.core.case.loading import load_all
-from harness.core.cli.answer import answer
+from harness.core.cli.answer import print_or_keep_document
 from harness.core.cli.work.options import refuse_json
 from harness.core.cli.work.verdict_codes import exit_code_of_verdict
 from harness.core.evidence.own_folders import replace_own
@@ -26,7 +26,7 @@ from harness.recording.pages.recording_layout import layout_report
 from harness.recording.pages.trace_page import report_without_layout, trace_page
 from harness.recording.traces.analyzer import analysis_of
 from harness.recording.traces.dumps import load_dumps
-from harness.recording.traces.files import DUMP, TRACE, all_files
+from harness.recording.traces.files import DUMP, TRACE, files_of_paths
 from harness.recording.traces.hang import hang_of
 from harness.recording.traces.job import job_of
 from harness.recording.traces.kineto import load_trace
@@ -39,7 +39,7 @@ def show_traces(args: argparse.Namespace, places: Sequence[Path], layout: str | 
 
     Raises EvidenceError and CaseError.
     """
-    job = job_of([load_trace(file) for file in all_files(places, TRACE)])
+    job = job_of([load_trace(file) for file in files_of_paths(places, TRACE)])
     case = None
     dims = None
     if layout:
@@ -55,7 +55,7 @@ def show_traces(args: argparse.Namespace, places: Sequence[Path], layout: str | 
         refuse_json(args, "--html")
         write_times(args.html, f"traces in {job.recording.directory}", page_text, timeline_of_traces(job), kernels=True)
     else:
-        answer(args, "traces", lambda: document_of(job, dims, (results, diagnosis), times), page_text)
+        print_or_keep_document(args, "traces", lambda: document_of(job, dims, (results, diagnosis), times), page_text)
     return exit_code_of_verdict(verdict_of_all(results))
 
 
@@ -91,9 +91,11 @@ def write_times(file: Path, title: str, text: str, timeline: Timeline | None, *,
 
 def show_dumps(args: argparse.Namespace, places: Sequence[Path]) -> int:
     """Print why the job hung, by its Flight Recorder dumps. Return the exit code. Raises EvidenceError."""
-    dumps = load_dumps(all_files(places, DUMP))
+    dumps = load_dumps(files_of_paths(places, DUMP))
     hang = hang_of(dumps)
     analysis = analysis_of(dumps)
     directory = places[0] if len(places) == 1 else dumps[0].path.parent
-    answer(args, "dumps", lambda: hang_document(hang, analysis, directory), hang_page(hang, analysis, directory))
+    print_or_keep_document(
+        args, "dumps", lambda: hang_document(hang, analysis, directory), hang_page(hang, analysis, directory)
+    )
     return exit_code_of_verdict(hang.verdict)
