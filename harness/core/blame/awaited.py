@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.core.blame.calls import GROUP_CREATION, POINT_TO_POINT, Issued, describe_call, group_key, is_same_call
+from harness.core.blame.calls import (
+    GROUP_CREATION,
+    POINT_TO_POINT,
+    Issued,
+    describe_call,
+    group_key,
+    is_collective,
+    is_same_call,
+)
 from harness.core.blame.divergence import minority_of, name_ranks
 from harness.core.blame.rank_exit import RankExit, has_lost_peer, is_busy
 from harness.core.blame.waits import JobCalls, has_begun_creation
@@ -20,6 +28,7 @@ Waits = Mapping[int, Mapping[int, Issued]]
 def find_waited_for(job: JobCalls) -> dict[int, str]:
     """Return the ranks that others wait for and that wait for none, with the reason; empty if no rank waits.
 
+    If all of these exited 0 and are most of a group, return the ranks that wait for them.
     If ranks wait for each other, return those that left out a collective, named groups in another way, sent to a wrong peer or
     are elsewhere than most, and all of them if nothing tells.
     """
@@ -30,6 +39,8 @@ def find_waited_for(job: JobCalls) -> dict[int, str]:
     final_ranks = [rank for rank in sorted(awaited) if not waits[rank] and not _waits_unseen(job.by_rank[rank])]
     sends = find_misdirected_sends(job)
     certain = {send.peer: send.rank for send in sends if send.is_certain}
+    if went_on := ranks_that_went_on(final_ranks, job):
+        return went_on
     if final_ranks:
         busy = {rank for rank in final_ranks if is_busy(job.by_rank[rank])}
         culprits = {rank if rank in busy else certain.get(rank, rank) for rank in final_ranks}
@@ -49,6 +60,24 @@ def find_waited_for(job: JobCalls) -> dict[int, str]:
         ranks_by_text[f"{describe_call(call)} named {call.group!r}"].append(rank)
     text = "; ".join(f"{name_ranks(ranks)} in {call_text}" for call_text, ranks in ranks_by_text.items())
     return {rank: f"{IN_A_RING}: {text}" for rank in computing or elsewhere or ring}
+
+
+def ranks_that_went_on(final_ranks: Sequence[int], job: JobCalls) -> dict[int, str]:
+    """Return the ranks that wait for these, with the reason, if all of these exited 0 and are most of the group: the others
+    issued one collective too many. Empty if not, and for sends, receives and the making of groups."""
+    if not final_ranks or any(job.by_rank[rank].status != 0 for rank in final_ranks):
+        return {}
+    reasons: dict[int, str] = {}
+    for waiters, peers in job.ranks_by_waits:
+        call = next((peers[rank] for rank in final_ranks if rank in peers), None)
+        if call is None:
+            continue
+        wait = job.group_wait(call)
+        if not is_collective(call) or len(wait.issued) + len(wait.unknown_ranks) >= len(wait.behind):
+            return {}
+        for rank in waiters:
+            reasons[rank] = f"issued {describe_call(call)} where {name_ranks(wait.behind)} exited with code 0"
+    return reasons
 
 
 @dataclass(frozen=True)

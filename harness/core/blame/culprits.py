@@ -6,8 +6,9 @@ aborted        C++ ended it for an exception, which is gloo's way of finding out
 vanished       it left no word of its end, and another lost a peer; of several, those that others waited for.
 none           all lost their peers, one of them in what every member of the group had issued: nothing came through between
                them. A rank that is ahead received, before the link went down, what others still wait for.
-waited_for     others are ahead of it in a group's sequence, while it waits for none. In a cycle it left out what most issued,
-               or made groups in another order, or it is elsewhere than most; else all are named.
+waited_for     others are ahead of it in a group's sequence, while it waits for none. If most of the group exited 0, those that
+               wait for them. In a cycle it left out what most issued, or made groups in another order, or sent to a wrong
+               peer, or it is elsewhere than most; else all are named.
 left_early     it exited 0 before the others lost their connection.
 stuck          it was killed while computing, the others while waiting; without a stack, all that were killed.
 none           the first to fail timed out in what every member of the group had issued, or those that were killed waited

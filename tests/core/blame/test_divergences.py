@@ -114,3 +114,21 @@ def test_a_receive_from_any_source_that_was_answered_waits_for_none() -> None:
     calls = {0: [issued(WORLD, 5, "all_reduce")], 1: [issued(WORLD, 4, "all_reduce"), p2p("recv", None, 1)]}
     calls[2] = [p2p("send", 1, 1), issued(WORLD, 5, "all_reduce")]
     assert blamed(calls) == [1]
+
+
+@pytest.mark.parametrize(("ended", "culprits"), [((1, 2), [0]), ((1,), [1])])
+def test_who_issues_one_collective_more_than_most_that_ended_is_blamed(
+    ended: tuple[int, ...], culprits: list[int]
+) -> None:
+    """Of three: one that ended before two others left early, two that ended leave one that went on."""
+    lost = {"type": "RuntimeError", "message": "[/x/gloo/a.cc:7] Connection closed by peer", "time": 2.0, "inside": []}
+    exits = []
+    for rank in WORLD:
+        calls = tuple(issued(WORLD, seq, "barrier", 0) for seq in ((4,) if rank in ended else (4, 5)))
+        end = {"status": 0, "end_time": 1.0} if rank in ended else {"status": 1, "failure": lost}
+        exits.append(RankExit(rank, **end, issued=calls))
+    reasons = blame_of(exits).reasons
+    assert sorted(reasons) == culprits
+    if culprits == [0]:
+        call = "barrier #5 of group [0-2] (step 1, forward, 0 B)"
+        assert reasons[0] == f"issued {call} where ranks [1,2] exited with code 0"
