@@ -348,13 +348,9 @@ def _exit_words(recording: Recording, rank: int) -> str:
         return ""
     if recording.code == 0:
         return "exit not reported; the command ended with exit code 0"
-    has_another_raised = recording.code and any(
-        summary.progress.ended == "raised" and not is_lost_peer_error(summary.progress.error)
-        for summary in recording.summaries.values()
-    )
-    return (
-        "most likely killed by its launcher after another raised" if has_another_raised else "killed or still running"
-    )
+    if recording.code and recording.has_raised:
+        return "most likely killed by its launcher after another raised"
+    return "killed or still running"
 
 
 def _last_collective_text(recording: Recording, rank: int) -> str:

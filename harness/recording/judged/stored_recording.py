@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 from harness.core.evidence.codec import decoded_without_values
 from harness.core.evidence.keys import ranks_from_key
+from harness.core.evidence.lost_peer import is_lost_peer_error
 from harness.core.evidence.provided import RECORDED, Provided
 from harness.core.evidence.reading import read_json
 from harness.core.evidence.recording import (
@@ -72,6 +74,14 @@ class Recording:
     def jobs(self) -> tuple[Recording, ...]:
         """All jobs of the command, this one first."""
         return (self, *self.others)
+
+    @functools.cached_property
+    def has_raised(self) -> bool:
+        """Whether a rank raised an error of its own, and not of a peer that it had lost."""
+        return any(
+            summary.progress.ended == "raised" and not is_lost_peer_error(summary.progress.error)
+            for summary in self.summaries.values()
+        )
 
     @property
     def is_one_of_several(self) -> bool:
