@@ -75,7 +75,7 @@ def trial_of(requested: Case, ran: Case | None = None, *, traits: TrainerTraits 
     world = ran.dims.world_size
     own = make_plan(ran)
     oracle = flatten_reference(reference, own.column_blocks) if own.flat else reference
-    seed = oracle if ran.weights_saved_after is None else reference_of(ran.first_launch)
+    seed = oracle if ran.model_of is None else reference_of(ran.first_launch)
     ranks = {rank: rank_evidence(requested, ran, rank, oracle, seed) for rank in range(world)}
     exits = tuple(Exit(rank, "ok", 0) for rank in range(world))
     run = Run("run", world, exits, ranks, checkpoint=checkpoint_of(ran, reference))

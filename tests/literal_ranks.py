@@ -68,7 +68,7 @@ def checkpoint_of(case: Case, reference: ReferenceRun) -> Checkpoint | None:
 
 
 def _resumed(ran: Case, reference: ReferenceRun, part: Any) -> Resumed:
-    if ran.weights_saved_after is not None:
+    if ran.model_of is not None:
         return Resumed({fqn: full[part[fqn]] for fqn, full in reference.weights.items()}, {})
     step = reference.steps[ran.steps.start - 2]
     return Resumed({fqn: full[part[fqn]].copy() for fqn, full in step.parameters.items()}, _state(step, part))

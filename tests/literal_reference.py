@@ -28,8 +28,8 @@ def reference_of(case: Case) -> LiteralReference:
     draw = np.random.default_rng(0)
     shapes, training = case.model.parameter_shapes(), case.training
     weights = {fqn: draw.standard_normal(shape) for fqn, shape in shapes.items()}
-    if case.weights_saved_after is not None:
-        weights = reference_of(case.first_launch).steps[case.weights_saved_after - 1].parameters
+    if case.model_of is not None:
+        weights = reference_of(case.first_launch).steps[case.model_of - 1].parameters
     trained = {fqn: shape for fqn, shape in shapes.items() if is_trainable(training, fqn)}
     gradients = [{fqn: _away_from_zero(draw, shape) for fqn, shape in trained.items()} for _ in range(training.steps)]
     batch = training.global_batch

@@ -139,7 +139,7 @@ def _mistake_distances(trial: Trial, reference: ReferenceRun, make: Callable[[Ca
     """
     case = trial.case
     with make(case):
-        wrong_steps = train.train(case.model, case.training, model_of=case.weights_saved_after).steps
+        wrong_steps = train.train(case.model, case.training, model_of=case.model_of).steps
     by_step = {
         step.step: measure_noise((right,), [(step,)]) for right, step in zip(reference.steps, wrong_steps, strict=True)
     }

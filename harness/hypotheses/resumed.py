@@ -60,7 +60,7 @@ def resumed_otherwise(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     for rank, keys in wrong.items():
         places |= {(rank, key) for key in keys}
     weights = {(rank, key) for rank, key in places if key[0] == PARAMETER}
-    judge_state = _wrong_state_cause if trial.case.weights_saved_after is None else _retained_state_cause
+    judge_state = _wrong_state_cause if trial.case.model_of is None else _retained_state_cause
     proposals = [
         (_wrong_parameters_cause(trial, weights), ("left", "state") if _common_moment(trial, weights) else ("left",)),
         (judge_state(trial, places - weights), ("state",)),
@@ -201,7 +201,7 @@ def _retained_state_cause(trial: Trial, places: Places) -> Cause | None:
     is_saved_state = {(rank, key) for rank, key in places if key in saved} == places and _ranks_hold(
         trial, places, saved
     )
-    became_text = f"saved after step {trial.case.weights_saved_after}" if is_saved_state else ""
+    became_text = f"saved after step {trial.case.model_of}" if is_saved_state else ""
     text = f"the optimizer is not new, it begins with {' and '.join(names)}"
     if became_text:
         text += f" {became_text}"
@@ -272,8 +272,8 @@ def _restarted_schedule_cause(trial: Trial) -> Cause | None:
     From some step on each rate is then that of as many steps after the beginning. If the launch starts from weights
     alone, the mistake is the other way round: the schedule goes on.
     """
-    if trial.case.weights_saved_after is not None:
-        return _continued_schedule_cause(trial, trial.case.weights_saved_after)
+    if trial.case.model_of is not None:
+        return _continued_schedule_cause(trial, trial.case.model_of)
     rates = {step.step: step.lr for step in trial.reference.steps}
     saved = trial.case.steps.start - 1
     reported_rates = [(step.step, step.lr) for _, step, _ in trial.steps_with_reference() if step.lr is not None]
@@ -375,7 +375,7 @@ def _later_rate(trial: Trial, step: int) -> float:
     After the recipe's end it is the recipe's last rate.
     """
     steps = trial.reference.steps
-    return steps[min(step + (trial.case.weights_saved_after or 0), len(steps)) - 1].lr
+    return steps[min(step + (trial.case.model_of or 0), len(steps)) - 1].lr
 
 
 def _first_deviating_step(trial: Trial) -> int | None:
@@ -411,7 +411,7 @@ def _assume_going_on(parts: tuple[str, ...], trial: Trial) -> Trial:
             state.setdefault(fqn, {})[name] = value
     rates = {step.step: step.lr for step in trial.reference.steps}
     first_odd = _first_deviating_step(trial)
-    model_of = trial.case.weights_saved_after
+    model_of = trial.case.model_of
 
     def rate(step: int) -> float:
         return rates[step - first + 1] if model_of is None else _later_rate(trial, step)

@@ -158,7 +158,7 @@ def _restarted_schedule_variants(trial: Trial, wrong: Collection[str]) -> Iterat
 
     Nothing for a case that does not resume with its schedule, or if no parameter is wrong.
     """
-    if not trial.saved or trial.case.weights_saved_after is not None or not wrong:
+    if not trial.saved or trial.case.model_of is not None or not wrong:
         return
     scheduled = {step.step: step.lr for step in trial.reference.steps}
     saved_step = trial.case.steps.start - 1

@@ -111,11 +111,11 @@ class Case:
 
         A start from the seed, or from weights alone, counts from 1.
         """
-        first = self.resume[-1].after + 1 if self.resume and self.weights_saved_after is None else 1
+        first = self.resume[-1].after + 1 if self.resume and self.model_of is None else 1
         return range(first, (self.last_step or self.training.steps) + 1)
 
     @property
-    def weights_saved_after(self) -> int | None:
+    def model_of(self) -> int | None:
         """Return the step after which an earlier launch saved the weights that this one starts from.
 
         It takes nothing else from that launch. None for all launches that do not start from weights alone.

@@ -20,7 +20,7 @@ def validate_resume(case: Case, location: str) -> None:
     if any(saved.model_only for saved in case.resume[:-1]):
         raise CaseError(f"{location}: resume: model_only is allowed in the last entry only")
     ends = [0, *(saved.after for saved in case.resume), case.last_step or case.training.steps]
-    ends = ends if case.weights_saved_after is None else ends[:-1]
+    ends = ends if case.model_of is None else ends[:-1]
     if any(end <= begin for begin, end in itertools.pairwise(ends)):
         raise CaseError(
             f"{location}: resume: launches end after steps {', '.join(map(str, ends[1:]))}; each must train at least one step"

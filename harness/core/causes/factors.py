@@ -155,7 +155,7 @@ def step_distance_text(trial: Trial, step: int, source_step: int) -> str:
     training = trial.case.training
     saved = trial.case.steps.start - 1
     epoch = -(-training.made_samples // training.global_batch) if training.data is None else 0
-    if trial.case.weights_saved_after is not None and source_step - step == trial.case.weights_saved_after:
+    if trial.case.model_of is not None and source_step - step == trial.case.model_of:
         return "as if more than the weights were taken from the checkpoint"
     if epoch and step > epoch and step - source_step == epoch:
         return "as if the epoch had the order of the one before"

@@ -73,7 +73,7 @@ def state_to_resume(trial: Trial) -> dict[TensorKey, np.ndarray]:
     Precondition: a launch before it saved.
     """
     saved = saved_state(trial.saved[-1])
-    if trial.case.weights_saved_after is None:
+    if trial.case.model_of is None:
         return saved
     return {key: value for key, value in saved.items() if key[0] == PARAMETER}
 
@@ -174,7 +174,7 @@ def leftover_state_keys(trial: Trial, rank: int) -> list[TensorKey]:
 
     A new optimizer has none. Empty for launches that resume all.
     """
-    if trial.case.weights_saved_after is None:
+    if trial.case.model_of is None:
         return []
     return [key for key, value in resumed_state(trial, rank).items() if key[0] != PARAMETER and value.any()]
 
@@ -192,7 +192,7 @@ def _leftover_finding(trial: Trial, rank: int, key: TensorKey, held_value: np.nd
         and local_slice is not None
         and has_same_bytes(held_value, expected_slice(trial, rank, key, saved))
     ):
-        subject["note"] += f", what was saved after step {trial.case.weights_saved_after}"
+        subject["note"] += f", what was saved after step {trial.case.model_of}"
     return Finding.at(
         rank,
         "none, or zeros",

@@ -56,8 +56,8 @@ def recipe_of(case: Case) -> dict[str, Any]:
         "model": _non_default_fields(case.model, ModelConfig()),
         "training": _non_default_fields(case.training, TrainingConfig()),
     }
-    if case.weights_saved_after is not None:
-        chosen["model_of"] = case.weights_saved_after
+    if case.model_of is not None:
+        chosen["model_of"] = case.model_of
     return chosen
 
 
@@ -67,7 +67,7 @@ def launches_with_reference(case: Case) -> list[Case]:
     There are two if a launch starts from weights alone, because it has a reference of its own; otherwise it is the case
     itself.
     """
-    return [case] if case.weights_saved_after is None else [case.first_launch, case]
+    return [case] if case.model_of is None else [case.first_launch, case]
 
 
 def _non_default_fields(config: Any, default: Any) -> dict[str, Any]:

@@ -43,11 +43,11 @@ def load_trial(folder: Path) -> Trial:
     case, chosen = load_case(folder)
     references = {}
     for launch in golden.launches_with_reference(case):
-        references[launch.weights_saved_after] = (_reference(folder, launch), *_golden_or_problem(launch))
+        references[launch.model_of] = (_reference(folder, launch), *_golden_or_problem(launch))
     trials: list[Trial] = []
     for name, launched in case.launches.items():
         run = load_run(folder / name)
-        reference, accepted, problem = references[launched.weights_saved_after]
+        reference, accepted, problem = references[launched.model_of]
         trial = Trial(
             case=launched,
             plan=make_plan(launched, chosen[name]),
@@ -67,7 +67,7 @@ def reference_file(launched: Case) -> str:
 
     A launch that starts from weights alone has another one.
     """
-    return "reference.npz" if launched.weights_saved_after is None else "reference_model_only.npz"
+    return "reference.npz" if launched.model_of is None else "reference_model_only.npz"
 
 
 def _reference(folder: Path, launched: Case) -> ReferenceRun:

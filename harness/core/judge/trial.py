@@ -143,7 +143,7 @@ class Trial:
 
         Empty unless it starts from weights alone.
         """
-        after = self.case.weights_saved_after
+        after = self.case.model_of
         return () if after is None else self.saved[-1].reference.steps[:after]
 
     @property
@@ -154,7 +154,7 @@ class Trial:
         """
         first_weights = self.launches[0].reference.weights
         own_weights = self.reference.weights
-        if all(launch.case.weights_saved_after is None for launch in self.launches):
+        if all(launch.case.model_of is None for launch in self.launches):
             return own_weights
         # A launch that starts from weights alone has a reference that begins with those, not with the seed's.
         return {fqn: full.reshape(own_weights[fqn].shape) for fqn, full in first_weights.items()}

@@ -112,7 +112,7 @@ def measure_reported_losses(case: Case, options: Options, folder: Path, *, steps
         exits = _launch_ranks(launched, folder / name, weights, options, entry=UNWATCHED_ENTRY)
         if any(exit.how != "ok" for exit in exits):
             return ()
-        before = losses if launched.weights_saved_after is None else {}
+        before = losses if launched.model_of is None else {}
         losses = dict(read_json(folder / name / "losses.json")) | before
     return tuple(losses[step] for step in sorted(losses)[-steps:])
 

@@ -232,9 +232,7 @@ def run_reference(options: dict[str, Any]) -> None:
 
     case = from_json(options["case"])
     directory = Path(options["directory"])
-    trained = train(
-        case.model, case.training, options["device"], noise=options["noise"], model_of=case.weights_saved_after
-    )
+    trained = train(case.model, case.training, options["device"], noise=options["noise"], model_of=case.model_of)
     with open_whole_file(directory / "weights.npz") as file:
         np.savez(file, **trained.weights)  # type: ignore[arg-type]
     save_stored(directory / "reference.npz", trained)

@@ -62,7 +62,7 @@ def reason_against_dtype(case: Case, adapter: trainers.Adapter) -> str | None:
 def _reason_against_weights_only(case: Case, adapter: trainers.Adapter) -> str | None:
     """Return why a trainer cannot start from a checkpoint's weights alone; None if it can, or if the case does not
     request it."""
-    if case.weights_saved_after is None or adapter.starts_from_weights:
+    if case.model_of is None or adapter.starts_from_weights:
         return None
     return f"resume: model_only: the adapter of {adapter.name} has no starts_from_weights, it continues all of a checkpoint"
 

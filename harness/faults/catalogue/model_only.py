@@ -52,7 +52,7 @@ optimizer_restored_although_new = fault(
 def schedule_goes_on_although_new(trainer: Any, folder: Path) -> None:
     """Step each scheduler as often as the checkpoint's training had."""
     for scheduler in trainer.schedulers:
-        for _ in range(trainer.case.weights_saved_after):
+        for _ in range(trainer.case.model_of):
             scheduler.step()
 
 
@@ -66,7 +66,7 @@ def schedule_goes_on_although_new(trainer: Any, folder: Path) -> None:
 @partial(op.after_call, RESUME)
 def data_goes_on_although_new(trainer: Any, folder: Path) -> None:
     """Move the data loader behind the samples that the checkpoint's training had."""
-    trainer.microbatches.seek(trainer.case.weights_saved_after * trainer.case.training.global_batch)
+    trainer.microbatches.seek(trainer.case.model_of * trainer.case.training.global_batch)
 
 
 @fault(
@@ -78,7 +78,7 @@ def data_goes_on_although_new(trainer: Any, folder: Path) -> None:
 )
 @partial(op.after_call, RESUME)
 def step_counter_taken_over(trainer: Any, folder: Path) -> None:
-    trainer.step = trainer.case.weights_saved_after
+    trainer.step = trainer.case.model_of
 
 
 weights_of_a_start_not_loaded = fault(

@@ -329,7 +329,7 @@ class Trainer:
 
         Raises ValueError if there is none. Where the case requests only weights (`model_of`), all else stays new.
         """
-        if self.case.weights_saved_after is not None:
+        if self.case.model_of is not None:
             checkpoint.load_model(self.parts(), checkpoint.latest(folder))
             return
         self.step, samples = checkpoint.resume(self.parts(), checkpoint.latest(folder))
