@@ -2,15 +2,16 @@
 
 failed_alone   it died by a signal that was not ours, or was stopped, or raised something else than "my peer is gone".
 disagreeing    at one place of a group's sequence it issued another collective than the others.
-aborted        C++ ended it for an exception, which is gloo's way of finding out about the above.
+aborted        C++ ended it for an exception, as gloo does when ranks disagree about a collective.
 vanished       it left no word of its end, and another lost a peer; of several, those that others waited for.
 none           all lost their peers, one of them in what every member of the group had issued: nothing came through between
                them. A rank that is ahead received, before the link went down, what others still wait for.
 waited_for     others are ahead of it in a group's sequence, while it waits for none. If most of the group exited 0, those that
-               wait for them. In a cycle it left out what most issued, or made groups in another order, or sent to a wrong
-               peer, or it is elsewhere than most; else all are named.
+               wait for these are blamed instead. In a cycle it left out what most issued, or made groups in another order,
+               or sent to a wrong peer, or it is elsewhere than most; else all are named.
 left_early     it exited 0 before the others lost their connection.
-stuck          it was killed while computing, the others while waiting; without a stack, all that were killed.
+stuck          it was killed while computing, the others while waiting; all that were killed if none is seen to compute, no
+               rank failed, and nothing is undelivered.
 none           the first to fail timed out in what every member of the group had issued, or those that were killed waited
                in that: nothing came through.
 first_failed   it raised first; all that raised if the times are not on record.
@@ -63,7 +64,7 @@ class Blame:
 def blame_of(exits: Sequence[RankExit]) -> Blame:
     """Return the ranks to blame for the failure of a job, by any kind of evidence.
 
-    None when all is well, or nothing is known, or ranks only were slow.
+    No ranks if all ended well, nothing is known, or one was still at work when the time was over.
     """
     if all(rank_exit.status == 0 for rank_exit in exits) or any(AT_WORK in each.kill_reason for each in exits):
         return Blame({})
@@ -117,7 +118,11 @@ def manner_of_exit(rank_exit: RankExit) -> str:
 
 
 def signal_name(status: int | None) -> str | None:
-    return signal.Signals(-status).name if status in {-number for number in signal.Signals} else f"signal {status}"
+    """Return the name of the signal that a negative exit status stands for, such as "SIGKILL". None for other statuses."""
+    if status is None or status >= 0:
+        return None
+    number = -status
+    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
 def error_text(rank_exit: RankExit) -> str:
@@ -151,13 +156,16 @@ GLOO_PADDING = re.compile(r"\[(enforce fail at )?\S+/(gloo/\S+?:\d+)\]|This is t
 
 
 def shorten_to_line(text: str) -> str:
-    """Return a text as one line of at most 300 characters, without the builder's paths and the good wishes of gloo."""
+    """Return a text as one line of at most 300 characters, without the parts of gloo's messages that say nothing."""
     line = " ".join(GLOO_PADDING.sub(r"\2", " ".join(without_tracebacks(text).split())).split())
     return line if len(line) <= 300 else f"{line[:297]}..."
 
 
 def without_tracebacks(text: str) -> str:
-    """Return what was raised in each traceback that a message quotes, as torch's about a checkpoint quotes all ranks'."""
+    """Return the error of each traceback in a message, joined by ": "; a message without any as it is.
+
+    torch's error of a checkpoint quotes the tracebacks of all ranks.
+    """
     if "Traceback (most recent call last)" not in text:
         return text
     lines = (line for line in text.splitlines() if line.strip() and not line[0].isspace())
@@ -170,7 +178,8 @@ def without_tracebacks(text: str) -> str:
 def find_lagging(job: JobCalls, undelivered: str) -> dict[int, str]:
     """Return the ranks that are behind others, left early or are stuck, with the reason; else the first to fail.
 
-    Empty if nothing came through between ranks: undelivered is the text on that.
+    Empty if none of these tells, and something was undelivered. undelivered: what did not come through between ranks, as
+    a text.
     """
     reasons = find_waited_for(job) or find_left_early(job.exits) or find_stuck(job, undelivered)
     return reasons if reasons or undelivered else find_first_failed(job.exits)
@@ -179,7 +188,7 @@ def find_lagging(job: JobCalls, undelivered: str) -> dict[int, str]:
 def find_failed_alone(exits: Sequence[RankExit]) -> dict[int, str]:
     """Return the ranks that died, were stopped, or raised an error of their own, with the reason.
 
-    What is raised after a death may be what came of it, in whatever words, so it does not count unless times are not on record.
+    An error that is raised after the first death may be what came of it, so it counts only where times are not on record.
     """
     dead_or_stopped = [rank_exit for rank_exit in exits if is_killed_by_signal(rank_exit) or rank_exit.is_stopped]
     first = min(
@@ -242,7 +251,7 @@ def undelivered_text(job: JobCalls) -> str:
 
 
 def _undelivered_call_text(issued: Issued, job: JobCalls) -> str:
-    """Return a call in which nothing came through, with the machines of its ranks where there are several."""
+    """Return the sentence on a call in which nothing came through, with the machines of its ranks if there are several."""
     hosts: dict[str, list[int]] = defaultdict(list)
     for rank_exit in job.participants(issued):
         hosts[rank_exit.host].append(rank_exit.rank)
@@ -300,7 +309,7 @@ def find_stuck(job: JobCalls, undelivered: str) -> dict[int, str]:
 
 
 def stuck_text(rank_exit: RankExit) -> str:
-    """Return why a killed rank is to blame that waited for none; empty if it left no word of its end."""
+    """Return why a killed rank is to blame that is not known to have waited; empty if it left no word of its end."""
     if rank_exit.is_vanished:
         return ""
     if is_winding_up(rank_exit):

@@ -19,8 +19,8 @@ from harness.reference import budget
 T = TypeVar("T")
 MOST_CHARACTERS = 120  # characters of what an error says
 MOST_FIRST_MISTAKES = 6  # hypotheses that are tried as one of two independent mistakes
-MOST_PASSES = 4000  # forward passes of a step that are computed to find a cause
-MOST_JUDGED = 500  # hypotheses that are judged for it
+MOST_PASSES = 4000  # global batches that the reference computes in one search
+MOST_JUDGED = 500  # hypotheses that are judged in one search
 KINDS_ONCE = frozenset({"gradients scaled"})
 """Kinds of which there are not two at once: a factor fits what another one has left."""
 PASSES_ENDED_TEXT = f"the reference was computed for {MOST_PASSES} forward passes"
@@ -37,9 +37,9 @@ class Explanation:
     unexplained: tuple[str, ...] = ()
     """Failing checks that neither explains."""
     tried_count: int = 0
-    """How many hypotheses were put to the test."""
+    """How many hypotheses were put to the test, a second mistake that is tried alone not counted."""
     errors: tuple[str, ...] = ()
-    """Errors meanwhile."""
+    """Errors that suspects and hypotheses raised during the search."""
     end_reason: str = ""
     """Text of the bound that ended the search; empty if none did."""
 
@@ -151,16 +151,16 @@ class Search:
     def _single_proofs(self, trial: Any, results: Sequence[Result]) -> tuple[list[Proof], list[Proof]]:
         """Return (the simplest proofs that explain everything, []), or ([], all proofs of one hypothesis, best first).
 
-        Costly suspects are asked only if the others explain not everything. The best explain most checks, then fit
+        Costly suspects are asked only if the others do not explain everything. The best explain most checks, then fit
         fewest numbers.
         """
         partial: list[Proof] = []
         for suspects in (self.suspects, self.costly):
             proposals = self.proposals_of(suspects, trial, failing_checks(results))
-            bounded = itertools.islice(proposals, MOST_JUDGED + 1)
-            testable = [hypothesis for hypothesis in bounded if hypothesis.assume]
-            testable.sort(key=_complexity)
-            for _, equally_simple in itertools.groupby(testable, key=_complexity):
+            testable = (hypothesis for hypothesis in proposals if hypothesis.assume)
+            bounded = list(itertools.islice(testable, MOST_JUDGED + 1))  # one more shows that some are left out
+            bounded.sort(key=_complexity)
+            for _, equally_simple in itertools.groupby(bounded, key=_complexity):
                 proofs = self._test_all(trial, results, list(equally_simple))
                 complete = [proof for proof in proofs if proof.is_complete]
                 if complete:
@@ -204,7 +204,8 @@ class Search:
     def _prove_hypothesis(self, trial: Any, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
         """Return the proof of a hypothesis.
 
-        None if a passing check fails under it, if it raises, or if it would cost too much. An error is put on record,
+        None if a passing check fails or becomes UNKNOWN under it without being tolerated, if it raises, or if it would
+        cost too much. An error is put on record,
         but for NoBound: no noise was measured for such an assumption.
         """
         try:
@@ -222,7 +223,7 @@ class Search:
     ) -> Iterator[T]:
         """Yield what these functions propose, one function after the other.
 
-        A function that raises is left at that place. Its error is put on record, but for NoBound while something is
+        A function that raises is abandoned there. Its error is put on record, but for NoBound while something is
         assumed. broken: results of the failing checks, by name.
         """
         for make in makers:
@@ -274,7 +275,7 @@ def _complexity(hypothesis: Hypothesis) -> int:
 
 
 def _best_proofs(candidates: Sequence[Proof]) -> list[Proof]:
-    """Return the proofs that explain most, of these the simplest, of these those that failing checks have seen.
+    """Return the proofs that explain most, of these the simplest, of these those that most checks have seen.
 
     Equal ones are returned side by side, of the same causes the first. Empty without candidates.
     """
@@ -288,7 +289,7 @@ def _best_proofs(candidates: Sequence[Proof]) -> list[Proof]:
 
 
 def _merit(proof: Proof) -> tuple[tuple[str, ...], int, int]:
-    """Return what equally good proofs have in common: explained checks, fitted numbers, and how many checks saw it."""
+    """Return what equally good proofs have in common: explained checks, fitted numbers, and its seen_count."""
     return proof.explained, proof.fitted_count, proof.seen_count
 
 

@@ -1,4 +1,4 @@
-"""In its passes each rank moves exactly the plan's bytes, per axis and purpose, and outside of them no more than a bound.
+"""In its passes each rank moves exactly the plan's bytes, per group, operator and phase, and outside no more than a bound.
 
 Bytes are counted on unsharded tensors, so bucketing does not matter. Traffic outside forward and backward (losses, norms,
 counts) has an upper bound. What ZeRO and Muon gather there, and the gradients of a tied weight that two stages add up, have a
@@ -6,7 +6,7 @@ lower bound. Integers inside them have an upper bound, too.
 DDP agrees on parameters and buckets in the first two steps, and with find_unused_parameters in every step on which were used.
 Before a forward pass DDP may broadcast its module's buffers, exactly these bytes, once for every pass at most.
 A trainer may gather parameters by hand before a forward pass, which then gathers so many bytes less.
-Inside of a pass no rank waits at a barrier.
+In passes and in the optimizer no collective moves nothing: such a one only has ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ def _unless_averaged_by_optimizer(trial: Trial, rank: int, lacking: Finding) -> 
 
 
 def _text_of_allowances(trial: Trial, used: set[TrafficKey]) -> str:
-    """Return the allowances that were used, as a text; empty if none was. Outside of passes any collective of that kind uses
-    one.
+    """Return the allowances on bytes that are moved, each marked if it was not used; empty without any.
 
+    Outside of passes any collective of that kind uses one.
     used: the collectives that moved more than planned in passes; those outside are added to it.
     """
     used |= {key for rank, step in trial.own_steps() for key in observed_bytes_outside(trial.ranks[rank], step.step)}
@@ -218,7 +218,7 @@ def _outside_findings(trial: Trial, rank: int, step: int, inside: int) -> list[F
 
 
 def _outside_text(trial: Trial, rank: int, step: int, bytes_by_key: dict[TrafficKey, int]) -> str:
-    """Return what each collective moved there and in how many calls, the most first."""
+    """Return what the three largest collectives moved there, and in how many calls, the most first."""
     calls = Counter(
         (call.ranks, call.op)
         for call in trial.ranks[rank].collectives
@@ -278,9 +278,9 @@ def _integer_findings(trial: Trial, rank: int, step: int) -> list[Finding]:
 
 
 def waits_by_collective(evidence: RankEvidence, step: int) -> Counter[TrafficKey]:
-    """Return the number of a step's collectives that move nothing, of which ranks only wait for each other, by collective.
+    """Return the number of a step's collectives that move nothing, in which ranks only wait for each other, by collective.
 
-    Those in passes and in the optimizer are counted. Between passes, to wait is a habit.
+    Those in passes and in the optimizer are counted. Waits between passes are usual, and not judged.
     """
     return Counter(
         (call.ranks, call.op, call.phase)
@@ -346,7 +346,10 @@ def calls_text(trial: Trial, rank: int, step: int, keys: Sequence[TrafficKey], *
 
 
 def dtypes_text(trial: Trial, rank: int, step: int, key: TrafficKey, expected: int, moved: int) -> str:
-    """Where as many elements in one dtype of the recipe would be what was expected, says in which dtypes they moved."""
+    """Return in which dtypes a collective's elements moved, if in one dtype of the recipe they would be the expected bytes.
+
+    Empty otherwise.
+    """
     elements = Counter[str]()
     for call in trial.ranks[rank].collectives:
         if call.step == step and is_traffic(call) and (call.ranks, call.op, call.phase) == key:
@@ -366,8 +369,10 @@ GATHER = "all_gather"
 
 
 def gathers_before_passes(trial: Trial, rank: int, step: int) -> tuple[Collective, ...]:
-    """Return the calls before forward passes of a step that gathered just what these passes lack; none if they do not make that
-    up to the byte."""
+    """Return the last calls before forward passes of a step that gathered, to the byte, what these passes lack.
+
+    Empty if no number of last calls does: earlier ones may have been made for another reason.
+    """
     if trial.case.wrapper != "fsdp2":
         return ()  # ZeRO's gathers have their place in the plan
     key = _forward_gather_key(trial, rank)

@@ -1,4 +1,4 @@
-"""The slice of each parameter that a rank holds: cut by tp, then by FSDP on dim 0 of what is left, or flat (FSDP1, ZeRO).
+"""The slice of each parameter that a rank holds: cut by tp, then by FSDP on dim 0 or as `cut_dims` says, or flat (FSDP1, ZeRO).
 
 Trap: cuts are torch.chunk's, ceil(n / parts) each, so that the last ranks may hold less, or nothing.
 """
@@ -18,7 +18,9 @@ from harness.reference.config import ModelConfig
 
 Interval = tuple[int, int]
 Slice = tuple[Interval, ...]
-"""Half-open intervals of the full tensor, one a dim. A slice with an empty interval holds nothing."""
+"""Half-open intervals of the full tensor, one a dim; of a flattened parameter one interval of its elements.
+
+A slice with an empty interval holds nothing."""
 
 
 # Which dim tensor parallel cuts: 0 for column-parallel weights and the vocabulary, 1 for row-parallel weights.

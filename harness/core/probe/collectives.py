@@ -1,9 +1,9 @@
 """Every collective of this process, with the ranks it really ran over.
 
-A Python kernel (kernels.py) sits in front of every operator of torch's `c10d` namespace. Every call passes through it: from
-Python, DDP's C++ reducer, functional collectives, compiled code, another thread.
+A Python kernel (kernels.py) sits in front of every operator of torch's `c10d` namespace. Every call that torch
+dispatches passes through it: from Python, DDP's C++ reducer, functional collectives, compiled code, another thread.
 The kernel notes operator, group, dtype and bytes, then passes the call on unchanged. own_groups.py sees groups whose ranks
-torch does not list, and calls that pass by.
+torch does not list, and calls that bypass the dispatcher.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from harness.core.probe.clock import Account
 from harness.core.probe.kernels import KEYS_BELOW, OperatorKernels
 from harness.core.probe.own_groups import DirectCall, OwnGroups, group_rank_by_rank, iterate_tensors, name_of_group
 
-# name of the c10d operator -> (canonical name, position of the argument that is the unsharded tensor).
+# name of the c10d operator -> (canonical name, position of the argument whose bytes are counted).
 # Operators that a torch version lacks are left out when the recorder is installed.
 C10D_OPERATORS: dict[str, tuple[str, int]] = {
     "_allgather_base_": ("all_gather", 0),
@@ -64,7 +64,7 @@ INPUT_POSITIONS = {
     "reduce": 0,
     "send": 0,
 }
-"""Position of the argument that holds what this rank passes. Others pass nothing, or on one rank alone."""
+"""Position of the argument that holds what this rank passes. Of other operators none is read."""
 ROOT_POSITIONS = {"broadcast": 2, "reduce": 3, "gather": 3, "scatter": 3}
 """Position of the argument that is the root's place in the group."""
 
@@ -99,7 +99,7 @@ class CollectiveRecorder:
         self.own_groups = OwnGroups(where, self._is_recorded, self._note_direct_call, self._raise_error)
 
     def install(self) -> None:
-        """Put kernels in front of all c10d operators, and observe groups of the trainer's own and waits."""
+        """Put kernels in front of all c10d operators, and observe the trainer's own groups, and waits."""
         self.own_groups.install()
         self.call_times.install()
         self._kernels.install(
@@ -136,7 +136,7 @@ class CollectiveRecorder:
     def input_bit_sums(self) -> np.ndarray | None:
         """Return the sum of the bits that each call was passed, by index of its record. int64 [records]
 
-        None where inputs are not read; 0 for calls that pass nothing.
+        None where inputs are not read; 0 for calls that pass nothing, or bypass the dispatcher.
         """
         return (
             None
@@ -176,11 +176,9 @@ class CollectiveRecorder:
             else None
         )
         root_in_group = next((argument.rootRank for argument in call.args if hasattr(argument, "rootRank")), None)
-        global_ranks = (
-            None if group_rank is None else _global_rank_at(group_rank, group)
-            for group_rank in (peer_in_group, root_in_group)
-        )
-        self.note(call.op, call.tensors, group, *global_ranks)
+        peer = None if peer_in_group is None else _global_rank_at(peer_in_group, group)
+        root = None if root_in_group is None else _global_rank_at(root_in_group, group)
+        self.note(call.op, call.tensors, group, peer, root)
 
     def _is_recorded(self, phase: str) -> bool:
         return True
@@ -251,7 +249,7 @@ INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 
 ELEMENTS_SUMMED_AT_ONCE = 2**18
-"""Elements in the host's memory. torch first makes int64 of all that it sums: much of it would leave the caches."""
+"""Elements in the host's memory. torch first copies what it sums to int64: larger pieces would leave the CPU's caches."""
 
 
 def sum_of_bits(tensors: Any) -> torch.Tensor | int:
@@ -280,11 +278,9 @@ def _global_rank_at(group_rank: int, group: dist.ProcessGroup) -> int:
 
 
 CHECKPOINT_MODULES = (
-    *(
-        "torch.distributed.checkpoint",
-        "torch.distributed._state_dict_utils",
-        "torch.distributed.fsdp._state_dict_utils",
-    ),
+    "torch.distributed.checkpoint",
+    "torch.distributed._state_dict_utils",
+    "torch.distributed.fsdp._state_dict_utils",
     "megatron.core.dist_checkpointing",
 )
 """Modules that write and read checkpoints, or gather what goes into them."""

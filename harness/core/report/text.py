@@ -27,7 +27,7 @@ Rows = list[tuple[str, str]]
 """Label and text."""
 WIDTH = 100  # columns of a terminal
 INDENT = " " * 20  # below a label and the text beside it
-ORDER_OF_VERDICTS = [Verdict.FAIL, Verdict.UNKNOWN, *(verdict for verdict in Verdict)]
+ORDER_OF_VERDICTS = [Verdict.FAIL, Verdict.UNKNOWN, Verdict.XFAIL, Verdict.PASS, Verdict.NOT_APPLICABLE]
 """In which order checks are listed: what needs a look comes first."""
 MARKS = {Verdict.PASS: "P", Verdict.FAIL: "F", Verdict.UNKNOWN: "?", Verdict.NOT_APPLICABLE: "-"}
 
@@ -58,7 +58,7 @@ def cause_text(judgement: Judgement) -> str:
 
 
 def wrap_text(text: str, indent: str, continuation: str = "") -> list[str]:
-    """Return a text as lines that fit a terminal. A word without a blank in it is never cut.
+    """Return a text as lines that fit a terminal. Words are never cut.
 
     continuation: additional indentation of all lines but the first.
     """
@@ -92,7 +92,7 @@ def _expectation_text(judgement: Judgement) -> str:
 def case_report(judgement: Judgement) -> str:
     """Return the report of a judged case: headline, evidence, a line for each check, findings.
 
-    If a fault was planted, a line says where it was missed or did not run.
+    If a fault was planted, a line says whether it was missed, did not run, or could not be judged.
     """
     lines = _headline_lines(judgement)
     if judgement.firing is Firing.FIRED and judgement.verdict is Verdict.PASS:
@@ -124,7 +124,7 @@ def _replaced_lines(judgement: Judgement) -> list[str]:
 def rerun_command(judgement: Judgement) -> str:
     """Return the `harness run` command that runs the case again, as it is typed in this folder.
 
-    It has seed and dtype only for a case of no file.
+    It has seed and dtype only for a case without a file.
     """
     recipe = judgement.case.training
     defaults = TrainingConfig()
@@ -223,6 +223,7 @@ def label_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
     for label, text in rows:
         if label == declarable.IF_INTENDED:
             lines += _unwrapped_lines([(label, text)])
+            label_before = label
             continue
         wrapped_lines: list[str] = []
         for part in _fitting_lines(text):
@@ -257,12 +258,13 @@ def _label_line(label: str, text: str) -> str:
 def _check_lines(results: Sequence[Result]) -> list[str]:
     """Return a line for each check, those that fail first, then those that could not be judged.
 
-    More than two checks that could not be judged for the same reason share a line, the last one.
+    More than two checks that could not be judged for the same reason share a line, at the end.
     """
     reasons = [result.note for result in results if result.verdict is Verdict.UNKNOWN]
-    shared = {note for note in reasons if reasons.count(note) > 2}
+    shared = {note for note in reasons if note and reasons.count(note) > 2}
     ordered = sorted(results, key=lambda result: ORDER_OF_VERDICTS.index(result.verdict))
-    lines = [check_line(result) for result in ordered if result.note not in shared]
+    own_lines = (result for result in ordered if result.verdict is not Verdict.UNKNOWN or result.note not in shared)
+    lines = [check_line(result) for result in own_lines]
     return lines + [
         f"  {f'{reasons.count(note)} other checks':<17} {Verdict.UNKNOWN:<14}  {note}" for note in sorted(shared)
     ]
