@@ -60,7 +60,7 @@ ORDER = (
     "copies_trained_apart",
     "multiples_passed_back",
 )
-"""Functions that propose causes, of the core and of rings, as they are asked. One that is not named here is asked last."""
+"""Functions that propose causes, of the core and of rings, as they are asked. A test demands that all are named here."""
 ORDER_OF_FACTS = (
     "resumed_otherwise",
     "process_failed",

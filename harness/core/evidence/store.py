@@ -139,6 +139,8 @@ def load_run(directory: Path, *, values: bool = True) -> Run:
     missing = "`harness check` wants the folder that `harness run` wrote"
     if directory.exists():
         missing = f"this launch did not end, or still runs; {RUN_AGAIN}"
+    if (directory / "run" / RUN_FILE).exists():
+        missing = f"the launch is in {directory / 'run'}"
     with reading_evidence(path, RUN_AGAIN, missing=missing):
         record = read_json(path)
         refuse_other_version(record["format"], Exit)

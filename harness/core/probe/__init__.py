@@ -3,16 +3,16 @@
     probe = Probe(rank, world_size)
     probe.install()                      before the trainer is built.
     probe.attach(trainer.model_parts)    when it is built, before its first step.
-    probe.resumed(step)                  if it resumed: when it has, before it goes on.
+    probe.note_resume(step)              if it resumed: when it has, before it goes on.
     trainer.train()
-    with probe.saving(): ..              around a checkpoint that it writes before it goes on.
-    probe.trained()                      before it writes its last one.
+    with probe.saving_checkpoint(): ..   around a checkpoint that it writes before it goes on.
+    probe.finish_training()              before it writes its last one.
     evidence = probe.evidence(...)       afterwards.
     probe.remove()
 
 Where the trainer's tensors have no memory, `with probe.watching_without_memory(fake_mode): ..` stands around all that it does.
 
-To add an observation: one file here, one field in harness/core/evidence/step.py or records.py.
+CONTRIBUTING.md says what belongs to a further observation.
 """
 
 from __future__ import annotations
