@@ -22,7 +22,7 @@ from harness.core.checks import all_checks, check_sentence
 from harness.core.evidence.store import write_text
 from harness.faults import Fault, all_faults
 from harness.faults import catalogue_text as catalogue
-from harness.faults.attempt import ACCEPTED, Attempt, accepted_attempts, from_json, to_json
+from harness.faults.attempt import ACCEPTED, Attempt, accepted_attempts, attempts_from_json, attempts_to_json
 
 END = "<!-- end -->"
 REFUSED = "(refused on CPU)"
@@ -86,7 +86,7 @@ def accept(measured: Sequence[Attempt], known: Sequence[Fault], stored: Path = A
     now = before | {attempt.fault: _with_weaker(attempt, before.get(attempt.fault)) for attempt in measured}
     attempts = [(fault, now[fault.name]) for fault in known if fault.name in now]
     kept = [replace(attempt, bug=fault.bug, family=fault.family, real=fault.is_real) for fault, attempt in attempts]
-    write_text(stored, to_json(kept))
+    write_text(stored, attempts_to_json(kept))
     return f"{stored.name}: {len(kept)} of {len(known)} faults; review `git diff`"
 
 
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("measured", metavar="OUT/faults.json", nargs="*", type=Path, help="what `harness faults` left")
     for file in parser.parse_args(argv).measured:
-        print(accept(from_json(file.read_text(encoding="utf-8")), all_faults()))
+        print(accept(attempts_from_json(file.read_text(encoding="utf-8")), all_faults()))
     for page, made_anew in PARTS.items():
         before = page.read_text(encoding="utf-8")
         after = made_anew(before)

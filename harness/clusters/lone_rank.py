@@ -57,13 +57,18 @@ def run_lone_rank(options: dict[str, Any]) -> object:
 
 @dataclass(frozen=True)
 class RankUsage:
-    """The time and memory that one rank that ran alone used. Its tensors are those that would be on its GPU."""
+    """Time and memory that one rank used which ran alone. Its tensors have no memory: counted is what its GPU would hold."""
 
-    seconds: float  # processor time
-    bytes: int  # memory of its process
-    most: int  # bytes of its tensors at once in a step
-    phase: str  # of that moment
-    outside: int  # bytes of its tensors at once outside of steps, as while its model is built
+    seconds: float
+    """Processor time in which it built its model and trained, in seconds."""
+    bytes: int
+    """Peak memory of its process on the host, in bytes."""
+    most: int
+    """Peak of the bytes of its tensors, in a step."""
+    phase: str
+    """Phase of the step in which `most` was reached."""
+    outside: int
+    """Peak of the bytes of its tensors outside of steps, as while its model is built."""
 
 
 def evidence_file(directory: Path, rank: int) -> Path:

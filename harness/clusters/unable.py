@@ -60,7 +60,7 @@ def why_unable(error: BaseException, asked: Collection[CodeType]) -> str:
     """
     for link in (error, *linked_exceptions(error)):
         error_text = f"{type(link).__name__}: {str(link).strip() or 'no words'}".splitlines()[0]
-        if _is_of_contents(link):
+        if _needs_tensor_contents(link):
             return f"it asks for what is in a tensor ({error_text}), and alone nothing is"
         if REFUSED_ALONE.search(str(link)):
             return f"torch refuses it to a rank alone, whatever the trainer is ({error_text})"
@@ -80,7 +80,7 @@ def codes_that_ask() -> Iterator[CodeType]:
     return (frame.f_code for frame in _answerable_frames(frames))
 
 
-def _is_of_contents(error: BaseException) -> bool:
+def _needs_tensor_contents(error: BaseException) -> bool:
     """Return whether an error says that the contents of a tensor without memory were needed."""
     if type(error).__module__ == fake_tensor.__name__:
         return not isinstance(error, TRAINER_ERRORS)

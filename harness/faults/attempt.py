@@ -59,22 +59,22 @@ class Attempt:
     """Why it was not tried, or what is lacking."""
 
 
-def to_json(done: Sequence[Attempt]) -> str:
+def attempts_to_json(done: Sequence[Attempt]) -> str:
     """Return attempts as they are stored in faults.json."""
     return json.dumps([asdict(attempt) for attempt in done], indent=1) + "\n"
 
 
 def is_attempts(text: str) -> bool:
-    """Return whether a text is one that to_json made."""
+    """Return whether a text is one that attempts_to_json made."""
     try:
-        from_json(text)
+        attempts_from_json(text)
     except (ValueError, TypeError, KeyError):
         return False
     return True
 
 
-def from_json(text: str) -> list[Attempt]:
-    """Return the attempts stored in a text of to_json. Raises ValueError, TypeError or KeyError for any other text."""
+def attempts_from_json(text: str) -> list[Attempt]:
+    """Return the attempts stored in a text of attempts_to_json. Raises ValueError, TypeError or KeyError for any other text."""
     attempts = []
     for record in json.loads(text):
         outcome = Outcome(record["outcome"])
@@ -86,4 +86,4 @@ def from_json(text: str) -> list[Attempt]:
 
 def accepted_attempts(stored: Path = ACCEPTED) -> list[Attempt]:
     """Return the attempts that were last accepted, from the file `stored`. Empty if there is none."""
-    return from_json(stored.read_text(encoding="utf-8")) if stored.exists() else []
+    return attempts_from_json(stored.read_text(encoding="utf-8")) if stored.exists() else []

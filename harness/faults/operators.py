@@ -296,8 +296,16 @@ def _change_bound_argument(bound: inspect.BoundArguments, name: str, change: Cal
 
 
 def _neighbour_modules(module: str) -> list[str]:
-    """Return the names of the modules beside one that does not exist. Empty without its package."""
+    """Return the full names of the modules beside one that does not exist: all in its parent package.
+
+    Empty for a top-level module, and if the parent does not exist or is no package.
+    """
     parent = module.rpartition(".")[0]
-    spec = importlib.util.find_spec(parent) if parent else None
-    folders = spec.submodule_search_locations if spec else ()
+    try:
+        spec = importlib.util.find_spec(parent) if parent else None
+    except ModuleNotFoundError:  # the parent of the parent is missing, or is no package
+        return []
+    folders = spec.submodule_search_locations if spec else None
+    if folders is None:  # of which pkgutil would list all top-level modules
+        return []
     return [f"{parent}.{neighbour.name}" for neighbour in pkgutil.iter_modules(folders)]

@@ -141,7 +141,11 @@ def labels_of_part(part: Microbatch, own: np.ndarray) -> np.ndarray | None:
 
 
 def _label_layouts(part: Microbatch, samples: int) -> Iterator[np.ndarray]:
-    """Yield a microbatch's labels in rows of any length: as they lie, and put together from chunks along the sequence."""
+    """Yield a microbatch's labels as [samples, labels of a row]: as they lie, then with their chunks side by side.
+
+    The second only if the samples divide each chunk. Nothing if they do not divide the labels. Precondition: the microbatch
+    has labels.
+    """
     assert part.labels is not None
     flat = part.labels.ravel()
     if flat.size % samples == 0:

@@ -120,7 +120,9 @@ def _wrong_parameters_cause(trial: Trial, places: Places) -> Cause | None:
         text = f"training goes on from the parameters of another moment: those {moment}"
         return Cause("resumed elsewhere", text, expected=f"those {requested}", details=(("moment", moment),))
     where = where_text(trial, [(rank, fqn) for rank, (_, fqn) in places])
-    first_moment = next((moment for moment, state in _earlier_moments(trial) if _ranks_hold(trial, places, state)), "")
+    first_moment = next(
+        (moment for moment, state in _earlier_moments(trial) if _do_ranks_hold_state(trial, places, state)), ""
+    )
     if first_moment == "before training":
         text = f"parameters are not loaded from the checkpoint {where}: they are those {first_moment}"
         return Cause("parameters not loaded", text, details=(("moment", first_moment),))
@@ -198,7 +200,7 @@ def _retained_state_cause(trial: Trial, places: Places) -> Cause | None:
     saved = saved_state(trial.saved[-1])
     places = {(rank, key) for rank, key in places if resumed_state(trial, rank)[key].ndim} or places
     names = sorted({key[0] for _, key in places})
-    is_saved_state = {(rank, key) for rank, key in places if key in saved} == places and _ranks_hold(
+    is_saved_state = {(rank, key) for rank, key in places if key in saved} == places and _do_ranks_hold_state(
         trial, places, saved
     )
     became_text = f"saved after step {trial.case.model_of}" if is_saved_state else ""
@@ -222,7 +224,7 @@ def _resumed_whole_state(trial: Trial) -> State:
     return assemble_state(trial, {rank: evidence.resumed for rank, evidence in trial.ranks.items()})
 
 
-def _ranks_hold(trial: Trial, places: Places, instead: State) -> bool:
+def _do_ranks_hold_state(trial: Trial, places: Places, instead: State) -> bool:
     """Return whether all these ranks hold their slices of the state `instead`, byte for byte.
 
     False if it lacks a key.
@@ -261,7 +263,7 @@ def _exchanged_pair(trial: Trial, places: Places) -> tuple[str, str] | None:
             shapes_agree = all(
                 full.shape == saved[key].shape and not is_count(full) for key, full in substituted.items()
             )
-            if substituted and shapes_agree and _ranks_hold(trial, own_places, substituted):
+            if substituted and shapes_agree and _do_ranks_hold_state(trial, own_places, substituted):
                 return pair
     return None
 

@@ -20,10 +20,10 @@ from harness.core.evidence.text import number_text
 from harness.core.judge.contents import view_of_slice
 from harness.core.judge.result import Cause
 from harness.core.judge.trial import Trial
-from harness.hypotheses.whose import MatchSource, find_match, is_constant
+from harness.hypotheses.whose import TensorOnRecord, find_match, is_constant
 
 
-def value_text(value: np.ndarray, right: np.ndarray, pool: Iterable[tuple[MatchSource, np.ndarray]] = ()) -> str:
+def value_text(value: np.ndarray, right: np.ndarray, pool: Iterable[tuple[TensorOnRecord, np.ndarray]] = ()) -> str:
     """Return in words whose values these are: a constant, another tensor's, or the right ones changed.
 
     Empty if none matches. pool: tensors on record that they may be, with their values.
@@ -148,7 +148,7 @@ def _seed_value_text(trial: Trial, pair: Pair) -> str:
     part = trial.plan.slices[rank][fqn]
     weights = trial.seed_weights
     pool = (
-        (MatchSource("weight", other, part), view_of_slice(other_values, part))
+        (TensorOnRecord("weight", other, part), view_of_slice(other_values, part))
         for other, other_values in weights.items()
         if other != fqn and other_values.shape == weights[fqn].shape
     )

@@ -49,7 +49,7 @@ ROW_BOUND = 1e-6
 
 
 @dataclass(frozen=True)
-class MatchSource:
+class TensorOnRecord:
     """A tensor on record that a wrong one may be equal to: a slice of a gradient or of a weight."""
 
     kind: str
@@ -68,7 +68,7 @@ class TensorMatch:
 
     change: str = ""
     """transposed, rounded to bfloat16, rows moved by 1, ...; empty if unchanged."""
-    source: MatchSource | None = None
+    source: TensorOnRecord | None = None
     """None: the right values."""
     factor: float = 1.0
     """By what the changed source is multiplied."""
@@ -96,7 +96,7 @@ class TensorMatch:
         return f"{right}{times}{_source_words(self.source, fqn, part)}{change}"
 
 
-def _source_words(source: MatchSource, fqn: str, part: Slice) -> str:
+def _source_words(source: TensorOnRecord, fqn: str, part: Slice) -> str:
     """Return a source in words, such as "those of the same parameter of the step before". fqn, part: the slice that
     matches it."""
     own = "the same parameter" if source.fqn == fqn else source.fqn
@@ -110,7 +110,7 @@ def _source_words(source: MatchSource, fqn: str, part: Slice) -> str:
 
 
 def find_match(
-    value: np.ndarray, right: np.ndarray, pool: Iterable[tuple[MatchSource, np.ndarray]], close: float = EQUAL_BOUND
+    value: np.ndarray, right: np.ndarray, pool: Iterable[tuple[TensorOnRecord, np.ndarray]], close: float = EQUAL_BOUND
 ) -> TensorMatch | None:
     """Return how a wrong tensor follows from the right one or from one on record.
 
@@ -139,7 +139,9 @@ def find_match(
     return relations[0] if len(relations) == 1 else None
 
 
-def _match_with_source(value: np.ndarray, source: MatchSource, array: np.ndarray, close: float) -> TensorMatch | None:
+def _match_with_source(
+    value: np.ndarray, source: TensorOnRecord, array: np.ndarray, close: float
+) -> TensorMatch | None:
     """Return how a value follows from this source: as a multiple, or changed.
 
     None if it does not. array: the source's values.
@@ -354,7 +356,7 @@ def _match_tensor(
     if right.shape != seen.shape or not seen.size or not np.isfinite(seen).all():
         return None
     if step == 1 and not seen.any() and right.any():  # there is no step before, whose it may be
-        return WrongTensor(slice(None), part, TensorMatch(source=MatchSource("gradient", fqn, part, 1)))
+        return WrongTensor(slice(None), part, TensorMatch(source=TensorOnRecord("gradient", fqn, part, 1)))
     close = max(EQUAL_BOUND, trial.bounds.gradient[step])
     is_wrong = np.abs(seen - right).reshape(len(seen), -1).max(axis=1) > close * np.max(np.abs(right))
     row_choices: list[np.ndarray | slice] = [slice(None)]
@@ -371,7 +373,7 @@ def _match_tensor(
 
 def _possible_sources(
     trial: Trial, fqn: str, own: Slice, step: int, parts: Callable[[str], set[Slice]]
-) -> Iterator[tuple[MatchSource, np.ndarray]]:
+) -> Iterator[tuple[TensorOnRecord, np.ndarray]]:
     """Yield (source, right values) of other gradients with the slice's shape, of this step and of earlier ones, each
     slice once.
 
@@ -384,11 +386,11 @@ def _possible_sources(
             is_own = (other, part) == (fqn, own)
             for back in range(is_own, step):
                 yield (
-                    MatchSource("gradient", other, part, back),
+                    TensorOnRecord("gradient", other, part, back),
                     _recorded_value(trial, "gradient", other, part, step - back),
                 )
             if is_own:
-                yield MatchSource("weight", fqn, part), _recorded_value(trial, "weight", fqn, part, step)
+                yield TensorOnRecord("weight", fqn, part), _recorded_value(trial, "weight", fqn, part, step)
 
 
 def _recorded_value(trial: Trial, kind: str, fqn: str, part: Slice, step: int) -> np.ndarray:
@@ -417,7 +419,7 @@ def _other_tensor_cause(trial: Trial, wrong_tensors: Mapping[Pair, WrongTensor],
         hint = f"besides, {others[0][0]} {where_text(trial, others[0][1])}"
     relation = wrong_tensors[pairs[0]].relation
     part = wrong_tensors[pairs[0]].slice_
-    source = relation.source or MatchSource("gradient", pairs[0][1], part)
+    source = relation.source or TensorOnRecord("gradient", pairs[0][1], part)
     details = (
         *(("source", source.fqn), ("of", source.kind), ("back", source.steps_before), ("change", relation.change)),
         *(("factor", float(f"{relation.factor:.9g}")), ("added", relation.added), ("step", step)),

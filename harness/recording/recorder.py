@@ -84,7 +84,9 @@ _recorder: Recorder | None = None
 def imported(module: str) -> None:
     """Install the recorder's part for a module that is now imported; `entry.imported` calls this.
 
-    Raises ImportError, and records nothing more, if torch's pipelines lack what is relied on.
+    "torch": make the recorder, for the folder of HARNESS_RECORD and the steps of HARNESS_RECORD_STEPS. COMPILER: have it
+    skip the recorder's functions. Any other module is torch's pipelines: patch these, if there is a recorder. Raises
+    ImportError, and records nothing more, if they lack what is relied on.
     """
     global _recorder
     if module == "torch":
@@ -279,7 +281,11 @@ class Recorder:
         self._saved = False
 
     def _between_steps(self) -> None:
-        """Close the step that is over, and write the record if it is due. Nothing if no optimizer has stepped since."""
+        """Close the step that is over, read parameters again that were averaged after it, and write the record if it is due.
+
+        Nothing before the first step, or if no optimizer has stepped since the record was written. Nothing is read or
+        written after a step that is not chosen.
+        """
         if self.clock.step and not self._saved:
             self.observer.close_last_step()
             self._call_timed(self.observer.reread_averaged_parameters)

@@ -138,7 +138,10 @@ class RankObserver:
         return is_model
 
     def _only_borrows(self, module: nn.Module, known_modules: set[nn.Module]) -> bool:
-        """Return whether the module's parameters are all of known models, and it contains none of these, as a wrapper does."""
+        """Return whether the module has no parameters but those in modules of known models, and contains no known model.
+
+        True for a module without any parameters. False for a wrapper, which contains a known model.
+        """
         own_modules = set(module.modules())
         wraps = any(part in own_modules for part in self.parts)
         return not wraps and all(
@@ -196,7 +199,11 @@ class RankObserver:
     # ---- passes
 
     def pass_begins(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what a pass of a model is called with, and which parameters changed since the last step."""
+        """Note when a pass begins, digests of its inputs, and which parameters changed since the last step.
+
+        In evaluation, and while `reads_contents` is False, only the time. No inputs are noted of a module that only borrows
+        parameters, such as a loss: a model feeds it. Unfinished steps of optimizers are forgotten.
+        """
         self._optimizers.pass_begins()
         step = self._step()
         step.began = step.began or time.perf_counter() - self._own_seconds()
@@ -279,7 +286,10 @@ class RankObserver:
         step.peak = _peak_bytes()
 
     def _note_contents(self, number: int, owned: set[int] | None = None) -> None:
-        """Note the contents of all parameters, or of those with these ids."""
+        """Note the contents of all parameters after step `number`, or only of those whose ids are `owned`.
+
+        Of step 0 also whether all numbers of a parameter are equal. Nothing where `_note_content` notes nothing.
+        """
         step = self._steps.setdefault(number, ObservedStep())
         for fqn, parameter in sharded_parameters(self.parts):
             if owned is None or id(parameter) in owned:
@@ -288,8 +298,9 @@ class RankObserver:
                     step.constant[fqn] = is_constant_tensor(parameter)
 
     def _note_content(self, step: ObservedStep, fqn: str, parameter: torch.Tensor) -> None:
-        """Note the digest of a parameter after a step, and whether a number of it is not finite. Nothing if it has no
-        memory.
+        """Put the digest of a parameter into `step.digests`, and into `step.nonfinite` whether a number of it is not finite.
+
+        Both stay on the device. Nothing for a meta tensor, or while `reads_contents` is False.
         """
         if self.reads_contents and parameter.device.type != "meta":
             step.digests[fqn] = tensor_digest(parameter)

@@ -66,7 +66,7 @@ class Sketcher:
             of_columns = self._buckets(box.columns, 1, values.device)
             for first_column in range(0, columns, WIDEST_COLUMNS):
                 column_slice = slice(first_column, first_column + WIDEST_COLUMNS)
-                squares += _add_matrix(
+                squares += _add_to_buckets(
                     total,
                     matrix[:, column_slice],
                     of_rows,
@@ -126,7 +126,7 @@ def _index_numbers(intervals: Sequence[tuple[int, int]], device: torch.device) -
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in intervals])
 
 
-def _add_matrix(
+def _add_to_buckets(
     total: torch.Tensor,
     matrix: torch.Tensor,
     of_rows: tuple[torch.Tensor, torch.Tensor],

@@ -24,7 +24,7 @@ from harness.core.run.options import Options
 from harness.faults import FAMILIES, Fault, FaultError, all_faults, faults_of_file
 from harness.faults import catalogue_text as shown
 from harness.faults import run_catalogue as lot
-from harness.faults.attempt import METHODS, Attempt, Outcome, accepted_attempts, from_json, to_json
+from harness.faults.attempt import METHODS, Attempt, Outcome, accepted_attempts, attempts_from_json, attempts_to_json
 from harness.faults.cli.work.faults import exit_code_of_attempts
 from harness.faults.run_catalogue import Baseline
 
@@ -154,7 +154,7 @@ def test_the_listing_says_what_breaks_and_below_it_what_it_was_named(tmp_path: P
     stored = tmp_path / "results.json"
     alone = shown.faults_text([FAULT], accepted_attempts(stored))
     assert alone.splitlines() == ["gradient reduction", "  halved  tiny  halves [G01 a/b #1]"]
-    stored.write_text(to_json([ATTEMPT]))
+    stored.write_text(attempts_to_json([ATTEMPT]))
     assert shown.faults_text([FAULT], accepted_attempts(stored)) == alone + "\n    -> gradients are 0.5 times"
 
 
@@ -196,7 +196,7 @@ def test_a_control_that_is_caught_makes_all_worthless() -> None:
 
 def test_results_are_read_back_as_they_were() -> None:
     done = [replace(ATTEMPT, weaker=told(), off=1e-3, broken=("loss",)), ATTEMPT]
-    assert from_json(to_json(done)) == done
+    assert attempts_from_json(attempts_to_json(done)) == done
 
 
 def test_a_file_that_has_a_control_of_its_own_is_judged_by_it_and_does_not_count_it() -> None:

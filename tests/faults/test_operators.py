@@ -173,6 +173,13 @@ def test_a_target_that_does_not_exist_is_refused_with_the_nearest_name(does: op.
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "module", ["nothing", "json.decoder.nothing", "json.decoder.nothing.below", "nothing.inside.below"]
+)
+def test_no_module_is_beside_one_whose_parent_is_missing_or_no_package(module: str) -> None:
+    assert op._neighbour_modules(module) == []
+
+
 def test_a_target_without_a_package_is_one_of_the_trainers() -> None:
     owner, name = op.find_target(".clip:sum_of_squares")
     assert (owner.__name__, name) == ("harness.core.trainers.llama3.clip", "sum_of_squares")

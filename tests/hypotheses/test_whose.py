@@ -19,7 +19,7 @@ from harness.core.checks import judge
 from harness.core.judge.contents import to_bfloat16
 from harness.core.judge.result import Cause
 from harness.core.judge.trial import Trial
-from harness.hypotheses.whose import MatchSource, find_match, find_transforms
+from harness.hypotheses.whose import TensorOnRecord, find_match, find_transforms
 from harness.reference.spellings import replace_forward
 
 WQ, W1, W2, W3 = (f"layers.0.{name}.weight" for name in ("attention.wq", *(f"feed_forward.w{n}" for n in (1, 2, 3))))
@@ -230,7 +230,7 @@ def test_a_bit_that_differs_fails_no_check() -> None:
 
 # ---- one tensor
 
-SOURCE, OTHER = MatchSource("gradient", W2, ()), MatchSource("gradient", W3, ())
+SOURCE, OTHER = TensorOnRecord("gradient", W2, ()), TensorOnRecord("gradient", W3, ())
 
 
 def test_of_two_that_are_equal_a_tensor_is_neither() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.faults import Fault
-from harness.faults.attempt import Attempt, Outcome, from_json, to_json
+from harness.faults.attempt import Attempt, Outcome, attempts_from_json, attempts_to_json
 from tools.tables import END, accept, with_part
 
 FAULT = Fault("halved", "f.py", "halves", "G01 a/b #1", "tiny", ("gradients",), "0.5 times", lambda fired: None)
@@ -30,7 +30,7 @@ def test_accepting_replaces_what_was_measured_again_and_keeps_the_rest(tmp_path:
     stored = tmp_path / "results.json"
     gone, old = replace(ATTEMPT, fault="gone"), replace(ATTEMPT, outcome=Outcome.MISSED)
     kept = replace(ATTEMPT, fault="kept", weaker={"exit_code": False})
-    stored.write_text(to_json([gone, old, kept]))
+    stored.write_text(attempts_to_json([gone, old, kept]))
     told = accept([ATTEMPT], [FAULT, replace(FAULT, name="kept")], stored)
-    assert from_json(stored.read_text()) == [ATTEMPT, kept]
+    assert attempts_from_json(stored.read_text()) == [ATTEMPT, kept]
     assert told == "results.json: 2 of 2 faults; review `git diff`"

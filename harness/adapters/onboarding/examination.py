@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness.adapters.onboarding.names import known_line, remedies
 from harness.adapters.onboarding.skeleton import as_yaml
-from harness.adapters.onboarding.suppositions import fitting_suppositions, with_own_rates
+from harness.adapters.onboarding.suppositions import judge_fitting_suppositions, with_own_rates
 from harness.adapters.support.requests import NOT_PASSED_ON
 from harness.core import trainers
 from harness.core.case.case import Case
@@ -205,7 +205,7 @@ def _explain_model(trial: Trial, judgement: Judgement, options: Options) -> Iter
     broken = _failing_checks(judgement.results)
     if not broken & {"loss", "update", "gradients"} or trial.case.dims.world_size > 1:
         return
-    supposed_trials = fitting_suppositions(trial)
+    supposed_trials = judge_fitting_suppositions(trial)
     if not supposed_trials:
         yield from _loss_error_lines(trial)
         return

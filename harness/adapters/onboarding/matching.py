@@ -202,7 +202,10 @@ def _has_spelling(name: str, ours: str) -> bool:
 
 
 def _is_refuted(name: str, ours: str) -> bool:
-    """Return whether the trainer's name speaks of attention and the reference's of feed_forward, or the other way round."""
+    """Return whether the trainer's name contains attention and the reference's lies in feed_forward, or the other way round.
+
+    Usual spellings count. False if the trainer's name contains neither or both, or the reference's lies in neither.
+    """
     named_modules = {module for module in MODULES.values() if _has_spelling(name, module)}
     return (
         bool(named_modules)

@@ -56,7 +56,7 @@ class SupposedTrial:
     results: tuple[Result, ...]
 
 
-def fitting_suppositions(trial: Trial) -> list[SupposedTrial]:
+def judge_fitting_suppositions(trial: Trial) -> list[SupposedTrial]:
     """Return the trials under the smallest sets of suppositions that give the trainer's loss of step 1, judged.
 
     Sets have up to MOST_SUPPOSITIONS entries; the empty set counts. Empty if no set fits, or the trainer has no such
@@ -125,7 +125,11 @@ def _other_heads(model: ModelConfig) -> Iterator[tuple[int, int]]:
 
 
 def _reference_changes(chosen: Sequence[Supposition]) -> dict[str, Any]:
-    """Return how the reference is trained under these suppositions, as arguments of reference.counterfactual.Changes."""
+    """Return the arguments of reference.counterfactual.Changes that train the reference under these suppositions.
+
+    "altered" is a function that alters the model once, before step 1. The others are the `words` of all suppositions; of
+    equal words the last one's count.
+    """
     from harness.reference.spellings import modules_of
 
     def alter(model: Any, step: int) -> None:

@@ -118,7 +118,7 @@ class Script:
 
         Raises RuntimeError if it exits with a code other than 0.
         """
-        module = _module(self.path)
+        module = _register_empty_module(self.path)
         try:
             for acts, code in acting_statements(self.path):
                 if acts:
@@ -212,7 +212,7 @@ def _is_main(node: ast.stmt) -> bool:
     return test in ("__name__ == '__main__'", "'__main__' == __name__")
 
 
-def _module(path: Path) -> ModuleType:
+def _register_empty_module(path: Path) -> ModuleType:
     """Make an empty module for the script, put it into sys.modules under the file's name, and return it.
 
     Its folder goes to sys.path. It is not `__main__`: processes that it starts may import it again.

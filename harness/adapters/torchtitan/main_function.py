@@ -38,7 +38,7 @@ class MainTrainer:
         self._weights = weights
         self._job = job_config.configure_job(train.JobConfig(), case, own)
         self._main = TrainingFunction(self._run)
-        self._substitute()
+        self._replace_names_of_script()
         self._main.set_up()
 
     def train(self, last_step: int) -> None:
@@ -59,7 +59,7 @@ class MainTrainer:
         """Return whether this rank has the output layer. A pipeline's other ranks report a loss of -1."""
         return any(getattr(part, "output", None) is not None for part in self.model_parts)
 
-    def _substitute(self) -> None:
+    def _replace_names_of_script(self) -> None:
         """Replace names in the script's module: data loader, tokenizer, builder of optimizers, loggers, model sizes.
 
         Names that this version does not have are left out. Weights are loaded when optimizers are built, and its sleep

@@ -32,9 +32,10 @@ def start(case: Case, source: Source, weights: Path | None, device: str) -> Tita
 
 
 def replace_validation_loader(case: Case, source: Source) -> None:
-    """Replace the data loader of validation by one that is a step ahead.
+    """Patch torchtitan's validation so that its n-th run has the samples of training step n + 1.
 
-    Nothing happens unless an option requests validation.
+    Its builders of data loaders are replaced in torchtitan.components.validate, as far as this version has them. Nothing
+    happens unless the option `validation.enable` is set.
     """
     if not source.options.get("validation.enable"):
         return

@@ -32,7 +32,7 @@ def fitting_text(fits: FittingLayouts) -> str:
     positions = [position for position in range(len(layouts)) if position < SHOWN_LAYOUTS or position in names]
     rows = [TABLE_HEAD, *(_row(position, layouts[position]) for position in positions)]
     published_texts = [
-        f"{position + 1} is {name}{_published_differences(layouts[position].case)}{_degrees_text(fits, name)}"
+        f"{position + 1} is {name}{_unlike_candidates_suffix(layouts[position].case)}{_degrees_text(fits, name)}"
         for position, name in names.items()
     ]
     first = layouts[0].case.training
@@ -63,8 +63,11 @@ def _degrees_text(fits: FittingLayouts, name: str) -> str:
     return "" if position is None or fits.published.get(position) == name else f"; {position + 1} has its degrees"
 
 
-def _published_differences(case: Case) -> str:
-    """Return a note on how a published layout differs from the candidates, in microbatches or ZeRO; empty if it does not."""
+def _unlike_candidates_suffix(case: Case) -> str:
+    """Return a suffix on what published layouts may have unlike candidates, such as ", with 8 microbatches".
+
+    It names the microbatches of a pipeline, and ZeRO of wrapper "zero1". Empty if the layout has neither.
+    """
     differences = []
     if case.dims.pp > 1:
         differences.append(f"{case.microbatches} microbatches")

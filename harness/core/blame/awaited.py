@@ -178,7 +178,11 @@ class IssueOrder(Enum):
 
 
 def order_of_issue(rank_exit: RankExit, first: Issued, second: Issued, job: JobCalls) -> IssueOrder:
-    """Return which of the two this rank issued before the other one, or alone."""
+    """Return FIRST_BEFORE if this rank issued `first` before `second`, or only `first`; SECOND_BEFORE the other way round.
+
+    UNKNOWN if it issued neither, if it is not on record whether it issued one, or which came first. Also UNKNOWN if both are
+    one call, if one is a send or a receive, or if the rank is no member of a collective's group.
+    """
     both = (first, second)
     is_no_member = any(call.op not in GROUP_CREATION and rank_exit.rank not in call.ranks for call in both)
     if is_no_member or is_same_call(first, second) or any(call.op in POINT_TO_POINT for call in both):

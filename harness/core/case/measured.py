@@ -25,11 +25,16 @@ Observed = Mapping[int, tuple[Unit, ...]]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What one launch showed of its trainer, where the plan needs it and neither case nor adapter declares it."""
+class MeasuredTraits:
+    """What one launch or recording showed of its trainer, where a plan needs it and neither case nor adapter declares it.
+
+    A launch sets `units`, `flat_order` and `torch`; a recording sets `units` and `cut_dims`. The default is NOTHING_MEASURED,
+    with which a launch is planned before it has run.
+    """
 
     units: Observed | None = None
-    """By rank, FSDP2's units; None if the case or the adapter names them, or the wrapper is another one."""
+    """By rank, FSDP2's units as its wrappers claim them; None if the case or the adapter names them, or the wrapper is
+    another one."""
     flat_order: tuple[str, ...] = ()
     """Fqns in the order of FSDP1's vectors; empty if the adapter declares it, or the wrapper is another one."""
     cut_dims: Mapping[str, int] = field(default_factory=dict)
@@ -38,10 +43,10 @@ class Measured:
     """Release of torch that the ranks ran; empty for the oldest one supported."""
 
 
-NOTHING_MEASURED = Measured()
+NOTHING_MEASURED = MeasuredTraits()
 
 
-def to_json(measured: Measured) -> dict[str, Any]:
+def to_json(measured: MeasuredTraits) -> dict[str, Any]:
     """Return the record as plain values, by field name; ranks that claim the same units share one entry of `units`."""
     kinds: dict[tuple[Unit, ...], list[int]] = {}
     for rank, units in (measured.units or {}).items():
@@ -53,7 +58,7 @@ def to_json(measured: Measured) -> dict[str, Any]:
     return vars(measured) | by_launch | {"units": None if measured.units is None else entries}
 
 
-def from_json(record: Mapping[str, Any]) -> Measured:
+def from_json(record: Mapping[str, Any]) -> MeasuredTraits:
     """Return the record that to_json turned into plain values.
 
     Raise KeyError, TypeError or ValueError for anything else.
@@ -63,4 +68,4 @@ def from_json(record: Mapping[str, Any]) -> Measured:
         units = tuple(Unit(**{**unit, "parameters": tuple(unit["parameters"])}) for unit in entry["units"])
         by_rank |= dict.fromkeys(entry["ranks"], units)
     observed = None if record["units"] is None else dict(sorted(by_rank.items()))
-    return Measured(**{**record, "units": observed, "flat_order": tuple(record["flat_order"])})
+    return MeasuredTraits(**{**record, "units": observed, "flat_order": tuple(record["flat_order"])})

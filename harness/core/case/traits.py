@@ -10,7 +10,7 @@ from typing import Any
 from harness.core.case import measured
 from harness.core.case.allowance import Allowance
 from harness.core.case.case import Case, CaseError, ExpectedFailure
-from harness.core.case.measured import NOTHING_MEASURED, Measured, Observed
+from harness.core.case.measured import NOTHING_MEASURED, MeasuredTraits, Observed
 
 OBSERVED = "observed"
 """Of FSDP2's units: they are judged as the wrappers claim them."""
@@ -110,7 +110,7 @@ class TrainerTraits:
     """What the trainer gets wrong in this case; a case's own entry takes precedence."""
     allow: tuple[Allowance, ...] = ()
     """What it retains, copies, moves or computes beyond the plan in every case, each with its reason."""
-    measured: Measured = NOTHING_MEASURED
+    measured: MeasuredTraits = NOTHING_MEASURED
     """What a launch showed of the trainer and nothing declares; an adapter leaves it empty."""
 
     def __post_init__(self) -> None:

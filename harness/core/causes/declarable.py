@@ -126,7 +126,8 @@ def allow_graphs(trial: Trial) -> Iterator[Allowance]:
 
 
 def allow_any_attention(trial: Trial) -> Iterator[Declared]:
-    """Yield the trait that attention may be of any kind, if the adapter declares one and no rank called its kernel."""
+    """Yield ("attention", None), which allows attention of any kind, if the adapter declares a kind and no rank called
+    the fused kernel."""
     called = any(step.activity.attention.get(features.FUSED) for _, step in trial.own_steps())
     if trial.traits.attention and not called:
         yield "attention", None
@@ -138,10 +139,11 @@ MOST_CHUNKS = 64
 
 
 def chunk_traits_of_matmuls(trial: Trial) -> Iterator[Declared]:
-    """Yield the traits of a loss that multiplies by the output's weight in several chunks in forward.
+    """Yield ("loss_chunks", number) and ("loss_in_forward", True) if forward applies the output's weight in chunks.
 
-    Their number is what the last stage's matmuls leave beyond those of its blocks. Nothing if that is no number of
-    chunks, or for a model with LoRA.
+    The number is counted in the first step on one rank of the last stage: its forward matmuls of a pass, less those of its
+    blocks. It is the first of MATMULS_OF_A_BLOCK that leaves 2 to MOST_CHUNKS. Nothing if none does, without evidence of the
+    last stage, or with LoRA.
     """
     rank = next((rank for rank in last_stage_ranks(trial)), None)
     if rank is None or trial.case.model.lora is not None:
@@ -157,9 +159,10 @@ def chunk_traits_of_matmuls(trial: Trial) -> Iterator[Declared]:
 
 
 def chunk_traits_of_calls(trial: Trial) -> Iterator[Declared]:
-    """Yield the traits of an output layer that forward calls for each chunk of a loss, or that backward calls again.
+    """Yield ("loss_chunks", number) and ("loss_in_forward", True) if forward calls the output layer several times a pass.
 
-    Nothing for what the trainer declares already.
+    Yield ("recomputes_output", True) if backward calls it. Calls are counted in the first step on one rank of the last
+    stage. Nothing without evidence of that stage, and for what the trainer declares already.
     """
     rank = next((rank for rank in last_stage_ranks(trial)), None)
     if rank is None:

@@ -59,7 +59,7 @@ def check(trial: Trial) -> Result:
         examined += len(evidence.steps) * len(wanted)
         findings += _memory_findings(evidence, wanted)
         findings += (
-            _unaccounted_findings(trial, rank)
+            _unaccounted_memory_findings(trial, rank)
             + _growth_findings(trial, rank)
             + _copy_findings(trial, rank)
             + _retained_graph_findings(evidence)
@@ -202,7 +202,7 @@ def _text_of_allowances(trial: Trial) -> str:
     return allowances_text(trial, {"kept": lambda _: kept, "copied": lambda _: copied})
 
 
-def _unaccounted_findings(trial: Trial, rank: int) -> list[Finding]:
+def _unaccounted_memory_findings(trial: Trial, rank: int) -> list[Finding]:
     """Return the finding that more is kept after training than the plan and allowances explain; else nothing."""
     copies, limit = possible_copies(trial, rank), most_kept_bytes(trial, rank)
     if not has_unaccounted_tensors(trial, rank):

@@ -39,7 +39,7 @@ from harness.core.judge.traffic import (
     observed_bytes_outside,
     optional_bytes_by_collective,
     planned_bytes_by_collective,
-    planned_bytes_outside,
+    planned_bytes_outside_passes,
 )
 from harness.core.judge.trial import Trial
 from harness.core.judge.units_seen import unknown_units_reason
@@ -202,7 +202,7 @@ def _outside_findings(trial: Trial, rank: int, step: int, inside: int) -> list[F
         *differences_by_plan(bytes_gathered_ahead(trial, rank, step)),
     ]
     moved = unexplained_total(observed_bytes, explained)
-    limit = trial.plan.outside_bytes[rank] + sum(planned_bytes_outside(trial, rank, step).values()) - inside
+    limit = trial.plan.outside_bytes[rank] + sum(planned_bytes_outside_passes(trial, rank, step).values()) - inside
     if moved <= limit:
         return []
     subject: dict[str, Any] = {
@@ -239,7 +239,7 @@ def _lacking_outside_findings(trial: Trial, rank: int, step: int) -> list[Findin
     stages.
     They are moved there, whatever else is.
     """
-    wanted = planned_bytes_outside(trial, rank, step)
+    wanted = planned_bytes_outside_passes(trial, rank, step)
     observed_bytes = observed_bytes_outside(trial.ranks[rank], step, pairs={key[0] for key, _ in wanted})
     return [
         Finding.at(

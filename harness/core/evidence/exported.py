@@ -12,9 +12,9 @@ class ExportedTensor:
     """One tensor of an export, read back from its file."""
 
     dtype: str
-    """Dtype in the file; a bfloat16 value is stored as float32."""
+    """Name of the dtype in the file, such as "bfloat16"."""
     value: np.ndarray
-    """All its elements."""
+    """All its elements, in that dtype; in float32 if `dtype` is "bfloat16", which numpy lacks."""
 
 
 def as_exported(value: np.ndarray, dtype: str) -> np.ndarray:

@@ -233,7 +233,7 @@ def _traffic(record: RankRecord, shown: int) -> Traffic:
         waits=_count_barriers(evidence, shown),
         outside=moved_outside_of_passes(evidence, followed_steps(record)),
         whole=followed_steps(record),
-        background=moved_in_background(evidence),
+        background=background_traffic(evidence),
     )
 
 
@@ -362,7 +362,7 @@ def moved_outside_of_passes(evidence: RankEvidence, steps: tuple[int, ...]) -> t
     return tuple(rows)
 
 
-def moved_in_background(evidence: RankEvidence) -> tuple[Use, ...]:
+def background_traffic(evidence: RankEvidence) -> tuple[Use, ...]:
     """Return what other threads moved over groups of several ranks, which is of no step."""
     moved = _amounts_by_kind_and_step(
         call for call in evidence.collectives if call.phase == BACKGROUND and len(call.ranks) > 1

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from harness.core.case.case import Case
-from harness.core.case.measured import Measured, Observed, Unit
+from harness.core.case.measured import MeasuredTraits, Observed, Unit
 from harness.core.case.traits import OBSERVED, TrainerTraits
 from harness.core.evidence.records import RankEvidence, Run
 
@@ -25,7 +25,9 @@ def with_measured_traits(case: Case, traits: TrainerTraits, run: Run) -> Trainer
         for rank, evidence in sorted(run.ranks.items()):
             claimed[rank] = tuple(_without_unknown_parameters(unit, known) for unit in claimed_units(evidence))
         units = claimed
-    return replace(traits, measured=Measured(units, _measured_flat_order(case, traits, run), torch=torch_release(run)))
+    return replace(
+        traits, measured=MeasuredTraits(units, _measured_flat_order(case, traits, run), torch=torch_release(run))
+    )
 
 
 def _without_unknown_parameters(unit: Unit, known: Collection[str]) -> Unit:

@@ -29,14 +29,16 @@ Key = tuple[tuple[int, ...], str]
 
 @dataclass(frozen=True)
 class MuonUpdate:
-    """The update of a matrix in one step of Muon, before its learning rate, for the ranks that put it together."""
+    """The update of a matrix in one step of Muon, before learning rate and weight decay, joined from slices of ranks."""
 
     update: np.ndarray
-    """What is orthogonalised: the matrix, or the part of it that these ranks have."""
+    """The matrix before it is orthogonalised: the average of gradients, with nesterov mixed with the gradient. float64.
+
+    Only a part of it, if these ranks have no more. NaN where an earlier gradient, or the average resumed from, is lacking."""
     enclosing_slice: Slice
-    """Where that part lies in the matrix."""
+    """Where `update` lies in the whole matrix."""
     cancelled: float
-    """Length of all that was averaged, over that of the average: how much its roundings grew, as it cancelled."""
+    """2-norm that `update` would have if nothing cancelled in its sums, over its 2-norm: how much relative roundings grew."""
 
     @functools.cached_property
     def orthogonalised(self) -> np.ndarray:

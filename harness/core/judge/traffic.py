@@ -44,7 +44,7 @@ def _bytes_by_key(trial: Trial, rank: int, flows: Iterable[Flow]) -> dict[Traffi
     return dict(totals)
 
 
-def planned_bytes_outside(trial: Trial, rank: int, step: int) -> dict[tuple[TrafficKey, str], int]:
+def planned_bytes_outside_passes(trial: Trial, rank: int, step: int) -> dict[tuple[TrafficKey, str], int]:
     """Return the least bytes that a rank moves in a step outside of its passes, by ((ranks, op, phase), role).
 
     Flows of Muon's matrices are left out over an axis along which a hypothesis assumes that no matrix is put together.

@@ -31,11 +31,11 @@ def zero_units(case: Case, traits: TrainerTraits) -> tuple[FlatUnit, ...]:
     vectors = []
     for stage in range(case.n_stages):
         fqns = {*parameters_of_stage(case, stage)}
-        vectors.append(_vector(case, layout, [parts for parts in ordered if {*parts} <= fqns]))
+        vectors.append(_flat_unit_of(case, layout, [parts for parts in ordered if {*parts} <= fqns]))
     return tuple(vectors)
 
 
-def _vector(case: Case, layout: FlatLayout, tensors: Iterable[tuple[str, ...]]) -> FlatUnit:
+def _flat_unit_of(case: Case, layout: FlatLayout, tensors: Iterable[tuple[str, ...]]) -> FlatUnit:
     """Return the vector of these tensors, in this order. tensors: the fqns that each consists of, more than one if it is
     fused."""
     starts: dict[str, list[int]] = {}

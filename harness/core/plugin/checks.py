@@ -27,10 +27,11 @@ NOT_APPLICABLE_KEY = "harness_not_applicable"
 
 
 class Checks:
-    """The hooks of pytest for checks of cases. folders: those of the cases, absolute.
+    """A plugin of pytest: hooks that collect, select and run the checks of cases, and write the summary at the end.
 
-    Making one reads the options of the run. It raises pytest.UsageError for a folder that is not there, and for wrong
-    options.
+    folders: those with YAML files of cases, absolute. Making one reads the run's options, chooses the kind of rank
+    server, registers the marks, and adds the folders to what pytest collects if `testpaths` decides that. It raises
+    pytest.UsageError for a folder that is not there, and for wrong options.
     """
 
     def __init__(self, config: pytest.Config, folders: Sequence[Path]) -> None:

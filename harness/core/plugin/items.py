@@ -130,8 +130,11 @@ def tier_mark(tier: str) -> str:
 
 
 def accept_goldens(case: Case, options: Options, selected: Collection[str]) -> str:
-    """Rewrite the goldens of a case and return lines on what changed, with the command that reviews it. Raises
-    GoldenError in CI.
+    """Write anew the goldens of all recipes that judge a case, and return lines on what changed.
+
+    There are two recipes if a launch starts from weights alone, else one. Lines name other cases that use the golden
+    and are not selected; the last line has the command that reviews the change. A reference that is not cached is
+    trained first. Raises GoldenError in CI, or for a loss or norm that is not finite.
 
     selected: names of the cases that are selected in this session.
     """

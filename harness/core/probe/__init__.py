@@ -113,7 +113,11 @@ class Probe:
         self._has_frozen = False  # Python's objects, at install
 
     def install(self) -> None:
-        """Begin to watch. Objects that live already hold no tensor of the training, so they are not searched in each step."""
+        """Begin to watch: patch torch. Call it before the trainer is made.
+
+        Above FREEZE_THRESHOLD old objects of Python, gc.freeze() excludes all living ones until `remove`. They hold no
+        tensor of the training, so the search for live tensors in each step leaves them out.
+        """
         self._has_frozen = len(gc.get_objects(generation=2)) > FREEZE_THRESHOLD
         if self._has_frozen:
             gc.freeze()
@@ -186,7 +190,9 @@ class Probe:
         )
 
     def remove(self) -> None:
-        """Take all hooks, patches and kernels out of torch and the model again. What was recorded stays."""
+        """Take hooks, patches and kernels out of torch and the model again, and unfreeze objects that `install` froze.
+
+        What was recorded stays."""
         if self._has_frozen:
             gc.unfreeze()
         self.retained_graphs.remove()

@@ -115,13 +115,13 @@ class SampleRecorder:
         end_forward_pass(self._clock, output)
 
     def _enter_alone(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note a pass of the model inside DDP that is called alone; nothing if DDP calls it, or a recomputation."""
+        """Begin a pass of the model inside DDP that is called without DDP; nothing inside another pass or in backward."""
         self._is_called_alone = not self._clock.forward_depth and self._clock.phase() != "backward"
         if self._is_called_alone:
             self._enter_pass(module, args, kwargs)
 
     def _leave_alone(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Note the end of a pass that `_enter_alone` noted."""
+        """End the pass that `_enter_alone` began; nothing if it began none, as when DDP calls the model."""
         if self._is_called_alone:
             self._leave_pass(module, args, output)
             self._is_called_alone = False

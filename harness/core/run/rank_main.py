@@ -44,7 +44,7 @@ SHAPES_FILE = "parameters.json"  # of a model that does not fit: {name of the tr
 
 
 def rank(options: dict[str, Any]) -> StartedTrainer:
-    """Run the trainer under the probe, as `run_watched` does, and return it. Raises CannotStart if torch lacks what the
+    """Run the trainer under the probe, as `train_under_probe` does, and return it. Raises CannotStart if torch lacks what the
     probe needs.
 
     A ring may bring wrappers, which run around the rank if the options have their key.
@@ -56,10 +56,10 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
         for key, wrapper in rings.entries_of("rank_wrappers").items():
             if key in options:
                 around.enter_context(rings.import_object(wrapper)(options, int(os.environ.get("RANK", 0))))
-        return run_watched(options)
+        return train_under_probe(options)
 
 
-def run_watched(options: dict[str, Any]) -> StartedTrainer:
+def train_under_probe(options: dict[str, Any]) -> StartedTrainer:
     """Run the trainer under the probe and store the evidence of this rank; return the trainer.
 
     options: case, trainer, weights, device, fault ("FILE.py:NAME" or None), directory (of the evidence), checkpoints,
@@ -241,7 +241,7 @@ def run_reference(options: dict[str, Any]) -> None:
 def store_checkpoint_tensors(options: dict[str, Any]) -> None:
     """Read the latest checkpoint, in a process that trains nothing, and leave checkpoint.npz.
 
-    Options as of `run_watched`.
+    Options as of `train_under_probe`.
     """
     from harness.core.evidence.checkpoint_index import TIED_OUTPUT_FQN, read_checkpoint_index
 
@@ -255,7 +255,7 @@ def store_checkpoint_tensors(options: dict[str, Any]) -> None:
 
 
 def run_unwatched(options: dict[str, Any]) -> StartedTrainer:
-    """Run the trainer without the probe, as a user does, and return it. Options as of `run_watched`.
+    """Run the trainer without the probe, as a user does, and return it. Options as of `train_under_probe`.
 
     Rank 0 leaves the losses that it reports in losses.json, as pairs of step and loss.
     """

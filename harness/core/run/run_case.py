@@ -64,7 +64,11 @@ def run_case(case: Case, options: Options, stage: Stage = lambda _: None) -> Jud
 
 @contextmanager
 def locked_case_folder(case: Case, options: Options) -> Iterator[Path]:
-    """Yield the case's folder. Other processes that run this case into the same OUT wait meanwhile."""
+    """Hold the lock of a case's folder while the block runs, waiting for another process that has it. Yield the folder.
+
+    The lock is the file OUT/.locks/FOLDER.lock. The folder itself is neither made nor emptied. Raises EvidenceError if
+    the lock's file cannot be written.
+    """
     folder = folder_of(case, options)
     with exclusive_lock(options.out / ".locks" / f"{folder.name}.lock"):
         yield folder

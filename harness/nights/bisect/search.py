@@ -49,16 +49,24 @@ class JudgedRevision:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search."""
+    """The result of a search for the first revision, a commit or version, that fails a check (`fixed`: that passes again)."""
 
-    first: JudgedRevision | None  # the first bad one (`fixed`: good one); None: skipped ones hide it, or time was up
-    before: JudgedRevision | None  # the nearest one before it that was not
+    first: JudgedRevision | None
+    """The first bad revision (`fixed`: the first good one); None: skipped revisions hide it, or time was up."""
+    before: JudgedRevision | None
+    """The last revision judged good before that (`fixed`: the last bad one)."""
     judged: tuple[JudgedRevision, ...]
-    candidates: tuple[str, ...]  # which it may be, if `first` is None
+    """All that were judged, in that order: the good end, the bad end, then those between."""
+    candidates: tuple[str, ...]
+    """Names of the revisions of which one is the first, if `first` is None; else empty."""
     seconds: float
-    what: str = "commit"  # or "version"
-    fixed: bool = False  # what fixed it was looked for
-    unfinished: str = ""  # what is left to search, if time was up
+    """Duration of the search, in seconds."""
+    what: str = "commit"
+    """"commit" or "version"."""
+    fixed: bool = False
+    """Whether the search was for what fixed a check, not for what broke it."""
+    unfinished: str = ""
+    """What is left to search, in words, if time was up; else empty."""
 
 
 PrintProgress = Callable[[str], None]

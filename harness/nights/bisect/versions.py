@@ -34,11 +34,12 @@ from harness.nights.bisect.search import (
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a package."""
+    """A version of an installed package, as a search over versions judges it. Its text is "torch==2.12.0"."""
 
     package: str
     number: str
-    python: Path | None = None  # the interpreter that has it; None: one is made
+    python: Path | None = None
+    """Absolute path of a prepared interpreter that has it; None: an environment is made when the version is judged."""
 
     def __str__(self) -> str:
         return f"{self.package}=={self.number}"

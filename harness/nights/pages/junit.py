@@ -28,7 +28,11 @@ def junit_xml(outcomes: Sequence[Outcome], missing: Sequence[str] = ()) -> str:
 
 
 def _add_test(suite: Element, outcome: Outcome) -> None:
-    """Add an element for the test of one case to the suite, with its report if it failed, or its reason if it was skipped."""
+    """Add a testcase for one case to the suite, with its seconds.
+
+    Inside of it is `skipped` with the reason, `failure` for a FAIL, or `error` for what could not be judged. Failure and
+    error have the cause, else the reason, as message, and the report as text. Nothing is inside if the case is green.
+    """
     attributes = {"classname": "harness", "name": _xml_text(outcome.case), "time": f"{outcome.seconds:.1f}"}
     test = SubElement(suite, "testcase", attributes)
     if outcome.skipped:

@@ -334,8 +334,8 @@ def _progress_anomalies(recording: Recording) -> list[Anomaly]:
 def _exit_words(recording: Recording, rank: int) -> str:
     """Return how a rank ended that did not raise, such as "exit code 1" or "SIGKILL".
 
-    Empty if it ended well, as far as is known. Precondition: the rank has a summary. An exit that was not reported is
-    described by what the command and other ranks show.
+    Empty only if exit code 0 was reported, or no exit code and the rank recorded its own end. If neither is known, the text
+    says what is likely, by the command's exit code and other ranks. Precondition: the rank has a summary.
     """
     code = recording.exits.get(rank)
     if code is not None:

@@ -37,7 +37,7 @@ from harness.recording.judged.sketch_distances import (
     distances,
     is_too_fine,
     shows_no_jump,
-    wrong_rows,
+    wrong_rows_text,
 )
 from harness.recording.sketches import GRADIENT, WEIGHTS
 
@@ -385,7 +385,7 @@ def _finding_of(baseline: Numbers, candidate: Numbers, distance: TensorDistance)
     """Return the finding of a tensor that is too far from the first recording's, with wrong rows and the factor of
     best fit."""
     quantity = QUANTITIES.get(distance.key[1], distance.key[1])
-    rows = wrong_rows(baseline, candidate, distance)
+    rows = wrong_rows_text(baseline, candidate, distance)
     return _finding(distance.key, distance.distance, Bound(distance.bound), quantity, fit=distance.fit, rows=rows)
 
 

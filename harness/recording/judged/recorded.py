@@ -16,7 +16,7 @@ import numpy as np
 from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
 from harness.core.case.features import Features
-from harness.core.case.measured import Measured
+from harness.core.case.measured import MeasuredTraits
 from harness.core.case.traits import TrainerTraits
 from harness.core.evidence.provided import WORDS, Provided
 from harness.core.evidence.recorded_run import RecordedRun
@@ -85,7 +85,7 @@ def trial_of(
     case = _case_of_job(dims, ranks, Counter(like.values()), max(steps, default=1))
     units = {rank: claimed_units(evidence) for rank, evidence in ranks.items()}
     units_of_all = {rank: units[representative] for rank, representative in sorted(like.items())}
-    measured = Measured(units_of_all, cut_dims=claimed_cut_dims(ranks.values()))
+    measured = MeasuredTraits(units_of_all, cut_dims=claimed_cut_dims(ranks.values()))
     plan = _plan_without_ignored(case, TrainerTraits(measured=measured), _ignored_parameters(ranks.values()))
     if dims.tp * dims.pp > 1 or plan.flat:
         plan = without_slices(plan)

@@ -40,7 +40,7 @@ def rank_exits_of(recording: Recording, world: int) -> list[RankExit]:
     unnumbered = {(last.group, id(last.ranks)): last for last in lasts.values() if _has_point_to_point(last)}
     exits = []
     for rank, end in enumerate(ends):
-        calls = _calls_of(rank, lasts.get(rank), unnumbered, is_recorded=rank in recording.summaries)
+        calls = _issued_fields(rank, lasts.get(rank), unnumbered, is_recorded=rank in recording.summaries)
         exits.append(RankExit(rank, **end, **calls, is_timed=False))
     return exits
 
@@ -104,13 +104,15 @@ def _end_of(rank: int, left: Summary | None, recording: Recording) -> dict[str, 
     return {"status": None, "kill_reason": NOTHING_HEARD, "is_vanished": True}
 
 
-def _calls_of(
+def _issued_fields(
     rank: int, last: Last | None, unnumbered: Mapping[tuple[str, int], Last], *, is_recorded: bool
 ) -> dict[str, Any]:
-    """Return the fields of RankExit on what a rank issued.
+    """Return the fields of RankExit on what a rank issued: `issued`, `counts` and `is_complete`. If `last` is None, only
+    `is_complete`.
 
+    `issued` is empty if the last collective was over a group with sends; the count of such groups is None.
     last: None if it issued nothing or left no record. unnumbered: name and identity of the members of a group with sends -> a
-    collective over it.
+    collective over it. is_recorded: whether the rank left a summary.
     """
     if last is None:
         return {"is_complete": is_recorded}

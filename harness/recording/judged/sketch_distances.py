@@ -225,7 +225,7 @@ def distance_and_fit(expected: np.ndarray, observed: np.ndarray) -> tuple[float,
     return off / length, float(expected @ observed) / length**2
 
 
-def wrong_rows(baseline: Numbers, candidate: Numbers, wrong: TensorDistance) -> str:
+def wrong_rows_text(baseline: Numbers, candidate: Numbers, wrong: TensorDistance) -> str:
     """Return in which rows a gradient is wrong, as "in rows 0:16, 32:48".
 
     Empty for other kinds, where blocks of rows were not recorded in both, or if all or no blocks are wrong.

@@ -15,7 +15,7 @@ from harness.core.causes.hypothesis import Broken, Fact, Hypothesis
 from harness.core.evidence.text import names_text, number_text, ranks_text
 from harness.core.judge.result import Cause
 from harness.recording.judged.judge_sketched import Key
-from harness.recording.judged.sketch_distances import TensorDistance, distance_and_fit, wrong_rows
+from harness.recording.judged.sketch_distances import TensorDistance, distance_and_fit, wrong_rows_text
 from harness.recording.judged.sketched_passes import weights_of_passes
 from harness.recording.judged.two_recordings import FEW, TwoRecordings
 from harness.recording.sketches import GRADIENT, WEIGHTS
@@ -396,7 +396,7 @@ def located_gradients(evidence: TwoRecordings) -> Cause:
     where = evidence.parameters_text(names)
     wrong = evidence.wrong
     if len(wrong) == 1 == len(names):
-        rows = wrong_rows(evidence.baseline, evidence.candidate, wrong[0])
+        rows = wrong_rows_text(evidence.baseline, evidence.candidate, wrong[0])
         where = ", ".join(filter(None, (where, rows)))
     hint = ""
     if step > 1 and not any(key[0] and key[1] == WEIGHTS for key in evidence.candidate.whole):

@@ -29,7 +29,7 @@ def structure(recording: Recording) -> dict[str, Any]:
     ranks_by_end = group_ranks_by(summaries, lambda summary: summary.progress.ended)
     axes = {}
     for number, axis in number_alike_axes(observed_axes(summaries)):
-        axes[_axis_name(axis, number)] = _axis_section(axis)
+        axes[_axis_name(axis, number)] = _axis_fields(axis)
     idle_groups: set[str] = set()
     for summary in summaries:
         idle_groups.update(summary.groups.idle)
@@ -93,7 +93,7 @@ def _axis_name(axis: Axis, number: int) -> str:
     return (axis.role or operators) + (f" ({number + 1})" if number else "")
 
 
-def _axis_section(axis: Axis) -> dict[str, Any]:
+def _axis_fields(axis: Axis) -> dict[str, Any]:
     """Return the degree and groups of an axis, and for each collective and phase its dtype, bytes a rank and calls."""
     several = Counter((moved.op, moved.phase) for moved in axis.moved)
     collectives = {}

@@ -37,9 +37,10 @@ def _with_ranks(job: TracedJob, ranks: set[int]) -> TracedJob:
 
 
 def not_compared_texts(first_job: TracedJob, second_job: TracedJob) -> list[str]:
-    """Return what of either job was not seen, and so is not compared, in words; empty if all was.
+    """Return lines on what the traces of either job do not show, each once; empty if they show all.
 
-    Also how many ranks were traced.
+    "not compared: WHY" for each lacking kind of NEEDED_EVIDENCE, sorted. Then "compared: 2 of 8 ranks" for a job without
+    traces of all ranks.
     """
     reasons = set[str]()
     for job in (first_job, second_job):

@@ -16,16 +16,18 @@ from harness.recording.traces.dumps import Dump
 
 @dataclass(frozen=True)
 class Hang:
-    """What the dumps of a job say."""
+    """What Flight Recorder dumps say of a hung job: whom to blame, where groups wait, and which dumps are missing."""
 
     dumped: tuple[int, ...]
-    """Ranks with a dump."""
+    """Global ranks with a dump, ascending."""
     missing: tuple[int, ...]
-    """Ranks that a group lists, and that left no dump."""
+    """Global ranks that a group lists, and that left no dump, ascending."""
     blamed: Mapping[int, str]
-    """Rank to blame -> why."""
+    """Rank to blame -> why, in words, by rank; empty if calls do not differ and no rank is waited for."""
     stuck: tuple[GroupWait, ...]
-    """The first collective that is not over of each group that waits, the earliest first."""
+    """Of each group with a collective that is not over, the first such one, the earliest issued first.
+
+    Empty if no group waits."""
 
     @property
     def verdict(self) -> Verdict:

@@ -225,12 +225,12 @@ class _Reader:
         for span, args, name in self.raw_kernels:
             if call := _collective_of(args, ranks_of_group, operator_of(args.get("Collective name", name.lower()))):
                 trace.kernels.append(Call(span, call))
-        trace.nameless += self._calls_without_group()
+        trace.nameless += self._list_nameless_calls()
         trace.compute = np.frombuffer(self.compute, np.float64).reshape(-1, 2)
         trace.forward_ops = np.sort(np.frombuffer(self.forward_ops, np.float64))
         return trace
 
-    def _calls_without_group(self) -> list[tuple[float, str]]:
+    def _list_nameless_calls(self) -> list[tuple[float, str]]:
         """Return (time, operator) of the collectives for which the trace has no event with arguments, and so no group.
 
         Most are an operator and an annotation; gloo's annotation is on another thread, and counts only if no operator

@@ -18,12 +18,15 @@ from harness.recording.traces.kineto import Call, Span, Trace
 
 @dataclass(frozen=True)
 class Ranges:
-    """Ranges of time, in microseconds, of one kind and thread that do not overlap, in order."""
+    """Ranges of time that do not overlap or touch, ascending. All times are microseconds of a trace's clock.
+
+    They come from one thread, or from several.
+    """
 
     starts: np.ndarray
-    """When each begins."""
+    """When each begins, float64 [ranges]."""
     ends: np.ndarray
-    """When each ends."""
+    """When each ends, float64 [ranges]."""
 
     @classmethod
     def from_spans(cls, spans: Iterable[Span]) -> Ranges:
@@ -43,21 +46,22 @@ class Ranges:
         return cls(pairs[is_first, 0], latest_ends[last_indices])
 
     def contains(self, when: float) -> bool:
+        """Return whether a time lies in a range, its start and end included."""
         index = int(np.searchsorted(self.starts, when, "right")) - 1
         return index >= 0 and when <= self.ends[index]
 
     def last_start(self, when: float) -> float:
-        """Return when the last one that began until then began; minus infinity if none did."""
+        """Return the start of the last range that begins at this time or earlier; minus infinity if there is none."""
         index = int(np.searchsorted(self.starts, when, "right")) - 1
         return float(self.starts[index]) if index >= 0 else -np.inf
 
     def next_start(self, when: float) -> float:
-        """Return when the next one begins; infinity if none does."""
+        """Return the start of the first range that begins later than this time; infinity if there is none."""
         index = int(np.searchsorted(self.starts, when, "right"))
         return float(self.starts[index]) if index < len(self.starts) else np.inf
 
     def overlap(self, start: float, end: float) -> float:
-        """Return how much of the time from start to end is in these ranges."""
+        """Return how many microseconds between start and end lie in these ranges; 0 if none do."""
         overlapping = slice(int(np.searchsorted(self.ends, start)), int(np.searchsorted(self.starts, end)))
         parts = np.minimum(self.ends[overlapping], end) - np.maximum(self.starts[overlapping], start)
         return float(parts.clip(0).sum())
@@ -115,7 +119,7 @@ class Phases:
 
 
 def _by_thread(spans: Iterable[Span]) -> dict[Any, Ranges]:
-    """Return by thread its ranges; those that overlap are merged."""
+    """Return the ranges of each thread, by thread; those of a thread that overlap are merged."""
     spans_by_thread: dict[Any, list[Span]] = {}
     for span in spans:
         spans_by_thread.setdefault(span.thread, []).append(span)

@@ -13,7 +13,12 @@ import pytest
 import yaml
 
 from harness.adapters.onboarding.skeleton import as_yaml
-from harness.adapters.onboarding.suppositions import SupposedTrial, fitting_suppositions, suppositions, with_own_rates
+from harness.adapters.onboarding.suppositions import (
+    SupposedTrial,
+    judge_fitting_suppositions,
+    suppositions,
+    with_own_rates,
+)
 from harness.adapters.support.rows import halves
 from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
@@ -181,7 +186,7 @@ def in_rows(trainer: Trainer | None = None) -> Trial:
 
 @pytest.mark.parametrize("which", USUAL_ONES, ids=lambda which: which[:60])
 def test_what_is_so_of_a_model_is_said_with_its_line_and_all_numbers_are_right_under_it(which: str) -> None:
-    found = fitting_suppositions(trial_of(USUAL_ONES[which](MODEL, REFERENCE)))
+    found = judge_fitting_suppositions(trial_of(USUAL_ONES[which](MODEL, REFERENCE)))
     assert said(found) == [[which]]
     assert holds(found[0])
 
@@ -193,7 +198,7 @@ def test_what_is_usually_so_is_supposed_in_this_order() -> None:
 def test_rows_in_a_wrong_order_are_said_beside_what_else_is_so() -> None:
     supposed = {each.line for each in suppositions(in_rows())}
     assert HALVES not in supposed and not any("n_heads" in line for line in supposed)
-    found = fitting_suppositions(in_rows(partial(with_setting, rope_theta=1e4)))
+    found = judge_fitting_suppositions(in_rows(partial(with_setting, rope_theta=1e4)))
     assert [set(one) for one in said(found)] == [{LEFT_OUT, "case: model: {rope_theta: 10000.0}"}]
     assert holds(found[0])
 
@@ -244,25 +249,28 @@ def test_numbers_are_written_so_that_yaml_reads_them(value: float, text: str) ->
 def test_of_a_model_that_is_right_nothing_is_supposed_but_its_own_schedule() -> None:
     rates = (0.001, 0.002)
     run = retrain(MODEL, replace(CASE.training, rates=rates), REFERENCE)
-    found = fitting_suppositions(trial_of(run, rates=rates))
+    found = judge_fitting_suppositions(trial_of(run, rates=rates))
     assert said(found) == [[]]
     assert found[0].trial.case == replace(CASE, training=replace(CASE.training, rates=rates))
     assert holds(found[0])
 
 
 def test_two_things_that_are_so_at_once_are_both_said() -> None:
-    found = fitting_suppositions(trial_of(with_halves(replace(MODEL, norm_eps=1e-8), REFERENCE)))
+    found = judge_fitting_suppositions(trial_of(with_halves(replace(MODEL, norm_eps=1e-8), REFERENCE)))
     assert said(found) == [["case: model: {norm_eps: 1.0e-08}", HALVES]]
     assert holds(found[0])
 
 
 def test_of_three_things_that_are_so_at_once_nothing_is_said() -> None:
-    assert fitting_suppositions(trial_of(with_halves(replace(MODEL, norm_eps=1e-6, rope_theta=1e4), REFERENCE))) == []
+    assert (
+        judge_fitting_suppositions(trial_of(with_halves(replace(MODEL, norm_eps=1e-6, rope_theta=1e4), REFERENCE)))
+        == []
+    )
 
 
 @pytest.mark.parametrize(("loss", "valid"), [(None, None), (0.0, 0)])
 def test_where_no_loss_was_seen_nothing_is_supposed(loss: float | None, valid: int | None) -> None:
-    assert fitting_suppositions(with_loss(trial_of(REFERENCE), loss, valid=valid)) == []
+    assert judge_fitting_suppositions(with_loss(trial_of(REFERENCE), loss, valid=valid)) == []
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -278,8 +286,8 @@ def test_a_loss_is_given_within_its_bound_or_a_millionth_where_none_was_measured
     def off(by: float) -> Trial:
         return with_loss(trial, step.loss * step.valid_tokens * (1 + sign * by))
 
-    assert said(fitting_suppositions(off(0.95 * bound)))[0] == []
-    assert [] not in said(fitting_suppositions(off(1.05 * bound)))
+    assert said(judge_fitting_suppositions(off(0.95 * bound)))[0] == []
+    assert [] not in said(judge_fitting_suppositions(off(1.05 * bound)))
 
 
 @pytest.mark.parametrize("rates", [RATES, tuple(rate * (1 + 1e-13) for rate in RATES), RATES[:1], (0.5,), (0.5, None)])

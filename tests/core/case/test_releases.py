@@ -10,7 +10,7 @@ from literal import SGD, judged, tiny_case, trial_of, with_collectives
 from harness.core.case import releases
 from harness.core.case.dims import ParallelDims
 from harness.core.case.loading import find_case, load_all
-from harness.core.case.measured import Measured
+from harness.core.case.measured import MeasuredTraits
 from harness.core.case.traits import TrainerTraits
 from harness.core.evidence.records import Collective, Run
 from harness.core.judge.measured import torch_release
@@ -42,7 +42,7 @@ def test_norm_gradients_are_summed_over_tp_as_computed_and_from_2_15_on_as_they_
     case = find_case("bf16_fsdp_2_tp_2", load_all())
 
     def summed(torch: str) -> list[int]:
-        flows = make_plan(case, TrainerTraits(measured=Measured(torch=torch))).flows_of(0, 1)
+        flows = make_plan(case, TrainerTraits(measured=MeasuredTraits(torch=torch))).flows_of(0, 1)
         return [flow.bytes for flow in flows if flow.role == "norm gradients"]
 
     assert (summed("2.13.0+cpu"), summed("2.14.1"), summed("2.15.0")) == ([640], [640], [1280])

@@ -14,7 +14,7 @@ from harness.core.case.allowance import Allowance
 from harness.core.case.case import ExpectedFailure, Saved
 from harness.core.case.dims import ParallelDims
 from harness.core.case.features import Features
-from harness.core.case.measured import Measured, Unit
+from harness.core.case.measured import MeasuredTraits, Unit
 from harness.core.case.traits import TrainerTraits, with_trainer_choices
 from harness.core.evidence.store import EvidenceError
 from harness.core.judge.stored_trial import load_case
@@ -109,7 +109,7 @@ def test_traits_are_stored_and_read_again() -> None:
     chosen = replace(
         chosen,
         flat_order=("norm.weight",),
-        measured=Measured(observed, ("output.weight",), {"output.weight": 1}, "2.9.0"),
+        measured=MeasuredTraits(observed, ("output.weight",), {"output.weight": 1}, "2.9.0"),
     )
     assert traits.from_json(json.loads(json.dumps(traits.to_json(chosen)))) == chosen
 

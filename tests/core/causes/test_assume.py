@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from literal import of_layout_alone, tiny_case, trial_of
 
-from harness.core.case.measured import Measured
+from harness.core.case.measured import MeasuredTraits
 from harness.core.causes import assume
 from harness.core.judge.assumed import AS_REQUESTED
 from harness.core.judge.trial import Trial
@@ -74,7 +74,7 @@ def calls_of(monkeypatch: pytest.MonkeyPatch, of: Any, name: str, gives: Any) ->
 def test_the_plan_of_another_case_is_of_the_same_trainer_torch_and_observed_units(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    traits = replace(RIGHT.traits, measured=Measured({0: ()}, torch="2.14"))
+    traits = replace(RIGHT.traits, measured=MeasuredTraits({0: ()}, torch="2.14"))
     trial = replace(RIGHT, plan=replace(RIGHT.plan, traits=traits))
     plans = calls_of(monkeypatch, assume, "make_plan", lambda *of: "the plan")
     changed = assume.assume_features(trial, loss_parallel=False)

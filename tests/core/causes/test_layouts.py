@@ -13,7 +13,7 @@ from diagnosed import EMBEDDING, LAST, NORM, broken, dims, fsdp_4
 from literal import ADAMW, TINY, UNEVEN, judged, of_layout_alone, tiny_case, trial_of, with_parameter, with_rank
 
 from harness.core.case.dims import AXES, ParallelDims
-from harness.core.case.measured import Measured
+from harness.core.case.measured import MeasuredTraits
 from harness.core.causes import diagnose
 from harness.core.causes.hypothesis import Hypothesis
 from harness.core.causes.layouts import PLAN_FIELDS_BY_RANK, Layout, candidate_layouts, other_layouts, renumber_trial
@@ -202,7 +202,7 @@ def test_the_plan_of_a_layout_is_that_of_the_known_axes_and_of_cp_keys_and_value
     layout: Layout, known: ParallelDims, place_of: list[int], groups: dict[str, Any], wrapper: str
 ) -> None:
     trial = right(layout.dims, wrapper=wrapper)
-    traits = replace(trial.traits, measured=Measured(trial.plan.measured_units or {}, torch="2.9.0"))
+    traits = replace(trial.traits, measured=MeasuredTraits(trial.plan.measured_units or {}, torch="2.9.0"))
     trial = replace(trial, plan=replace(trial.plan, traits=traits))
     plan, own = layout.assume(trial).plan, trial.plan
     wanted = make_plan(replace(trial.case, dims=known), trial.traits)
@@ -232,7 +232,9 @@ def test_of_other_degrees_and_order_the_plan_is_that_of_these_and_ranks_have_oth
 
 def test_what_fsdp_left_out_is_gathered_by_nobody_and_kept_whole_by_each() -> None:
     trial = with_rows(right(dims(shard=2)), NORM, dict.fromkeys((0, 1), (0, 16)))
-    trial = replace(trial, plan=replace(trial.plan, traits=replace(trial.traits, measured=Measured({}, torch="2.9.0"))))
+    trial = replace(
+        trial, plan=replace(trial.plan, traits=replace(trial.traits, measured=MeasuredTraits({}, torch="2.9.0")))
+    )
     (one,) = proposed(trial)
     assert (one.cause.kind, one.fitted_count) == ("left out of a wrapper", 2)
     assert one.cause.details == (("left_out", "FSDP"), ("parameters", (NORM,)))

@@ -13,7 +13,7 @@ from checked import like, where
 from literal import LAYOUTS, tiny_case, trial_of
 
 from harness.core.case.dims import ParallelDims
-from harness.core.case.measured import Measured
+from harness.core.case.measured import MeasuredTraits
 from harness.core.case.traits import TrainerTraits
 from harness.core.causes import diagnose
 from harness.core.causes.request import neighbours
@@ -227,7 +227,7 @@ def test_the_dims_that_fsdp2_cuts_are_measured_of_parameters_that_a_unit_of_its_
     assert cut == {t.fqn: 1 for t in evidence.parameters if len(t.global_shape) == 2}
     assert claimed_cut_dims([other]) == {}
     case = tiny_case("fsdp_2")
-    held = make_plan(case, TrainerTraits(measured=Measured(cut_dims=cut))).slices[1]
+    held = make_plan(case, TrainerTraits(measured=MeasuredTraits(cut_dims=cut))).slices[1]
     assert held["layers.0.feed_forward.w1.weight"] == ((0, 8), (2, 4)) and held["norm.weight"] == ((2, 4),)
 
 

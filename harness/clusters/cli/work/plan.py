@@ -25,7 +25,7 @@ def command(args: argparse.Namespace) -> int:
     """Print the plan of a layout, or, with --model and --world alone, the layouts that fit. Return the exit code."""
     if args.model and args.world and not args.case and not args.dims:
         refuse_others(args, "a list of layouts that fit", LIST_OPTIONS)
-        return list_fitting(args)
+        return print_fitting_layouts(args)
     if args.gpu_memory or args.nodes_of:
         raise BadInput("--gpu-memory and --nodes-of are for a list of layouts: --model and --world, without a layout")
     requested = layout_of_arguments(args)
@@ -38,7 +38,7 @@ def command(args: argparse.Namespace) -> int:
     return PASSED
 
 
-def list_fitting(args: argparse.Namespace) -> int:
+def print_fitting_layouts(args: argparse.Namespace) -> int:
     """Print the layouts that fit. Return PASSED, or NOT_JUDGED if none does. Raises BadInput and CaseError."""
     if args.model not in PRESETS:
         raise BadInput(f"--model {args.model!r}: choose one of {', '.join(PRESETS)}")

@@ -56,10 +56,11 @@ def build_loader(dataset: Any, case: Case, dp_rank: int) -> DataLoader:
 
 
 class Microbatches:
-    """This rank's microbatches, epoch after epoch. `samples` counts what all ranks together have drawn.
+    """This rank's microbatches of each step, epoch after epoch, each epoch in an order of its own.
 
-    The position is a global one, so it holds in another layout; the dataset's length is a multiple of the global batch,
-    so no step straddles two epochs.
+    `samples` counts what all ranks together have drawn since the first epoch began, so a position holds in another
+    layout. `size` is the number of samples in the dataset. It is a multiple of the global batch, so no step straddles
+    two epochs; with `last_batch` it is not, and the last step is smaller.
     """
 
     def __init__(self, case: Case, dp_rank: int) -> None:
@@ -114,8 +115,10 @@ class Microbatches:
 
 
 class Shapes:
-    """Microbatches of zeros in the right shapes, in place of Microbatches, for a rank that runs alone and reads no
-    samples."""
+    """Microbatches of zeros in the right shapes, in place of Microbatches, for a rank that runs alone and reads no samples.
+
+    It has no dataset: `size` is 0 and `epochs` NaN.
+    """
 
     def __init__(self, case: Case, dp_rank: int) -> None:
         self.case = case

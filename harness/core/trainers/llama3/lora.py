@@ -24,9 +24,10 @@ def modules_with_adapters(model: nn.Module) -> dict[str, Adapted]:
 
 
 def take_out_adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Remove all adapters from the model, and return their parts: by the matrix's name, {"lora_a": .., "lora_b": ..}.
+    """Remove the adapters' parts from all adapted matrices, in place, and return them for `put_back`.
 
-    Trap: torch's styles cut every parameter inside a module as they cut its weight.
+    By the matrix's module name, {"lora_a": nn.Linear, "lora_b": nn.Linear}; empty without LoRA. The matrices cannot run
+    forward until the parts are back. The reason: torch's styles cut every parameter inside a module as its weight.
     """
     adapters: dict[str, dict[str, Any]] = {}
     for name, module in modules_with_adapters(model).items():
@@ -35,7 +36,10 @@ def take_out_adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def put_back(model: nn.Module, adapters: dict[str, dict[str, Any]], mesh: DeviceMesh) -> None:
-    """Put adapters back into the model, their weights as DTensors over tp, cut to fit the matrices beside them."""
+    """Put adapters back into the model, in place, their weights as new DTensors over tp, cut to fit their matrices.
+
+    adapters: as `take_out_adapters` returned them. A frozen weight stays frozen. Precondition: the matrices are cut.
+    """
     for name, module in modules_with_adapters(model).items():
         for part, linear in adapters[name].items():
             placed = distribute_tensor(linear.weight, mesh, [placement(module.weight, part)])

@@ -37,7 +37,10 @@ class MuonWithAdamW(Optimizer):
                     self._muon(parameter, group)
 
     def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Step all parameters of a group by torch's fused operator. The reason is in recipe.py."""
+        """Step all parameters of a group in place by torch's fused operator; nothing if there are none.
+
+        A parameter's state begins as zeros when it is first stepped. Why the operator is fused: recipe.py.
+        """
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | {
@@ -67,8 +70,13 @@ class MuonWithAdamW(Optimizer):
             )
 
     def _muon(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Update one parameter by Muon: average the gradient, orthogonalise the whole update, decay the weight, add
-        this rank's slice."""
+        """Step one parameter in place by Muon, with its average of gradients, which is kept in the optimizer's state.
+
+        The update is the average with this gradient in it; with `nesterov`, its mean with the gradient once more. It is
+        orthogonalised as a whole matrix. The weight decays by lr * weight_decay; then this rank's slice of the update,
+        times lr and scale_of, is subtracted. A DTensor's ranks must all call this. Precondition: the parameter has a
+        gradient.
+        """
         average = average_of(parameter, self.state[parameter])
         gradient = parameter.grad
         assert gradient is not None

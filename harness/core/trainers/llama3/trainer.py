@@ -442,7 +442,11 @@ class Trainer:
         return shown_numbers.parameter_norm(counted, self.groups())
 
     def handed_over(self, seconds: float) -> dict[str, dict[str, Any]]:
-        """Return further fields of the shown numbers, by name. seconds: those of the step."""
+        """Return by name of a number the fields of Number that MEANINGS lacks, as they depend on the step.
+
+        Names that the step does not show are there, too. total: this rank's valid tokens; count: its samples, a
+        fraction under cp. seconds: duration of the step.
+        """
         return {
             "tokens per second": {"seconds": seconds},
             "epochs": {"data_size": self.microbatches.size},

@@ -29,7 +29,7 @@ from harness.core.run.selection import count_processes
 from harness.faults import Fault, all_faults, faults_of_file
 from harness.faults import catalogue_text as shown
 from harness.faults import run_catalogue as catalogue
-from harness.faults.attempt import Attempt, Outcome, accepted_attempts, is_attempts, to_json
+from harness.faults.attempt import Attempt, Outcome, accepted_attempts, attempts_to_json, is_attempts
 
 
 def command(args: argparse.Namespace) -> int:
@@ -57,7 +57,7 @@ def command(args: argparse.Namespace) -> int:
         )
     refuse_foreign_file(args.out / "faults.json", is_attempts)
     done, control_done, seconds = try_faults(chosen, control, args)
-    write_text(args.out / "faults.json", to_json(done))
+    write_text(args.out / "faults.json", attempts_to_json(done))
     data = {"seconds": seconds, "control": control_done, "attempts": done}
     print_or_keep_document(args, "faults", data, shown.report_text(done, control_done, seconds))
     return exit_code_of_attempts(done, control_done)

@@ -104,14 +104,15 @@ def _show_runs_and_cases(args: argparse.Namespace, runs: Sequence[Path], cases: 
     if form:
         return run_report.show_runs_as(runs, form)
     if cases:
-        draw_cases(args, cases)
+        draw_case_pictures(args, cases)
     return run_report.show_runs(args, runs) if runs else PASSED
 
 
-def draw_cases(args: argparse.Namespace, folders: Sequence[Path]) -> None:
-    """Judge the cases in the folders, draw picture.png beside each one's evidence, and print its path.
+def draw_case_pictures(args: argparse.Namespace, folders: Sequence[Path]) -> None:
+    """Judge the cases in the folders, write picture.png beside each one's evidence, and print its path.
 
-    Raises EvidenceError if a rank left no evidence.
+    With --json also keep a document "cases" for main to print. folders: of a case, or of several. Raises BadInput without
+    matplotlib. Raises EvidenceError if a case cannot be read, a rank left no evidence, or another picture.png is there.
     """
     require_matplotlib()
     from harness.nights.pages.pictures import draw_judged  # matplotlib takes half a second

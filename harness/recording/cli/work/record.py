@@ -63,7 +63,7 @@ def answer_by_both(args: argparse.Namespace) -> int:
     recording = load_recording(args.out)
     itself = about_anomalies(recording) if args.layout is None else about_recording(recording, args.layout)
     numbers = same_training.about_numbers(args.same_as, args.out, noise_of=args.noise_of, after=args.after)
-    about = same_training.both_answers(numbers, itself)
+    about = same_training.merge_answers(numbers, itself)
     print_or_keep_document(args, about.kind, about.document, about.text)
     return about.code
 

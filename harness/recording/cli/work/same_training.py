@@ -90,7 +90,7 @@ def about_numbers(first: Path, second: Path, *, noise_of: Path | None = None, af
     return RecordingAnswer("same_training", lambda: same_training_document(judged), text, code)
 
 
-def both_answers(numbers: RecordingAnswer, recording: RecordingAnswer) -> RecordingAnswer:
+def merge_answers(numbers: RecordingAnswer, recording: RecordingAnswer) -> RecordingAnswer:
     """Return the answers on numbers and on the recording itself as one: the worse comes first, and decides the exit code."""
     code = worst_code([numbers.code, recording.code])
     texts_in_order = [numbers, recording] if numbers.code == code else [recording, numbers]
