@@ -26,7 +26,6 @@ STAGES_PER_RANK = (1, 2, 4)
 """Stages of a pipeline on each rank: 1F1B of one, interleaved of several."""
 HSDP_SHARDS = 32
 """Ranks that HSDP cuts parameters over; the other data ranks are replicas."""
-MOST_MICROBATCHES = 64
 CP_FROM_LENGTH = 8192
 """Tokens of a sample beyond which context parallel is tried."""
 
@@ -164,10 +163,10 @@ def _powers_of_two(limit: int) -> list[int]:
 def _candidate_case(request: FittingRequest, dims: ParallelDims, checkpointing: str, stages: int) -> Case | None:
     """Return the case with microbatches of one sample, as many as a data rank has samples.
 
-    None if these are too many, or fewer than pp, or the case is not valid.
+    None if these are fewer than pp, or the case is not valid.
     """
     batch_of_rank = _global_batch(request) // dims.dp
-    if batch_of_rank > MOST_MICROBATCHES or (dims.pp > 1 and batch_of_rank < dims.pp):
+    if dims.pp > 1 and batch_of_rank < dims.pp:
         return None
     interleaved = {"schedule": "Interleaved1F1B", "stages_per_rank": stages} if stages > 1 else {}
     passes = {"microbatches": batch_of_rank, **interleaved} if dims.pp > 1 else {"accumulation": batch_of_rank}

@@ -50,6 +50,12 @@ def test_less_memory_leaves_fewer_and_none_is_said() -> None:
     assert fitting(replace(SMALL, memory=1e9)).layouts == ()
 
 
+def test_a_batch_of_any_number_of_microbatches_has_layouts() -> None:
+    found = fitting(FittingRequest(PRESETS["1B"], world=2, memory=80e9, gpus_per_node=8, batch=1024)).layouts
+    assert max(fit.case.features.accumulation for fit in found) == 1024
+    assert max(fit.case.microbatches for fit in found if fit.case.dims.pp == 2) == 1024
+
+
 def test_a_batch_that_nothing_divides_is_refused() -> None:
     with pytest.raises(CaseError, match="--batch"):
         fitting(replace(SMALL, world=17, batch=3))

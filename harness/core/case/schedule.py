@@ -15,6 +15,7 @@ next. InterleavedZeroBubble is ZB1P, ZBVZeroBubble section 6 of Qi et al. 2024; 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -76,6 +77,7 @@ def count_rounds(pp: int, microbatches: int) -> int:
     return max(1, microbatches // pp)
 
 
+@functools.lru_cache(maxsize=256)
 def schedule_actions(schedule: str, pp: int, chunks: int, microbatches: int, index: int) -> tuple[Action, ...]:
     """Return the actions of the rank at a pp index in one pass of the schedule, in order.
 

@@ -9,7 +9,16 @@ from harness.core.case.traits import TrainerTraits
 from harness.core.plan.frozen import trained_values
 from harness.core.plan.grid import coordinate_of_rank, shard_degree_and_index
 from harness.core.plan.plan import Kept
-from harness.core.plan.slices import BYTES, FlatUnit, Slice, numel, padded_numel, parameter_shapes, slice_of
+from harness.core.plan.slices import (
+    BYTES,
+    FlatUnit,
+    Slice,
+    numel,
+    padded_numel,
+    padded_numels,
+    parameter_shapes,
+    slice_of,
+)
 from harness.core.plan.stages import stages_of_rank
 from harness.core.plan.units import fqns_of_separate_units
 from harness.core.plan.zero import kept_parameter_dtype, vectors_of_parameters, zero_degree
@@ -27,7 +36,8 @@ def parameter_bytes(
     if flat:
         parts = sum(unit.elements_per_rank(degree) for unit in vectors_of_parameters(flat, slices))
         return least_bytes, parts * (degree // case.shards) * size
-    padded_bytes = sum(padded_numel(case, traits, fqn, tp_index) // degree for fqn in slices) * size
+    numels = padded_numels(case, traits, tp_index)
+    padded_bytes = sum(numels[fqn] // degree for fqn in slices) * size
     return least_bytes, max(least_bytes, padded_bytes)
 
 
@@ -145,7 +155,8 @@ def padding_after_forward(
     for number, unit in enumerate(units):
         if unit.degree < shards:
             fqns = [fqn for fqn in unit.parameters if fqn in slices]
-            padded = sum(padded_numel(case, traits, fqn, tp_index) for fqn in fqns) // unit.degree
+            numels = padded_numels(case, traits, tp_index)
+            padded = sum(numels[fqn] for fqn in fqns) // unit.degree
             padded = flat[number].elements_per_rank(shards) * shards if flat else padded
             gathered_padding += padded * computed_size - sum(kept[fqn].bytes for fqn in fqns)
     return most_bytes - least_bytes + gathered_padding

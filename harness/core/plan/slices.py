@@ -219,16 +219,33 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def padded_numel(case: Case, traits: TrainerTraits, fqn: str, tp_index: int) -> int:
-    """Return the number of elements that FSDP2 moves for a parameter: its tp part, padded along the dim that FSDP2 cuts.
+    """Return the number of elements that FSDP2 moves for a parameter, as `padded_numels` has it."""
+    return padded_numels(case, traits, tp_index)[fqn]
+
+
+def padded_numels(case: Case, traits: TrainerTraits, tp_index: int) -> Mapping[str, int]:
+    """Return the number of elements that FSDP2 moves for each parameter, by fqn: its tp part, padded along the dim that
+    FSDP2 cuts.
 
     That dim is padded to a multiple of the shard degree.
     """
-    shape = list(parameter_shapes(case.model)[fqn]) or [1]
-    dim = tp_dim(fqn)
-    if dim is not None and dim < len(shape):
-        start, stop = chunk_interval((0, shape[dim]), case.dims.tp, tp_index)
-        shape[dim] = stop - start
-    degree = case.data_dims.shards
-    cut_dim = traits.measured.cut_dims.get(fqn, 0)
-    shape[cut_dim] = -(-shape[cut_dim] // degree) * degree
-    return math.prod(shape)
+    cut_dims = tuple(sorted(traits.measured.cut_dims.items()))
+    return _padded_numels(case.model, case.dims.tp, tp_index, case.data_dims.shards, cut_dims)
+
+
+@functools.lru_cache(maxsize=128)
+def _padded_numels(
+    model: ModelConfig, tp: int, tp_index: int, degree: int, cut_dims: tuple[tuple[str, int], ...]
+) -> Mapping[str, int]:
+    """Return `padded_numels`, cached: plans of large models ask for it for every rank and unit."""
+    numels = {}
+    for fqn, whole_shape in parameter_shapes(model).items():
+        shape = list(whole_shape) or [1]
+        dim = tp_dim(fqn)
+        if dim is not None and dim < len(shape):
+            start, stop = chunk_interval((0, shape[dim]), tp, tp_index)
+            shape[dim] = stop - start
+        cut_dim = dict(cut_dims).get(fqn, 0)
+        shape[cut_dim] = -(-shape[cut_dim] // degree) * degree
+        numels[fqn] = math.prod(shape)
+    return numels

@@ -58,7 +58,8 @@ def parameters_of_stage(case: Case, stage: int) -> list[str]:
         prefixes.append("tok_embeddings.")
     if stage == case.n_stages - 1:
         prefixes += ["norm.", "tok_embeddings." if case.model.tied_embeddings else "output."]
-    return [fqn for fqn in parameter_shapes(case.model) if fqn.startswith(tuple(prefixes))]
+    stage_prefixes = tuple(prefixes)
+    return [fqn for fqn in parameter_shapes(case.model) if fqn.startswith(stage_prefixes)]
 
 
 def token_positions_of_rank(case: Case, rank: int, length: int) -> np.ndarray:

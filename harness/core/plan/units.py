@@ -103,9 +103,12 @@ def fqns_of_separate_units(case: Case) -> list[tuple[str, ...]]:
     A tied embedding is in the last; in a pipeline it is by itself. A model without these names is one unit.
     """
     names = list(case.model.parameter_shapes())
-    blocks = []
-    for layer in range(case.model.n_layers):
-        blocks.append(tuple(name for name in names if name.startswith(f"layers.{layer}.")))
+    names_by_layer: dict[str, list[str]] = {f"{layer}": [] for layer in range(case.model.n_layers)}
+    for name in names:
+        group, _, rest = name.partition(".")
+        if group == "layers":
+            names_by_layer[rest.partition(".")[0]].append(name)
+    blocks = map(tuple, names_by_layer.values())
     alone = case.model.tied_embeddings and case.dims.pp > 1
     last = ("norm.weight",) if alone else ("norm.weight", output_weight(case))
     if not {*last} <= {*names}:

@@ -17,7 +17,7 @@ from harness.core.plan.frozen import trained_values
 from harness.core.plan.grid import coordinate_of_rank
 from harness.core.plan.memory import muon_bytes
 from harness.core.plan.plan import Plan
-from harness.core.plan.slices import BYTES, padded_numel
+from harness.core.plan.slices import BYTES, padded_numels
 from harness.core.plan.zero import kept_parameter_dtype
 from harness.reference.config import is_trainable
 
@@ -195,4 +195,5 @@ def _elements_of_two_largest(case: Case, plan: Plan, rank: int, *, freed: bool) 
 def _padded_elements(case: Case, plan: Plan, rank: int, names: Iterable[str]) -> int:
     """Return the elements of these parameters as tp leaves them, padded as FSDP gathers them."""
     tp_index = coordinate_of_rank(case.dims, rank)["tp"]
-    return sum(padded_numel(case, plan.traits, fqn, tp_index) for fqn in names)
+    numels = padded_numels(case, plan.traits, tp_index)
+    return sum(numels[fqn] for fqn in names)

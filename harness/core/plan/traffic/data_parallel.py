@@ -13,7 +13,7 @@ from harness.core.case.measured import Unit
 from harness.core.case.traits import TrainerTraits
 from harness.core.plan.frozen import units_gathered_in_backward
 from harness.core.plan.grid import coordinate_of_rank, gather_axis, shard_axis
-from harness.core.plan.slices import BYTES, flat_units, padded_numel, parameter_shapes
+from harness.core.plan.slices import BYTES, flat_units, padded_numel, padded_numels, parameter_shapes
 from harness.core.plan.stages import actions_of_rank, parameters_of_rank, parameters_of_stage, stages_of_rank
 from harness.core.plan.traffic.flow import OUTSIDE, Flow
 from harness.core.plan.units import output_weight, unit_called_in_chunks, unit_of_output_alone
@@ -133,7 +133,8 @@ def _units_gathered_again(case: Case, units: list[Unit], held_whole: Unit | None
 
 def _padded_elements(case: Case, traits: TrainerTraits, fqns: Iterable[str], tp_index: int) -> int:
     """Return the number of elements that FSDP2 moves for these parameters, padding included."""
-    return sum(padded_numel(case, traits, fqn, tp_index) for fqn in fqns)
+    numels = padded_numels(case, traits, tp_index)
+    return sum(numels[fqn] for fqn in fqns)
 
 
 def _loss_unit_flows(case: Case, traits: TrainerTraits, axis: str, last: Unit, tp_index: int) -> Iterable[Flow]:
