@@ -223,7 +223,7 @@ def doubled(fired):
             return 2 * original(loss, *args, **kwargs)
         return twice
 
-    replace(trainer, "scaled", make)
+    replace(trainer, "scale_loss", make)
 
 @fault(breaks="nothing", bug="an example", case="no_such_case", caught_by="loss", named="")
 def of_no_case(fired):
