@@ -10,7 +10,7 @@ from literal_dumps import save_dumps
 from literal_recording import summary
 
 from harness.core.blame.calls import Issued
-from harness.core.blame.culprits import blame_of
+from harness.core.blame.culprits import assign_blame, blame_of
 from harness.core.blame.divergence import find_different_calls
 from harness.core.blame.rank_exit import RankExit
 from harness.core.blame.waits import JobCalls
@@ -136,3 +136,11 @@ def test_numbers_of_a_group_with_sends_are_not_compared() -> None:
 def test_a_text_of_a_stored_recording_is_read(text: str, call: tuple[str, int, str]) -> None:
     (issued,) = rank_exits_of(recorded(last(9, text), ended=("",)), 1)[0].issued
     assert (issued.op, issued.step, issued.phase, issued.bytes, issued.seq) == (*call, None, 9)
+
+
+@pytest.mark.parametrize(
+    ("status", "signal"), [(None, None), (0, None), (1, None), (-9, "SIGKILL"), (-70, "signal 70")]
+)
+def test_a_signal_is_named_only_where_the_status_has_one(status: int | None, signal: str | None) -> None:
+    exits = [RankExit(0, status, kill_reason="killed by the harness"), RankExit(1, -9)]
+    assert assign_blame(exits)[0].signal == signal

@@ -204,6 +204,15 @@ FAIL tiny    rank 1 raised: ValueError: no
     )
 
 
+def test_checks_share_a_line_only_if_they_could_not_be_judged_for_the_same_reason() -> None:
+    unknown = [Result(name, Verdict.UNKNOWN, note="no memory") for name in ("loss", "golden", "memory")]
+    without_note = [Result(name, Verdict.UNKNOWN) for name in ("update", "finite", "samples")]
+    failing = Result("traffic", Verdict.FAIL, 1, note="no memory")
+    judgement = replace(judgement_of(trial_of(tiny_case("fsdp_2"))), results=(*unknown, *without_note, failing))
+    first_words = [line.split()[0] for line in case_report(judgement).splitlines() if line.startswith("  ")]
+    assert first_words == ["traffic", "update", "finite", "samples", "3"]
+
+
 def test_a_fault_that_did_not_fire() -> None:
     report = case_report(judgement_of(trial_of(tiny_case("fsdp_2")), "mine.py:never_fires", Firing.NOT_FIRED))
     assert report.splitlines()[:2] == [
