@@ -106,8 +106,9 @@ def fqns_of_separate_units(case: Case) -> list[tuple[str, ...]]:
     names_by_layer: dict[str, list[str]] = {f"{layer}": [] for layer in range(case.model.n_layers)}
     for name in names:
         group, _, rest = name.partition(".")
-        if group == "layers":
-            names_by_layer[rest.partition(".")[0]].append(name)
+        layer, _, _ = rest.partition(".")
+        if group == "layers" and layer in names_by_layer:  # a recorded job's model may have layers, and say of none
+            names_by_layer[layer].append(name)
     blocks = map(tuple, names_by_layer.values())
     alone = case.model.tied_embeddings and case.dims.pp > 1
     last = ("norm.weight",) if alone else ("norm.weight", output_weight(case))
