@@ -238,6 +238,7 @@ def _padded_numels(
     model: ModelConfig, tp: int, tp_index: int, degree: int, cut_dims: tuple[tuple[str, int], ...]
 ) -> Mapping[str, int]:
     """Return `padded_numels`, cached: plans of large models ask for it for every rank and unit."""
+    cut_dim_by_fqn = dict(cut_dims)
     numels = {}
     for fqn, whole_shape in parameter_shapes(model).items():
         shape = list(whole_shape) or [1]
@@ -245,7 +246,7 @@ def _padded_numels(
         if dim is not None and dim < len(shape):
             start, stop = chunk_interval((0, shape[dim]), tp, tp_index)
             shape[dim] = stop - start
-        cut_dim = dict(cut_dims).get(fqn, 0)
+        cut_dim = cut_dim_by_fqn.get(fqn, 0)
         shape[cut_dim] = -(-shape[cut_dim] // degree) * degree
         numels[fqn] = math.prod(shape)
     return numels
